@@ -1,0 +1,231 @@
+"""The artifact: one immutable safetensors file that holds a delta. Writes it in layer order, opens it, reads its parts.
+
+FORMAT.md beside this file is the description; `validate.py` decides whether an opened artifact may be trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from deltastore.checkpoint import DTYPE_NAME, TORCH_DTYPE
+from deltastore.errors import ArtifactError, StorageFull
+from deltastore.header import Header, TensorEntry, encode_header, read_exactly, read_header
+from deltastore.manifest import Manifest
+from deltastore.onebit import OneBit
+
+TENSOR_ALIGNMENT = 16
+COPY_BYTES = 4 << 20
+
+
+def part_names(name: str, axis: str, added_rows: int) -> dict[str, str]:
+    """The tensors that hold a one-bit matrix, by part, in the order of the file."""
+    parts = [
+        "signs",
+        *(["scale_out"] if axis != "in" else []),
+        *(["scale_in"] if axis in ("in", "both") else []),
+        "gain",
+    ]
+    return {part: f"{name}.{part}" for part in [*parts, *(["added"] if added_rows else [])]}
+
+
+def file_tensor(filename: str) -> str:
+    """The tensor that holds one of the variant's files."""
+    return f"file.{filename}"
+
+
+class ArtifactWriter:
+    """Writes one artifact: data goes to a spool as it comes, the header last, the final name last of all.
+
+    Used as a context manager; leaving it without `finish` leaves nothing behind. Add tensors in layer order, then the
+    variant's files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: list[TensorEntry] = []
+        self._position = 0
+        self._device_bytes: int | None = None
+        self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spool.close()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes before the variant's files, padding included: what a slot must hold."""
+        return self._position if self._device_bytes is None else self._device_bytes
+
+    def add_onebit(self, name: str, delta: OneBit, added: Tensor | None = None) -> None:
+        """Append a coded matrix; `added` ``[rows, in]`` are the rows that the base lacks, in any float dtype."""
+        parts = {
+            "signs": delta.signs,
+            "scale_out": delta.scale_out,
+            "scale_in": delta.scale_in,
+            "gain": torch.tensor([delta.gain], dtype=torch.float32),
+            "added": added,
+        }
+        for part, tensor_name in part_names(name, delta.axis, 0 if added is None else len(added)).items():
+            tensor = parts[part]
+            assert tensor is not None
+            self._append(tensor_name, tensor)
+
+    def add_whole(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor as it is."""
+        self._append(name, tensor)
+
+    def add_file(self, filename: str, content: bytes) -> None:
+        """Append one of the variant's files; no tensor may follow."""
+        if self._device_bytes is None:
+            self._device_bytes = self._position
+        self._append(file_tensor(filename), torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def finish(self, manifest: Manifest) -> str:
+        """Write header and data under the final name and return the file's SHA-256 as 64 hex digits."""
+        assert manifest.device_bytes == self.device_bytes
+        digest = hashlib.sha256()
+        descriptor, partial = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                self._write_all(out, digest, encode_header(self._entries, manifest.to_metadata()))
+                os.fchmod(out.fileno(), 0o644)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(partial, self.path)  # last, so that a reader finds the whole artifact or none
+        except OSError as error:
+            raise StorageFull(
+                f"{self.path}: {error.strerror}: free some space there or choose another --out"
+            ) from error
+        finally:
+            Path(partial).unlink(missing_ok=True)
+        return digest.hexdigest()
+
+    def _write_all(self, out: BinaryIO, digest: Any, header: bytes) -> None:
+        out.write(header)
+        digest.update(header)
+        self._spool.flush()
+        self._spool.seek(0)
+        while block := self._spool.read(COPY_BYTES):
+            out.write(block)
+            digest.update(block)
+
+    def _append(self, name: str, tensor: Tensor) -> None:
+        data = tensor.detach().contiguous()
+        self._write(TensorEntry(name, DTYPE_NAME[data.dtype], tuple(data.shape), 0, data.nbytes), data)
+        if padding := -self._position % TENSOR_ALIGNMENT:
+            zeros = torch.zeros(padding, dtype=torch.uint8)
+            self._write(TensorEntry(f"padding.{len(self._entries)}", "U8", (padding,), 0, padding), zeros)
+
+    def _write(self, entry: TensorEntry, data: Tensor) -> None:
+        start = self._position
+        self._position += entry.end
+        self._entries.append(TensorEntry(entry.name, entry.dtype, entry.shape, start, self._position))
+        try:
+            self._spool.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
+        except OSError as error:
+            raise StorageFull(
+                f"{self.path.parent}: {error.strerror}: free some space or choose another --out"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Artifact:
+    """An opened artifact. Its header and manifest are parsed; its tensors are read when asked for."""
+
+    path: Path
+    fd: int
+    header: Header
+    manifest: Manifest
+    size_bytes: int
+
+    @classmethod
+    def open(cls, path: Path, where: str | None = None) -> Artifact:
+        """Open and parse; use as a context manager.
+
+        Args:
+            path: the artifact.
+            where: what messages call it; by default its path.
+
+        Raises:
+            ArtifactError: no file, not safetensors, or no manifest that this version reads.
+        """
+        where = where or str(path)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArtifactError(f"{where}: {error.strerror}") from error
+        try:
+            header = read_header(fd, where)
+            manifest = Manifest.from_metadata(header.metadata, where)
+            return cls(path, fd, header, manifest, os.fstat(fd).st_size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+
+    def parts(self, name: str) -> Mapping[str, TensorEntry]:
+        """Where the parts of a one-bit matrix lie, by part."""
+        spec = self.manifest.tensors[name]
+        assert spec.axis is not None
+        names = part_names(name, spec.axis, spec.added_rows)
+        return {part: self.header.tensors[tensor_name] for part, tensor_name in names.items()}
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """One tensor in freshly owned memory."""
+        raw = read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, str(self.path))
+        flat = (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        )
+        return flat.view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
+
+    def onebit(self, name: str) -> OneBit:
+        """The coded matrix of a tensor whose codec is `onebit`."""
+        parts = {part: self.read(entry) for part, entry in self.parts(name).items() if part != "added"}
+        in_features = self.manifest.tensors[name].shape[1]
+        return OneBit(
+            parts["signs"], in_features, float(parts["gain"]), parts.get("scale_out"), parts.get("scale_in")
+        )
+
+    def added(self, name: str) -> Tensor | None:
+        """The rows that the base lacks, or None."""
+        entry = self.parts(name).get("added")
+        return None if entry is None else self.read(entry)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor whose codec is `whole`."""
+        return self.read(self.header.tensors[name])
+
+    def file(self, filename: str) -> bytes:
+        """One of the variant's files."""
+        entry = self.header.tensors[file_tensor(filename)]
+        return read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, str(self.path))
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file, 64 hex digits."""
+        total = hashlib.sha256()
+        for start in range(0, self.size_bytes, COPY_BYTES):
+            total.update(
+                read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, str(self.path))
+            )
+        return total.hexdigest()

@@ -1,0 +1,245 @@
+"""The header of a safetensors file, read strictly and written in our own order. Knows bytes and names, not codecs.
+
+The stock library reorders tensors and rounds its header to eight bytes; we keep layer order and place the data at a
+multiple of 4096, and read hostile files with one clear error per defect. The layout is the one that the safetensors
+project documents: an 8-byte little-endian length, that many bytes of JSON, then one contiguous data section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isinf, prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deltastore.errors import ArtifactError, shown
+
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 64 << 20
+MAX_JSON_VALUES = (
+    4_000_000  # a parsed value takes up to a hundred times its text, so bytes alone bound too little
+)
+MAX_DIGITS = 20
+MAX_NAME_CHARS = 512
+MAX_RANK = 8
+MAX_SIZE = 1 << 62
+METADATA_KEY = "__metadata__"
+DTYPE_BYTES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file; `start` and `end` are bytes from the beginning of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of itself, checked against its size."""
+
+    tensors: Mapping[str, TensorEntry]  # in the order of their bytes
+    metadata: Mapping[str, str]
+    data_start: int  # bytes from the beginning of the file
+
+    @property
+    def data_bytes(self) -> int:
+        return max((entry.end for entry in self.tensors.values()), default=0)
+
+
+def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """The header's bytes, padded with spaces so that the data section begins at a multiple of 4096."""
+    document: dict[str, Any] = {METADATA_KEY: dict(metadata)}
+    for entry in entries:
+        document[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.end],
+        }
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def open_file(path: Path, where: str) -> int:
+    """A descriptor for reading; ArtifactError where there is no such file. A pipe does not block, `read_header` refuses it."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ArtifactError(f"{where}: {error.strerror}") from error
+    except ValueError as error:
+        raise ArtifactError(f"{where}: {error}") from error  # a NUL in the name
+
+
+def read_header(fd: int, where: str) -> Header:
+    """Read and check the header of an open file.
+
+    Args:
+        fd: a descriptor open for reading; its position is not moved.
+        where: what messages call the file.
+
+    Raises:
+        ArtifactError: whatever is wrong with the file, in one line.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ArtifactError(f"{where}: not a regular file")
+    size = status.st_size
+    if size < 8:
+        raise ArtifactError(
+            f"{where}: {size} bytes are no safetensors file: it begins with an 8-byte header length"
+        )
+    (length,) = struct.unpack("<Q", read_exactly(fd, 8, 0, where))
+    if length > MAX_HEADER_BYTES:
+        raise ArtifactError(
+            f"{where}: its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed: "
+            "not a safetensors file, or a damaged one"
+        )
+    if 8 + length > size:
+        raise ArtifactError(
+            f"{where}: truncated: its header needs {8 + length} bytes and the file has {size}"
+        )
+    document = _parse(read_exactly(fd, length, 8, where), where)
+    metadata = _metadata(document.pop(METADATA_KEY, {}), where)
+    entries = sorted(
+        (_entry(name, value, where) for name, value in document.items()), key=lambda e: (e.start, e.end)
+    )
+    _check_contiguous(entries, size - 8 - length, where)
+    return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
+
+
+def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
+    """Fill `target` from `offset` by pread; a short file is an ArtifactError, never a fault."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if count == 0:
+            raise ArtifactError(
+                f"{where}: truncated: it ends {len(target) - done} bytes before byte {offset + len(target)}"
+            )
+        done += count
+
+
+def read_exactly(fd: int, num_bytes: int, offset: int, where: str) -> bytes:
+    """`num_bytes` bytes from `offset`; see `read_into`."""
+    content = bytearray(num_bytes)
+    read_into(fd, memoryview(content), offset, where)
+    return bytes(content)
+
+
+def parse_json(raw: bytes | str, where: str) -> Any:
+    """JSON in UTF-8 without duplicate keys, NaN, infinity, lone surrogates, or more values or nesting than is sound.
+
+    Raises:
+        ArtifactError: it is anything else.
+    """
+    try:
+        text = raw if isinstance(raw, str) else raw.decode()
+        if text.count(",") + text.count("[") + text.count("{") > MAX_JSON_VALUES:
+            raise ValueError(f"more than {MAX_JSON_VALUES} values")
+        document = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite, parse_int=_short
+        )
+        if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a pair alone could be stored nowhere, nor be sent
+            json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ArtifactError(f"{where}: its JSON is nested too deeply") from error
+    except ValueError as error:
+        raise ArtifactError(f"{where}: its JSON cannot be read: {error}") from error
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        names = sorted(key for key, _ in pairs)
+        twice = next(first for first, second in pairwise(names) if first == second)
+        raise ValueError(f"key {shown(twice)} stands twice")
+    return keys
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{shown(text)} is no number that it may hold")
+
+
+def _finite(text: str) -> float:
+    return _no_number(text) if isinf(value := float(text)) else value
+
+
+def _short(text: str) -> int:
+    return _no_number(text) if len(text) > MAX_DIGITS else int(text)
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    if not raw.startswith(b"{"):
+        raise ArtifactError(f"{where}: its header does not begin with '{{': not a safetensors file")
+    document = parse_json(raw, f"{where}: header")
+    assert isinstance(document, dict)
+    return document
+
+
+def _metadata(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ArtifactError(f"{where}: {METADATA_KEY} must map names to strings")
+    return value
+
+
+def _entry(name: str, value: Any, where: str) -> TensorEntry:
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise ArtifactError(
+            f"{where}: tensor name {shown(name)} is not 1 to {MAX_NAME_CHARS} characters that can be printed"
+        )
+    label = f"{where}: tensor {shown(name)}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ArtifactError(f"{label} needs exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ArtifactError(f"{label} has the unknown dtype {shown(dtype)}")
+    if not _is_sizes(shape) or len(shape) > MAX_RANK or prod(size or 1 for size in shape) >= MAX_SIZE:
+        raise ArtifactError(f"{label} has the malformed shape {shown(shape)}")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise ArtifactError(f"{label} has the malformed data_offsets {shown(offsets)}")
+    if prod(shape) * DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
+        raise ArtifactError(
+            f"{label} of shape {shape} and dtype {dtype} does not fill its {offsets[1] - offsets[0]} bytes"
+        )
+    return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < MAX_SIZE for item in value)
+
+
+def _check_contiguous(entries: list[TensorEntry], data_bytes: int, where: str) -> None:
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            kind = "overlaps another" if entry.start < position else "leaves a hole before it"
+            raise ArtifactError(
+                f"{where}: tensor {shown(entry.name)} {kind}: it begins at {entry.start}, expected {position}"
+            )
+        position = entry.end
+    if position > data_bytes:
+        raise ArtifactError(
+            f"{where}: truncated: its tensors need {position} data bytes and {data_bytes} are there"
+        )
+    if position < data_bytes:
+        raise ArtifactError(f"{where}: {data_bytes - position} bytes follow its last tensor")

@@ -1,0 +1,1 @@
+"""The service: one resident base, deltas in slots, requests of many variants."""

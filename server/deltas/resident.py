@@ -1,0 +1,108 @@
+"""A delta in its slot: typed views of the slot's bytes, by tensor name. Knows offsets; nothing of requests or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltastore.artifact import Artifact
+from deltastore.checkpoint import TORCH_DTYPE
+from deltastore.header import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixView:
+    """A one-bit matrix as kernels take it. The gain is folded into `factor_out`."""
+
+    signs: Tensor  # [out, ceil(in / 8)] uint8, in the slot
+    factor_out: Tensor  # [out] float32
+    factor_in: Tensor | None  # [in] float32
+    added: Tensor | None  # [added, in]: rows that the base lacks, in the slot
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the variant has, added ones included."""
+        return len(self.signs) + (0 if self.added is None else len(self.added))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPlan:
+    """Where an artifact's tensors lie in its data section, taken from its header before the bytes arrive."""
+
+    digest: str
+    tied: bool
+    matrices: Mapping[str, Mapping[str, TensorEntry]]  # by tensor, by part
+    whole: Mapping[str, TensorEntry]
+
+    @classmethod
+    def of(cls, artifact: Artifact, digest: str) -> DeltaPlan:
+        specs = artifact.manifest.tensors
+        return cls(
+            digest,
+            artifact.manifest.tied,
+            {name: artifact.parts(name) for name, spec in specs.items() if spec.codec == "onebit"},
+            {name: artifact.header.tensors[name] for name, spec in specs.items() if spec.codec == "whole"},
+        )
+
+
+class Slot:
+    """One place of the arena. `generation` grows each time its bytes are given up, so that stale views are caught."""
+
+    def __init__(self, index: int, memory: Tensor) -> None:
+        self.index = index
+        self.memory = memory  # [slot_bytes] uint8 on the device
+        self.generation = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentDelta:
+    """A loaded delta. Made when every chunk of it has been verified and copied."""
+
+    digest: str
+    tied: bool  # the output head is the input embedding
+    matrices: Mapping[str, MatrixView]
+    whole: Mapping[str, Tensor]
+    slot: Slot
+    generation: int
+
+    @classmethod
+    def in_slot(cls, plan: DeltaPlan, slot: Slot) -> ResidentDelta:
+        """Views of a slot that holds the data section of the artifact that `plan` was taken from."""
+        matrices = {name: _matrix(parts, slot.memory) for name, parts in plan.matrices.items()}
+        whole = {name: _view(entry, slot.memory) for name, entry in plan.whole.items()}
+        return cls(plan.digest, plan.tied, matrices, whole, slot, slot.generation)
+
+    def check_alive(self) -> None:
+        """A batch must never read a slot that has been given to another delta."""
+        assert self.generation == self.slot.generation, f"slot {self.slot.index} was overwritten while in use"
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a matrix that this delta changes, added ones included; 0 where it is unchanged."""
+        if (matrix := self.matrices.get(name)) is not None:
+            return matrix.num_rows
+        return len(self.whole[name]) if name in self.whole else 0
+
+
+def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
+    """All slots, cut from one allocation."""
+    memory = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+    return [Slot(index, memory[index]) for index in range(num_slots)]
+
+
+def _matrix(parts: Mapping[str, TensorEntry], memory: Tensor) -> MatrixView:
+    tensors = {part: _view(entry, memory) for part, entry in parts.items()}
+    signs, gain = tensors["signs"], tensors["gain"]
+    out = tensors["scale_out"].float() * gain if "scale_out" in tensors else gain
+    return MatrixView(
+        signs=signs,
+        factor_out=out.expand(len(signs)).contiguous(),
+        factor_in=tensors["scale_in"].float() if "scale_in" in tensors else None,
+        added=tensors.get("added"),
+    )
+
+
+def _view(entry: TensorEntry, memory: Tensor) -> Tensor:
+    return memory[entry.start : entry.end].view(TORCH_DTYPE[entry.dtype]).view(entry.shape)

@@ -1,0 +1,1 @@
+"""Requests in, tokens out: one thread owns the model and its device."""

@@ -1,0 +1,1 @@
+"""The base model: loaded once, made delta-aware, never written to."""

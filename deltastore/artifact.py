@@ -5,10 +5,11 @@ FORMAT.md beside this file is the description; `validate.py` decides whether an 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,44 +19,44 @@ import torch
 from torch import Tensor
 
 from deltastore.checkpoint import DTYPE_NAME, TORCH_DTYPE
-from deltastore.errors import ArtifactError, StorageFull
-from deltastore.header import Header, TensorEntry, encode_header, read_exactly, read_header
+from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError, shown
+from deltastore.header import (
+    Header,
+    TensorEntry,
+    encode_header,
+    open_file,
+    read_exactly,
+    read_header,
+    read_into,
+)
+from deltastore.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor, part_names
 from deltastore.manifest import Manifest
-from deltastore.onebit import OneBit
+from deltastore.onebit import OneBit, is_gain
 
-TENSOR_ALIGNMENT = 16
 COPY_BYTES = 4 << 20
-
-
-def part_names(name: str, axis: str, added_rows: int) -> dict[str, str]:
-    """The tensors that hold a one-bit matrix, by part, in the order of the file."""
-    parts = [
-        "signs",
-        *(["scale_out"] if axis != "in" else []),
-        *(["scale_in"] if axis in ("in", "both") else []),
-        "gain",
-    ]
-    return {part: f"{name}.{part}" for part in [*parts, *(["added"] if added_rows else [])]}
-
-
-def file_tensor(filename: str) -> str:
-    """The tensor that holds one of the variant's files."""
-    return f"file.{filename}"
 
 
 class ArtifactWriter:
     """Writes one artifact: data goes to a spool as it comes, the header last, the final name last of all.
 
     Used as a context manager; leaving it without `finish` leaves nothing behind. Add tensors in layer order, then the
-    variant's files.
+    variant's files. While `finish` runs, the data is on the disk twice.
+
+    Raises:
+        UsageError: nothing can be written beside `path`.
+        StorageFull: the disk has no room for it.
+        CheckpointError: two tensors would have the same name in the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._entries: list[TensorEntry] = []
+        self._entries: dict[str, TensorEntry] = {}
         self._position = 0
         self._device_bytes: int | None = None
-        self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+        try:
+            self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise UsageError(f"{path.parent}: {error.strerror}: choose another --out") from error
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +64,8 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._spool.close()
+        with contextlib.suppress(OSError):  # the disk is full again, for bytes that are thrown away
+            self._spool.close()
 
     @property
     def device_bytes(self) -> int:
@@ -79,6 +81,7 @@ class ArtifactWriter:
             "gain": torch.tensor([delta.gain], dtype=torch.float32),
             "added": added,
         }
+        assert self._device_bytes is None
         for part, tensor_name in part_names(name, delta.axis, 0 if added is None else len(added)).items():
             tensor = parts[part]
             assert tensor is not None
@@ -86,32 +89,37 @@ class ArtifactWriter:
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
         """Append a tensor as it is."""
+        assert self._device_bytes is None
         self._append(name, tensor)
 
     def add_file(self, filename: str, content: bytes) -> None:
         """Append one of the variant's files; no tensor may follow."""
         if self._device_bytes is None:
             self._device_bytes = self._position
-        self._append(file_tensor(filename), torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        data = torch.empty(len(content), dtype=torch.uint8)
+        data.numpy().data[:] = content
+        self._append(file_tensor(filename), data)
 
     def finish(self, manifest: Manifest) -> str:
         """Write header and data under the final name and return the file's SHA-256 as 64 hex digits."""
         assert manifest.device_bytes == self.device_bytes
         digest = hashlib.sha256()
-        descriptor, partial = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        header = encode_header(self._entries.values(), manifest.to_metadata())
         try:
-            with os.fdopen(descriptor, "wb") as out:
-                self._write_all(out, digest, encode_header(self._entries, manifest.to_metadata()))
-                os.fchmod(out.fileno(), 0o644)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(partial, self.path)  # last, so that a reader finds the whole artifact or none
+            descriptor, partial = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:64]}.")
+            try:
+                with os.fdopen(descriptor, "wb") as out:
+                    self._write_all(out, digest, header)
+                    os.fchmod(out.fileno(), 0o644)
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.replace(partial, self.path)  # last, so that a reader finds the whole artifact or none
+            finally:
+                Path(partial).unlink(missing_ok=True)
         except OSError as error:
             raise StorageFull(
                 f"{self.path}: {error.strerror}: free some space there or choose another --out"
             ) from error
-        finally:
-            Path(partial).unlink(missing_ok=True)
         return digest.hexdigest()
 
     def _write_all(self, out: BinaryIO, digest: Any, header: bytes) -> None:
@@ -128,14 +136,18 @@ class ArtifactWriter:
         self._write(TensorEntry(name, DTYPE_NAME[data.dtype], tuple(data.shape), 0, data.nbytes), data)
         if padding := -self._position % TENSOR_ALIGNMENT:
             zeros = torch.zeros(padding, dtype=torch.uint8)
-            self._write(TensorEntry(f"padding.{len(self._entries)}", "U8", (padding,), 0, padding), zeros)
+            self._write(TensorEntry(padding_tensor(len(self._entries)), "U8", (padding,), 0, padding), zeros)
 
     def _write(self, entry: TensorEntry, data: Tensor) -> None:
+        if entry.name in self._entries:
+            raise CheckpointError(
+                f"two tensors would be called {shown(entry.name)} in the artifact: rename one"
+            )
         start = self._position
         self._position += entry.end
-        self._entries.append(TensorEntry(entry.name, entry.dtype, entry.shape, start, self._position))
+        self._entries[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, start, self._position)
         try:
-            self._spool.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
+            self._spool.write(data.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise StorageFull(
                 f"{self.path.parent}: {error.strerror}: free some space or choose another --out"
@@ -144,9 +156,10 @@ class ArtifactWriter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Artifact:
-    """An opened artifact. Its header and manifest are parsed; its tensors are read when asked for."""
+    """An opened artifact. Header and manifest are parsed and agree; tensors are read when asked for, unchecked."""
 
     path: Path
+    where: str  # what messages call it
     fd: int
     header: Header
     manifest: Manifest
@@ -161,17 +174,16 @@ class Artifact:
             where: what messages call it; by default its path.
 
         Raises:
-            ArtifactError: no file, not safetensors, or no manifest that this version reads.
+            ArtifactError: no file, not safetensors, no manifest that this version reads, or one that does not
+                describe the file's tensors.
         """
         where = where or str(path)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ArtifactError(f"{where}: {error.strerror}") from error
+        fd = open_file(path, where)
         try:
             header = read_header(fd, where)
             manifest = Manifest.from_metadata(header.metadata, where)
-            return cls(path, fd, header, manifest, os.fstat(fd).st_size)
+            check_layout(header, manifest, where)
+            return cls(path, where, fd, header, manifest, header.data_start + header.data_bytes)
         except BaseException:
             os.close(fd)
             raise
@@ -193,19 +205,34 @@ class Artifact:
 
     def read(self, entry: TensorEntry) -> Tensor:
         """One tensor in freshly owned memory."""
-        raw = read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, str(self.path))
-        flat = (
-            torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        )
-        return flat.view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
+        return self._read(entry, 0, entry.num_bytes).view(entry.shape)
+
+    def blocks(self, entry: TensorEntry) -> Iterator[Tensor]:
+        """One tensor, flat, a few megabytes at a time."""
+        for start in range(0, entry.num_bytes, COPY_BYTES):
+            yield self._read(entry, start, min(COPY_BYTES, entry.num_bytes - start))
+
+    def _read(self, entry: TensorEntry, start: int, num_bytes: int) -> Tensor:
+        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        read_into(self.fd, flat.numpy().data, self.header.data_start + entry.start + start, self.where)
+        return flat.view(TORCH_DTYPE[entry.dtype])
 
     def onebit(self, name: str) -> OneBit:
-        """The coded matrix of a tensor whose codec is `onebit`."""
-        parts = {part: self.read(entry) for part, entry in self.parts(name).items() if part != "added"}
-        in_features = self.manifest.tensors[name].shape[1]
+        """The coded matrix of a tensor whose codec is `onebit`. ArtifactError if its gain is no power of two."""
+        entries, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
+        parts = {
+            part: self.read(entries[part]) for part in ("signs", "scale_out", "scale_in") if part in entries
+        }
         return OneBit(
-            parts["signs"], in_features, float(parts["gain"]), parts.get("scale_out"), parts.get("scale_in")
+            parts["signs"], in_features, self.gain(name), parts.get("scale_out"), parts.get("scale_in")
         )
+
+    def gain(self, name: str) -> float:
+        """The gain of a one-bit matrix. ArtifactError if it is no power of two."""
+        value = float(self.read(self.parts(name)["gain"]))
+        if not is_gain(value):
+            raise ArtifactError(f"{self.where}: gain {value} of tensor {shown(name)} is no power of two")
+        return value
 
     def added(self, name: str) -> Tensor | None:
         """The rows that the base lacks, or None."""
@@ -219,13 +246,11 @@ class Artifact:
     def file(self, filename: str) -> bytes:
         """One of the variant's files."""
         entry = self.header.tensors[file_tensor(filename)]
-        return read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, str(self.path))
+        return read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, self.where)
 
     def digest(self) -> str:
         """SHA-256 of the whole file, 64 hex digits."""
         total = hashlib.sha256()
         for start in range(0, self.size_bytes, COPY_BYTES):
-            total.update(
-                read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, str(self.path))
-            )
+            total.update(read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, self.where))
         return total.hexdigest()

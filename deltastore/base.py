@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deltastore.checkpoint import Checkpoint
+from deltastore.errors import CheckpointError
 from deltastore.fingerprint import fingerprint
 
 FREE_CONFIG = frozenset({
@@ -32,17 +34,57 @@ class Base:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, cache: Path | None = None) -> Base:
-        """Fingerprint a checkpoint (seconds per gigabyte the first time) and take down its shapes."""
+        """Fingerprint a checkpoint (seconds per gigabyte the first time) and take down its shapes.
+
+        A head that repeats the embedding is left out, so that every copy of one base has the same shapes.
+
+        Raises:
+            CheckpointError: a shard has gone, or the configuration cannot be used.
+        """
+        head = None if checkpoint.is_tied() else checkpoint.head_name
         return cls(
             id=str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name),
             fingerprint=fingerprint(checkpoint, cache),
-            shapes={name: stored.shape for name, stored in checkpoint.tensors.items()},
+            shapes={
+                name: stored.shape
+                for name, stored in checkpoint.tensors.items()
+                if name == head or name != checkpoint.head_name
+            },
             config=architecture(checkpoint.config),
             embedding=checkpoint.embedding_name,
-            head=checkpoint.head_name,
+            head=head,
         )
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a model's configuration that change its arithmetic: rope, epsilon, window, activation, head counts."""
-    return {key: value for key, value in config.items() if key not in FREE_CONFIG}
+    """The facts of a model's configuration that change its arithmetic: rope, epsilon, window, activation, head counts.
+
+    Completed with the library's defaults, because its versions write other keys for the same facts.
+
+    Raises:
+        CheckpointError: a configuration that the library knows and refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError  # both take a second to import
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    facts: Any = json.loads(json.dumps(config))  # a copy, because the library changes what it is given
+    if facts.get("model_type") in CONFIG_MAPPING:
+        try:
+            facts = AutoConfig.for_model(**facts).to_dict()
+        except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"config.json: the library refuses it: {reason}") from error
+    kept = {key: value for key, value in facts.items() if key not in FREE_CONFIG}
+    return dict(_plain(json.loads(json.dumps(kept, default=str))))
+
+
+def different_facts(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """The names of facts on which two configurations disagree. One that only one of them states is no disagreement."""
+    return sorted(key for key in facts.keys() & others.keys() if facts[key] != others[key])
+
+
+def _plain(value: Any) -> Any:
+    """Without the older name of the rope's type, which the library leaves beside the newer one."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _plain(part) for key, part in value.items() if key != "type" or "rope_type" not in value}

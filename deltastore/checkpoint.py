@@ -94,11 +94,14 @@ class Checkpoint:
     def is_tied(self) -> bool:
         """Whether the output head is the input embedding: not stored at all, or stored again byte for byte.
 
-        Some tools store tied weights twice. The two are read only as far as their first difference.
+        Some tools store tied weights twice. The two are read only as far as their first difference, and not at all
+        where the configuration says that they are two.
         """
         embedding, head = self.embedding_name, self.head_name
         if embedding is None or head is None:
             return head is None
+        if not self.config.get("tie_word_embeddings", True):
+            return False
         first, second = self.tensors[embedding], self.tensors[head]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -142,7 +145,8 @@ def _collect(path: Path) -> dict[str, StoredTensor]:
         return _stored(single)
     if not index.exists():
         raise CheckpointError(
-            f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; save the model as safetensors with save_pretrained"
+            f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; "
+            "save the model as safetensors with save_pretrained"
         )
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

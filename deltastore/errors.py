@@ -1,4 +1,4 @@
-"""The one exception tree of Peraxis. A message names the thing that is wrong and the way out; one table maps it to HTTP."""
+"""The one exception tree of Peraxis. A message names the thing and the way out; one table maps it to HTTP."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The base fingerprint: one digest of a checkpoint's tensors, the same for every copy and sharding of it.
 
-SHA-256 over one line per tensor, in the order of their names: ``["name", "dtype", [shape], "sha256 of the stored bytes"]``,
-before any cast. An output head that repeats the input embedding byte for byte is left out, because some tools store tied
-weights twice and others once.
+SHA-256 over one line per tensor, in the order of their names: ``["name", "dtype", [shape], "sha256"]``, where the last
+is of the stored bytes, before any cast. An output head that repeats the input embedding byte for byte is left out,
+because some tools store tied weights twice and others once.
 """
 
 from __future__ import annotations

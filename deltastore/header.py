@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 from deltastore.errors import ArtifactError, shown
 
 ALIGNMENT = 4096
-MAX_HEADER_BYTES = 64 << 20
-MAX_JSON_VALUES = (
-    4_000_000  # a parsed value takes up to a hundred times its text, so bytes alone bound too little
-)
+MAX_HEADER_BYTES = 32 << 20
+FREE_HEADER_BYTES = 1 << 20  # more is allowed in proportion to the file only,
+MAX_HEADER_SHARE = 32  # so that a short file cannot ask for seconds of parsing
+MAX_JSON_VALUES = 2_000_000  # a parsed value takes up to a hundred times its text, so bytes bound too little
 MAX_DIGITS = 20
 MAX_NAME_CHARS = 512
 MAX_RANK = 8
@@ -80,7 +80,7 @@ def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -
 
 
 def open_file(path: Path, where: str) -> int:
-    """A descriptor for reading; ArtifactError where there is no such file. A pipe does not block, `read_header` refuses it."""
+    """A descriptor for reading; ArtifactError where there is no such file. A pipe does not block here."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -108,9 +108,10 @@ def read_header(fd: int, where: str) -> Header:
             f"{where}: {size} bytes are no safetensors file: it begins with an 8-byte header length"
         )
     (length,) = struct.unpack("<Q", read_exactly(fd, 8, 0, where))
-    if length > MAX_HEADER_BYTES:
+    limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
+    if length > limit:
         raise ArtifactError(
-            f"{where}: its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed: "
+            f"{where}: its header claims {length} bytes, more than the {limit} allowed in a file of {size}: "
             "not a safetensors file, or a damaged one"
         )
     if 8 + length > size:

@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 GENERATION_FILE = "generation_config.json"
 FILES = (*TOKENIZER_FILES, GENERATION_FILE)
-MAX_FACTS_BYTES = 1 << 20
+MAX_FACTS_BYTES = 256 << 10
 MAX_FACTS_DEPTH = 16
 
 
@@ -109,7 +109,9 @@ class Manifest(_Strict):
     fidelity: Facts
 
     def to_metadata(self) -> dict[str, str]:
-        return {FORMAT_KEY: str(FORMAT), MANIFEST_KEY: self.model_dump_json(exclude_defaults=True)}
+        fields = self.model_dump(exclude_defaults=True)
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return {FORMAT_KEY: str(FORMAT), MANIFEST_KEY: text}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
@@ -120,7 +122,8 @@ class Manifest(_Strict):
             )
         if metadata[FORMAT_KEY] != str(FORMAT):
             raise ArtifactError(
-                f"{where}: artifact format {shown(metadata[FORMAT_KEY])} and this version reads {FORMAT}: update Peraxis"
+                f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
+                f"format {FORMAT}: update it, or compress again with it"
             )
         where = f"{where}: manifest"
         document = parse_json(metadata[MANIFEST_KEY], where)

@@ -2,7 +2,7 @@
 
 Weight = base + gain * out[:, None] * B * in[None, :]    (paper, section 2, with both axes at once; B is the sign mask)
 
-The gain is a power of two, so that scales of deltas near 1e-6 stay in FP16's normal range and multiply without rounding.
+The gain is a power of two, so that scales of deltas near 1e-6 stay in FP16's normal range and multiply exactly.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class OneBit:
     ) -> OneBit:
         """Normalise float scales into their stored form: FP16 vectors and a power-of-two gain.
 
-        With both scales, `scale_in` is given mean magnitude 1 and `scale_out` takes up the rest. The gain is the largest
-        power of two that is not above the largest magnitude, so that stored scales lie at or below 2. A scale of at least
-        2^-14 gain is stored within 2^-11 of itself, a smaller one within 2^-25 gain.
+        With both scales, `scale_in` is given mean magnitude 1 and `scale_out` takes up the rest. The gain is the
+        largest power of two that is not above the largest magnitude, so that stored scales lie at or below 2. A scale
+        of at least 2^-14 of its unit (the gain, or 1 for `scale_in` beside `scale_out`) is stored within 2^-11 of
+        itself, a smaller one within 2^-25 of the unit.
         """
         if scale_out is not None and scale_in is not None:
             mean = scale_in.double().abs().mean()

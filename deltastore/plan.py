@@ -1,12 +1,13 @@
-"""The one-bit plan: the bytes that a model's shapes give, without any weights. Sizes slots and answers `inspect --plan`."""
+"""The one-bit plan: the bytes that shapes give, without any weights. Sizes slots and answers `inspect --plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
-from deltastore.artifact import TENSOR_ALIGNMENT
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES
+from deltastore.layout import TENSOR_ALIGNMENT
 from deltastore.signs import packed_width
 
 FP16_BYTES = 2
@@ -38,7 +39,7 @@ def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = Tr
     """The plan for both scales per matrix; `embeddings` false keeps embeddings and head whole at 16 bits."""
     signs = scales = whole = device = full = 0
     for name, shape in shapes.items():
-        numel = _product(shape)
+        numel = prod(shape)
         full += FP16_BYTES * numel
         if is_matrix(name, shape, embeddings=embeddings):
             out_features, in_features = shape
@@ -59,10 +60,3 @@ def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = Tr
 
 def _aligned(sizes: Iterable[int]) -> Iterable[int]:
     return (size + -size % TENSOR_ALIGNMENT for size in sizes)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -55,7 +55,7 @@ class HeadDelta:
     """
 
     def __init__(self, module: nn.Linear, name: str, embedding: str, context: BatchContext) -> None:
-        self.weight, self.bias, self.embedding = f"{name}.weight", f"{name}.bias", f"{embedding}.weight"
+        self.bias, self.embedding = f"{name}.bias", f"{embedding}.weight"
         self.base_bias = module.bias
         self.context = context
         module.register_forward_hook(self)
@@ -90,7 +90,7 @@ class HeadDelta:
 
     def _source(self, delta: ResidentDelta) -> str:
         """The tensor that holds the head of this variant: its own, or the embedding that it is tied to."""
-        return self.embedding if delta.tied else self.weight
+        return self.embedding if delta.tied else delta.head
 
     def _num_rows(self, delta: ResidentDelta) -> int:
         return delta.num_rows(self._source(delta))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltastore.artifact import Artifact
-from deltastore.checkpoint import TORCH_DTYPE
+from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.header import TensorEntry
 
 
@@ -34,6 +34,7 @@ class DeltaPlan:
 
     digest: str
     tied: bool
+    head: str
     matrices: Mapping[str, Mapping[str, TensorEntry]]  # by tensor, by part
     whole: Mapping[str, TensorEntry]
 
@@ -43,6 +44,7 @@ class DeltaPlan:
         return cls(
             digest,
             artifact.manifest.tied,
+            next((name for name in specs if name.endswith(HEAD_SUFFIXES)), ""),
             {name: artifact.parts(name) for name, spec in specs.items() if spec.codec == "onebit"},
             {name: artifact.header.tensors[name] for name, spec in specs.items() if spec.codec == "whole"},
         )
@@ -63,6 +65,7 @@ class ResidentDelta:
 
     digest: str
     tied: bool  # the output head is the input embedding
+    head: str  # the changed head's own tensor, which a tied base does not have; "" where there is none
     matrices: Mapping[str, MatrixView]
     whole: Mapping[str, Tensor]
     slot: Slot
@@ -73,7 +76,7 @@ class ResidentDelta:
         """Views of a slot that holds the data section of the artifact that `plan` was taken from."""
         matrices = {name: _matrix(parts, slot.memory) for name, parts in plan.matrices.items()}
         whole = {name: _view(entry, slot.memory) for name, entry in plan.whole.items()}
-        return cls(plan.digest, plan.tied, matrices, whole, slot, slot.generation)
+        return cls(plan.digest, plan.tied, plan.head, matrices, whole, slot, slot.generation)
 
     def check_alive(self) -> None:
         """A batch must never read a slot that has been given to another delta."""

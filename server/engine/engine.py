@@ -23,7 +23,7 @@ from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, Request, T
 from server.engine.runner import Runner
 from server.engine.telemetry import Telemetry
 from server.engine.waiting import Prefetch, Unload, Waiting
-from server.errors import Draining, EngineFailed, LoadTimeout, QueueFull
+from server.errors import Draining, EngineFailed, InvalidRequest, LoadTimeout, QueueFull
 
 IDLE_S = 0.2  # how long the loop sleeps when nothing happens
 STUCK_S = 60.0  # a thread that has not come round for so long is not alive
@@ -82,7 +82,7 @@ class Engine:
                 if len(self._open) > self.limits.max_queue:
                     raise QueueFull(f"{len(self._open)} requests are in the queue: try again in a moment")
                 if request.id in self._open:
-                    raise EngineFailed(f"request id {request.id!r} is in use")
+                    raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
                 self._open[request.id] = request
         except PeraxisError as error:
             self._telemetry.rejected(error)

@@ -117,6 +117,10 @@ class Tokenizers:
         """Load an uploaded artifact's tokenizer once, before it is published: ArtifactError if it does not work."""
         self._load(artifact_path, "the artifact").encode("probe")
 
+    def close(self) -> None:
+        """End the child process that renders templates."""
+        self._worker.close()
+
     def _load(self, path: Path, where: str) -> VariantTokenizer:
         with Artifact.open(path, where) as artifact:
             spec = artifact.manifest.tensors.get(self._base_shapes.embedding or "")

@@ -76,9 +76,7 @@ def _attach(model: PreTrainedModel, base: Base) -> tuple[BatchContext, dict[str,
     norms: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if module is head:
-            stored = (
-                base.head or base.embedding
-            )  # some checkpoints name the head otherwise than the model does
+            stored = base.head or f"{name}.weight"  # some checkpoints name the head otherwise than the model does
             HeadDelta(module, stored.removesuffix(".weight"), base.embedding.removesuffix(".weight"), context)
         elif isinstance(module, nn.Linear):
             LinearDelta(module, name, context)
@@ -108,7 +106,7 @@ def _check_unchanged(
     model: PreTrainedModel, context: BatchContext, norms: dict[str, Tensor], plain: Tensor
 ) -> None:
     """The base answers as before, also beside tokens of a delta whose every norm weight is given per token."""
-    same = ResidentDelta("", False, {}, norms, Slot(0, torch.empty(0)), 0)
+    same = ResidentDelta("", False, "", {}, norms, Slot(0, torch.empty(0)), 0)
     batch = DeltaBatch.of([None, same, None], [1, PROBE_TOKENS - 2, 1], [1, PROBE_TOKENS - 2, 1])
     try:
         with context.step(batch):

@@ -1,0 +1,1 @@
+"""From a base and its fine-tune to an artifact, and back to a stock checkpoint."""

@@ -1,0 +1,35 @@
+"""Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+LINE_INTERVAL_S = 10
+
+
+class _Lines(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
+    """A bar's text as whole lines, for logs."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        self.fp.write(f"{msg or self}\n")
+        self.fp.flush()
+
+
+def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
+    """Progress over `total` bytes, to be used as a context manager."""
+    is_terminal = sys.stderr.isatty()
+    return (tqdm if is_terminal else _Lines)(
+        total=total,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        disable=not enabled,
+        leave=False,
+        mininterval=0.1 if is_terminal else LINE_INTERVAL_S,
+        maxinterval=LINE_INTERVAL_S,
+        delay=0 if is_terminal else LINE_INTERVAL_S,
+        file=sys.stderr,
+    )

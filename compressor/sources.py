@@ -1,0 +1,41 @@
+"""Where a checkpoint comes from: a directory, or a hub id through transformers' own cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deltastore.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+UNWANTED = ("consolidated*", "original/*")  # a second copy of the same weights
+
+
+def checkpoint_directory(source: str) -> Path:
+    """The directory of a checkpoint; a hub id is downloaded, or found where an earlier download left it.
+
+    Raises:
+        CheckpointError: neither a directory nor a model that the hub gives us.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists() or not HUB_ID.fullmatch(source):
+        raise CheckpointError(
+            f"{source}: no such directory; give a Hugging Face checkpoint's directory, or a hub id"
+        )
+    import huggingface_hub  # imported when needed: a local checkpoint needs no hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                source, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)
+            )
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{source}: no such directory, and the hub does not give a model of that id ({reason}): "
+            "give a directory, or run `hf auth login` if the model is gated"
+        ) from error

@@ -1,0 +1,164 @@
+"""The commands `peraxis inspect` and `peraxis verify`: what an artifact holds, and whether it may be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from deltastore.artifact import Artifact
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
+from deltastore.layout import file_tensor, part_names
+from deltastore.manifest import FORMAT
+from deltastore.model_shapes import model_shapes
+from deltastore.plan import Plan, one_bit_plan
+from deltastore.validate import check_artifact, check_base
+
+app = typer.Typer(no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An artifact.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="CONFIG_DIR", help="Instead: the bytes that a model's shapes would give."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is inside a delta, or what a model's shapes would give.
+
+    Examples: peraxis inspect tuned.safetensors; peraxis inspect --plan DIR_OF_CONFIG_JSON
+    """
+    if (file is None) == (plan is None):
+        raise UsageError("give the FILE of an artifact, or --plan and the directory of a config.json")
+    if plan is not None:
+        shapes = model_shapes(plan)
+        plans = {"compress": one_bit_plan(shapes), "whole": one_bit_plan(shapes, embeddings=False)}
+        print(json.dumps(_plans_json(plans), indent=2) if as_json else _plans_text(plans))
+    if file is not None:
+        with Artifact.open(file) as artifact:
+            facts = _facts(artifact)
+        print(json.dumps(facts, indent=2) if as_json else _text(facts))
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An artifact.")],
+    base: Annotated[
+        Path | None, typer.Option("--base", metavar="DIR", help="The base that it should fit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a delta, also against its base; exits with 1 where something is wrong.
+
+    Example: peraxis verify tuned.safetensors --base BASE
+    """
+    identity = None if base is None else Base.of(Checkpoint.open(base))
+    finding, digest = _finding(file, identity)
+    if as_json:
+        findings = [] if finding is None else [finding]
+        print(json.dumps({"file": str(file), "digest": digest, "findings": findings}, indent=2))
+    else:
+        fits = "" if identity is None else f", and it fits {identity.id}"
+        print(f"FOUND: {finding}" if finding else f"{file}: sound{fits}; {digest}")
+    if finding:
+        raise typer.Exit(1)
+
+
+def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
+    """The first thing that is wrong, and the digest where the file could be opened."""
+    digest = None
+    try:
+        with Artifact.open(file) as artifact:
+            digest = f"sha256:{artifact.digest()}"
+            check_artifact(artifact)
+            if base is not None:
+                check_base(artifact, base)
+    except (ArtifactError, BaseMismatch) as error:
+        return str(error), digest
+    return None, digest
+
+
+def _facts(artifact: Artifact) -> dict[str, Any]:
+    manifest, bytes_of = artifact.manifest, _bytes_by_kind(artifact)
+    return {
+        "file": str(artifact.path),
+        "digest": f"sha256:{artifact.digest()}",
+        "format": FORMAT,
+        "base_id": manifest.base_id,
+        "base_fingerprint": manifest.base_fingerprint,
+        "method": manifest.method,
+        "tied": manifest.tied,
+        "size_bytes": artifact.size_bytes,
+        "device_bytes": manifest.device_bytes,
+        "bytes": bytes_of,
+        "files": manifest.files,
+        "compressor": manifest.compressor,
+        "fidelity": manifest.fidelity,
+        "config": manifest.config,
+        "tensors": {name: spec.model_dump(exclude_defaults=True) for name, spec in manifest.tensors.items()},
+    }
+
+
+def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
+    """Where the bytes go: signs, scales, rows added, whole tensors, files."""
+    sizes, entries = Counter(signs=0, scales=0, added=0, whole=0, files=0), artifact.header.tensors
+    for name, spec in artifact.manifest.tensors.items():
+        if spec.axis is None:
+            sizes["whole"] += entries[name].num_bytes
+            continue
+        for part, tensor in part_names(name, spec.axis, spec.added_rows).items():
+            sizes[part if part in sizes else "scales"] += entries[tensor].num_bytes
+    sizes["files"] = sum(entries[file_tensor(name)].num_bytes for name in artifact.manifest.files)
+    return dict(sizes)
+
+
+def _text(facts: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in facts["bytes"].items() if size)
+    lines = [
+        f"{facts['file']}  {facts['digest']}",
+        f"base {shown(facts['base_id'])}, fingerprint {facts['base_fingerprint'][:12]}; method {facts['method']}"
+        f"{'; output head tied to the embedding' if facts['tied'] else ''}",
+        f"{_size(facts['size_bytes'])}, of them {_size(facts['device_bytes'])} on the device: {kinds}",
+        f"files: {', '.join(facts['files']) or 'none'}",
+        f"compressor: {json.dumps(facts['compressor'])}",
+        f"fidelity: {json.dumps(facts['fidelity'])}",
+    ]
+    for name, spec in facts["tensors"].items():
+        shape = "x".join(map(str, spec["shape"]))
+        error = f"error {spec['error']:.4f}" if "error" in spec else ""
+        notes = [f"{key} {spec[key]}" for key in ("added_rows", "against", "num_zeros") if key in spec]
+        lines.append(
+            f"  {name:<56} {shape:>14}  {spec.get('axis', 'whole'):<6} {' '.join([error, *notes])}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _plans_json(plans: dict[str, Plan]) -> dict[str, Any]:
+    return {"embeddings": {kind: {**asdict(plan), "ratio": plan.ratio} for kind, plan in plans.items()}}
+
+
+def _plans_text(plans: dict[str, Plan]) -> str:
+    lines = [
+        f"--embeddings {kind:<8}  {_size(plan.device_bytes):>11}  {plan.ratio:5.2f} times smaller than 16 bits  "
+        f"(signs {_size(plan.signs_bytes)}, scales {_size(plan.scales_bytes)}, "
+        f"whole {_size(plan.whole_bytes)})"
+        for kind, plan in plans.items()
+    ]
+    return "\n".join([f"full at 16 bits: {_size(plans['compress'].full_bytes)}", *lines])
+
+
+def _size(num_bytes: int) -> str:
+    return tqdm.format_sizeof(num_bytes, "B")

@@ -1,0 +1,127 @@
+"""The only code that changes a registry's files. Knows paths, descriptors and locks; nothing of variants.
+
+Each method of `Storage` down to `unlink` is one change that a crash can fall before or after, so a test that
+replaces the class can stop the world between any two. What is durable: a file's bytes after `fsync`, a name
+after `fsync_dir` of its directory. Reads go straight to the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from deltastore.errors import RegistryError, StorageFull
+
+TEMPORARY = ".tmp"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+
+class Storage:
+    """Changes on disk. Every method raises OSError as the operating system gave it."""
+
+    def make_dir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """A new file, open for reading and writing; FileExistsError where the name is taken."""
+        return os.open(path, FLAGS | os.O_EXCL, 0o666)
+
+    def open_lock(self, path: Path) -> int:
+        """A lock's empty file, made when it is missing. It holds nothing, so losing it costs nothing."""
+        return os.open(path, FLAGS, 0o666)
+
+    def write(self, fd: int, data: memoryview) -> None:
+        while data:
+            data = data[os.write(fd, data) :]
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; replaces a target."""
+        os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for a file, atomically; FileExistsError where the name is taken."""
+        os.link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def make_dirs(self, path: Path) -> None:
+        """Make a directory and its missing parents, each durable before the next."""
+        if path.is_dir():
+            return
+        self.make_dirs(path.parent)
+        with contextlib.suppress(
+            FileExistsError
+        ):  # another server was faster: its name may still need the fsync
+            self.make_dir(path)
+        self.fsync_dir(path.parent)
+
+    @contextlib.contextmanager
+    def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
+        """A durable file of `data` under a temporary name, which is gone after the block."""
+        path = directory / f".{secrets.token_hex(8)}{TEMPORARY}"
+        fd = self.create(path)
+        try:
+            try:
+                self.write(fd, memoryview(data))
+                self.fsync(fd)
+            finally:
+                os.close(fd)
+            yield path
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # the block may have renamed it
+                self.unlink(path)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Give a file new contents in one atomic step that is durable on return."""
+        with self.temporary(path.parent, data) as temporary:
+            self.rename(temporary, path)
+        self.fsync_dir(path.parent)
+
+    @contextlib.contextmanager
+    def locked(self, path: Path, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
+        """Hold a lock against other threads, processes and servers. BlockingIOError where it may not wait."""
+        fd = self.open_lock(path)
+        try:
+            flock(fd, exclusive=exclusive, wait=wait)
+            yield
+        finally:
+            os.close(fd)  # releases
+
+
+def flock(fd: int, *, exclusive: bool, wait: bool) -> None:
+    """Lock an open file until its descriptor is closed; the kernel releases it when the process dies."""
+    fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+
+
+@contextlib.contextmanager
+def explained(root: Path) -> Iterator[None]:
+    """Turn the operating system's errors inside the block into ours, which name the place and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFull(
+                f"the disk or quota under {root} is full: free some space there, "
+                f"or run `peraxis registry gc --registry {root}`"
+            ) from error
+        raise RegistryError(
+            f"{error.filename or root}: {error.strerror or error}: nothing was acknowledged; "
+            "check the disk and the rights of this user, then try again"
+        ) from error

@@ -1,0 +1,1 @@
+"""The HTTP routes: parse at the edge, ask the engine and the registry, answer. Only they and app.py know HTTP."""

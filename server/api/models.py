@@ -1,0 +1,62 @@
+"""`/v1/models`: the base and every variant that the caller may use, as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.records import PUBLIC, VersionRecord
+from server.api.schemas import BASE, Reference
+from server.api.service import CallerDep, Service, ServiceDep
+from server.tenants import Tenant
+
+OWNER_OF_BASE = "peraxis"
+
+router = APIRouter(prefix="/v1/models")
+
+
+@router.get("")
+async def list_models(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
+    """The base, then the active version of each variant, loaded or not."""
+    records = await run_in_threadpool(_usable, service, caller)
+    cards = [_card(service, record.name, record) for record in records]
+    return {"object": "list", "data": [_card(service, BASE, None), *cards]}
+
+
+@router.get("/{model_id}")
+async def show_model(model_id: str, service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
+    """One card; ``NAME@VERSION`` names a version."""
+    reference = Reference.parse(model_id)
+    record = None
+    if reference.name is not None:
+        record = await run_in_threadpool(
+            service.registry.resolve, caller.name, reference.name, reference.version
+        )
+    return _card(service, model_id, record)
+
+
+def _usable(service: Service, caller: Tenant) -> list[VersionRecord]:
+    """The caller's own variants hide public ones of the same name."""
+    found: dict[str, VersionRecord] = {}
+    for owner in dict.fromkeys((PUBLIC, caller.name)):
+        for variant in service.registry.variants(owner):
+            for record in variant.versions:
+                if record.version == variant.active:
+                    found[variant.name] = record
+    return [found[name] for name in sorted(found)]
+
+
+def _card(service: Service, model_id: str, record: VersionRecord | None) -> dict[str, Any]:
+    created = service.started_at if record is None else datetime.fromisoformat(record.created_at).timestamp()
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": int(created),
+        "owned_by": OWNER_OF_BASE if record is None else record.tenant,
+        "root": service.engine.base.id,
+        "parent": None if record is None else BASE,
+        "max_model_len": service.engine.max_model_len,
+    }

@@ -1,0 +1,144 @@
+"""What routes are given: settings, registry, metrics, and the engine once the base is loaded; its life, no routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.registry import Registry
+from server.engine.engine import Engine
+from server.engine.tokenizer import Tokenizers
+from server.errors import Draining, EngineFailed, QueueFull
+from server.metrics import Metrics
+from server.settings import Settings
+from server.tenants import Open, Tenant, Tenants
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backend:
+    """What loading the base gives."""
+
+    engine: Engine
+    tokenizers: Tokenizers
+
+
+class Service:
+    """One server: loading, then ready, then draining. Touched on the event loop alone."""
+
+    def __init__(self, settings: Settings, registry: Registry, metrics: Metrics) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.metrics = metrics
+        self.tenants: Tenants = Open()
+        self.started_at = time.time()  # seconds since 1970
+        self.num_in_flight = 0  # HTTP requests
+        self.draining = False
+        self.loading: asyncio.Task[None] | None = None
+        self.lost = asyncio.Event()  # the device is gone, and with it every request
+        self._backend: Backend | None = None
+        self._closed = False
+
+    def start(self, build: Callable[[], Backend]) -> None:
+        """Begin to build the backend on a thread; `loading` ends when it is there, or holds the reason why not."""
+        self.loading = asyncio.create_task(self._load(build))
+
+    async def _load(self, build: Callable[[], Backend]) -> None:
+        backend = await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
+        loop = asyncio.get_running_loop()
+
+        def on_lost() -> None:
+            loop.call_soon_threadsafe(self.lost.set)
+
+        backend.engine.on_lost = on_lost
+        self._backend = backend
+        if self.draining:
+            backend.engine.drain()
+        else:
+            self.metrics.ready.set(1)
+
+    @property
+    def backend(self) -> Backend:
+        """The loaded backend; QueueFull while it loads."""
+        if self._backend is None:
+            self.check_admitting()
+            raise QueueFull("the base is still loading: try again when /ready answers 200")
+        return self._backend
+
+    @property
+    def engine(self) -> Engine:
+        return self.backend.engine
+
+    @property
+    def tokenizers(self) -> Tokenizers:
+        return self.backend.tokenizers
+
+    def check_admitting(self) -> None:
+        """Draining once shutdown has begun."""
+        if self.draining:
+            raise Draining("the server is shutting down: send the request to another replica")
+
+    def check_ready(self) -> None:
+        """Whether requests for tokens are taken: Draining, QueueFull while loading, or EngineFailed."""
+        self.check_admitting()
+        self.check_alive()
+        assert self.backend
+
+    def check_alive(self) -> None:
+        """EngineFailed when the engine's thread has stopped coming round; loading counts as life."""
+        if self._backend is not None and not self._backend.engine.alive():
+            raise EngineFailed("the engine does not answer: restart the server")
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+        self.metrics.ready.set(0)
+        if self._backend is not None:
+            self._backend.engine.drain()
+
+    async def close(self) -> None:
+        """Let the requests in flight end for as long as the settings say, then end the rest and the engine."""
+        self.drain()
+        timeout = self.settings.shutdown_timeout
+        deadline = time.monotonic() + timeout
+        if self.loading is not None:
+            await asyncio.wait({self.loading}, timeout=timeout)
+        if self._backend is not None and not self._closed:
+            self._closed = True
+            await run_in_threadpool(self._backend.engine.close, max(0.0, deadline - time.monotonic()))
+            while self.num_in_flight and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_S)
+            await run_in_threadpool(self._backend.tokenizers.close)
+
+
+async def service_of(request: Request) -> Service:
+    """The service of the application that a request came to."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+async def admitted(service: Annotated[Service, Depends(service_of)]) -> Service:
+    """The service, unless it is shutting down."""
+    service.check_admitting()
+    return service
+
+
+async def caller_of(request: Request, service: Annotated[Service, Depends(service_of)]) -> Tenant:
+    """Who calls; the middleware counts the reply for this tenant."""
+    caller = service.tenants.identify(request.headers.get("authorization"))
+    request.scope["state"]["tenant"] = caller.name
+    return caller
+
+
+AnyService = Annotated[Service, Depends(service_of)]
+ServiceDep = Annotated[Service, Depends(admitted)]
+CallerDep = Annotated[Tenant, Depends(caller_of)]

@@ -1,0 +1,128 @@
+"""The server as a process: its ports, its signals, its exit code. Knows applications to run, not their routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import uvicorn
+
+from deltastore.errors import SettingsError
+from server.errors import EngineFailed
+
+BACKLOG = 2048
+LAST_BYTES_S = 2  # for replies to be sent after everything that makes them has ended
+INTERRUPTED = 130
+
+
+class Lifecycle(Protocol):
+    """What of the service the process watches and ends."""
+
+    loading: asyncio.Task[None] | None
+    lost: asyncio.Event
+
+    async def close(self) -> None: ...
+
+
+class _Server(uvicorn.Server):
+    """The library's server, which leaves the signals to us: it would stop listening before the requests have ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. SettingsError where the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port"
+        ) from error
+
+
+def url_of(listening: socket.socket) -> str:
+    """The address that clients use."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready: Callable[[], None]) -> int:
+    """Serve until SIGTERM or SIGINT, let the requests in flight end, and return the exit code.
+
+    Args:
+        apps: the ASGI application of each listening socket; the first one starts the service.
+        on_ready: called when the base is loaded.
+
+    Raises:
+        PeraxisError: the base could not be loaded, or the device was lost.
+    """
+    return asyncio.run(_serve(apps, service, on_ready))
+
+
+async def _serve(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready: Callable[[], None]) -> int:
+    stopped = _first_signal()
+    servers = [_Server(_config(app, is_first=i == 0)) for i, app in enumerate(apps.values())]
+    serving = [
+        asyncio.create_task(server.serve([listening]))
+        for server, listening in zip(servers, apps, strict=True)
+    ]
+    try:
+        return await _watch(service, servers[0], stopped, on_ready)
+    finally:
+        # While requests end, the ports still answer: not ready, and draining to whoever comes.
+        await service.close()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+
+
+async def _watch(
+    service: Lifecycle, server: uvicorn.Server, stopped: asyncio.Future[int], on_ready: Callable[[], None]
+) -> int:
+    """Until something ends the service: the exit code, or the reason as an exception."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    assert service.loading is not None
+    await asyncio.wait({service.loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if service.loading.done():
+        service.loading.result()
+        on_ready()
+        lost = asyncio.create_task(service.lost.wait())
+        await asyncio.wait({lost, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            raise EngineFailed("the device is lost: see the log, then start the server again")
+    return await stopped
+
+
+def _first_signal() -> asyncio.Future[int]:
+    """The exit code that the first SIGTERM or SIGINT asks for; a second one kills the process as if nobody listened."""
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def on_signal(code: int) -> None:
+        stopped.set_result(code)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal, 0)
+    loop.add_signal_handler(signal.SIGINT, on_signal, INTERRUPTED)
+    return stopped
+
+
+def _config(app: Any, *, is_first: bool) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on" if is_first else "off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+    )

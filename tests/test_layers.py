@@ -1,0 +1,157 @@
+"""Every kind of layer on a mixed batch: each row is what a layer with that variant's own weights gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from deltastore.onebit import OneBit
+from deltastore.signs import pack_signs
+from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.embedding import EmbeddingDelta
+from server.deltas.linear import HeadDelta, LinearDelta
+from server.deltas.norm import NormDelta
+from server.deltas.resident import MatrixView, ResidentDelta, Slot
+
+COUNTS = [2, 3, 1, 2]  # rows of: the base, variant 0, variant 1, variant 0 again
+OWNERS = [None, 0, 1, 0]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def coded(out_features: int, in_features: int, seed: int) -> OneBit:
+    delta = drawn(out_features, in_features, seed=seed)
+    return OneBit.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
+
+
+def view(delta: OneBit, added: Tensor | None = None) -> MatrixView:
+    assert delta.scale_in is not None
+    return MatrixView(delta.signs, delta.factor_out().contiguous(), delta.scale_in.float(), added)
+
+
+def resident(
+    matrices: dict[str, MatrixView], whole: dict[str, Tensor] | None = None, tied: bool = False
+) -> ResidentDelta:
+    return ResidentDelta("0" * 64, tied, "h.weight", matrices, whole or {}, Slot(0, torch.empty(0)), 0)
+
+
+def batch(deltas: list[ResidentDelta]) -> DeltaBatch:
+    owners = [None if owner is None else deltas[owner] for owner in OWNERS]
+    return DeltaBatch.of(owners, COUNTS, COUNTS)
+
+
+def by_row(values: list[Tensor]) -> list[Tensor]:
+    """The value of each row: `values` is the base's, then each variant's."""
+    return [
+        values[0 if owner is None else owner + 1]
+        for owner, count in zip(OWNERS, COUNTS, strict=True)
+        for _ in range(count)
+    ]
+
+
+def test_linear_rows_have_their_own_weights_and_biases() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    first, second = coded(7, 13, seed=1), coded(7, 13, seed=2)
+    bias = drawn(7, seed=3)
+    deltas = [resident({"l.weight": view(first)}, {"l.bias": bias}), resident({"l.weight": view(second)})]
+    LinearDelta(layer, "l", context)
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    with context.step(batch(deltas)):
+        got = layer(x)[0]
+    weights = by_row([layer.weight, layer.weight + first.dense(), layer.weight + second.dense()])
+    biases = by_row([layer.bias, bias, layer.bias])
+    want = torch.stack([w @ row + b for w, row, b in zip(weights, x[0], biases, strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_base_is_unchanged_after_a_mixed_step() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    weight, plain = layer.weight.clone(), layer(x)
+    LinearDelta(layer, "l", context)
+    with context.step(batch([resident({"l.weight": view(coded(7, 13, seed=s))}) for s in (1, 2)])):
+        layer(x)
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer(x), plain)
+
+
+def test_embedding_rows_are_each_variants_own_added_ones_included() -> None:
+    layer, context = nn.Embedding(11, 6).requires_grad_(False), BatchContext()
+    first, second, added = coded(11, 6, seed=1), coded(11, 6, seed=2), drawn(2, 6, seed=3)
+    EmbeddingDelta(layer, "e", context)
+    ids = torch.tensor([3, 10, 12, 3, 11, 0, 5, 12])
+    with context.step(
+        batch([resident({"e.weight": view(first, added)}), resident({"e.weight": view(second)})])
+    ):
+        got = layer(ids[None])[0]
+    tables = by_row(
+        [layer.weight, torch.cat([layer.weight + first.dense(), added]), layer.weight + second.dense()]
+    )
+    torch.testing.assert_close(got, torch.stack([t[i] for t, i in zip(tables, ids, strict=True)]))
+
+
+def test_logits_of_tokens_that_a_variant_lacks_are_minus_infinity() -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    first, second, added = coded(11, 6, seed=1), coded(11, 6, seed=2), drawn(2, 6, seed=3)
+    HeadDelta(layer, "h", "e", context)
+    x = drawn(1, sum(COUNTS), 6, seed=4)
+    with context.step(
+        batch([resident({"h.weight": view(first, added)}), resident({"h.weight": view(second)})])
+    ):
+        got = layer(x)[0]
+    heads = by_row(
+        [layer.weight, torch.cat([layer.weight + first.dense(), added]), layer.weight + second.dense()]
+    )
+    want = torch.full((sum(COUNTS), 13), -torch.inf)
+    for row, (head, features) in enumerate(zip(heads, x[0], strict=True)):
+        want[row, : len(head)] = head @ features
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_variant_uses_its_embedding_as_its_head() -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    delta = coded(11, 6, seed=1)
+    HeadDelta(layer, "e", "e", context)
+    x = drawn(1, sum(COUNTS), 6, seed=4)
+    with context.step(
+        batch(
+            [resident({"e.weight": view(delta)}, tied=True), resident({"e.weight": view(delta)}, tied=True)]
+        )
+    ):
+        got = layer(x)[0]
+    torch.testing.assert_close(got[2:], x[0, 2:] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("heads", [None, 1, sum(COUNTS)])
+def test_norm_rows_have_their_own_weights(kind: type[nn.Module], heads: int | None) -> None:
+    norm, context = kind(10).requires_grad_(False), BatchContext()
+    values = [{name: drawn(10, seed=seed) for name, _ in norm.named_parameters()} for seed in (1, 2)]
+    shape = (1, sum(COUNTS), 10) if heads is None else (1, sum(COUNTS), heads, 10)
+    x = drawn(*shape, seed=3)
+    base = {name: value.clone() for name, value in norm.named_parameters()}
+    rows = by_row([torch.func.functional_call(norm, own, (x,))[0] for own in (base, *values)])
+    want = torch.stack([result[row] for row, result in enumerate(rows)])
+    NormDelta(norm, "n", context)
+    with context.step(batch([resident({}, {f"n.{k}": v for k, v in own.items()}) for own in values])):
+        got = norm(x)[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_neighbours_of_one_delta_are_one_group() -> None:
+    delta = resident({})
+    groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0])
+    assert [group.rows for group in groups.groups] == [slice(0, 3), slice(7, 8)]
+    assert [group.rows for group in groups.kept] == [slice(0, 2)]
+
+
+def test_a_batch_never_reads_a_slot_that_was_given_up() -> None:
+    delta, context = resident({}), BatchContext()
+    delta.slot.generation += 1
+    with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([delta], [1], [1])):
+        pass

@@ -11,11 +11,13 @@ from typing import Any
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from deltastore.fingerprint import fingerprint
+from deltastore.header import MAX_NAME_CHARS
 
 FREE_CONFIG = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
     "eos_token_id", "hidden_dropout", "attention_probs_dropout_prob", "resid_pdrop", "embd_layer_dropout", "id2label",
     "initializer_range", "label2id", "max_position_embeddings", "name_or_path", "pad_token_id", "pretraining_tp",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "chunk_size_feed_forward",
     "classifier_dropout", "task_specific_params", "tie_word_embeddings", "torch_dtype", "transformers_version",
     "unsloth_version", "unsloth_fixed", "use_cache", "vocab_size", "_attn_implementation_autoset",
 })  # fmt: skip
@@ -42,8 +44,9 @@ class Base:
             CheckpointError: a shard has gone, or the configuration cannot be used.
         """
         head = None if checkpoint.is_tied() else checkpoint.head_name
+        name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
         return cls(
-            id=str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name),
+            id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
             fingerprint=fingerprint(checkpoint, cache),
             shapes={
                 name: stored.shape

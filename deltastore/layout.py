@@ -90,7 +90,7 @@ def _tensor_names(manifest: Manifest, where: str) -> set[str]:
 def _check_padding(entry: TensorEntry, where: str) -> None:
     if not re.fullmatch(r"padding\.[0-9]+", entry.name):
         raise ArtifactError(f"{where}: tensor {shown(entry.name)} is not in its manifest")
-    if entry.dtype != "U8" or entry.num_bytes >= TENSOR_ALIGNMENT:
+    if entry.dtype != "U8" or not 0 < entry.num_bytes < TENSOR_ALIGNMENT:
         raise ArtifactError(
             f"{where}: tensor {shown(entry.name)} is no padding of 1 to {TENSOR_ALIGNMENT - 1} bytes"
         )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deltastore.errors import ArtifactError, shown
-from deltastore.header import MAX_RANK, parse_json
+from deltastore.header import MAX_NAME_CHARS, MAX_RANK, parse_json
 
 FORMAT = 1
 FORMAT_KEY = "peraxis.format"
@@ -32,12 +32,8 @@ def _small(facts: dict[str, Any]) -> dict[str, Any]:
     """Free-form parts are kept in records and sent in replies, so they stay small and shallow."""
     level: list[Any] = [facts]
     for _ in range(MAX_FACTS_DEPTH):
-        level = [
-            child
-            for value in level
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
+        children = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [child for some in children for child in some if isinstance(child, dict | list)]
     if level:
         raise ValueError(f"nested more than {MAX_FACTS_DEPTH} deep")
     if len(json.dumps(facts, allow_nan=False)) > MAX_FACTS_BYTES:
@@ -51,7 +47,14 @@ def _known_file(name: str) -> str:
     return name
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{shown(text)} holds characters that cannot be printed")
+    return text
+
+
 Facts = Annotated[dict[str, Any], AfterValidator(_small)]
+Label = Annotated[str, Field(max_length=MAX_NAME_CHARS), AfterValidator(_printable)]
 Filename = Annotated[str, AfterValidator(_known_file)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -71,7 +74,9 @@ class TensorSpec(_Strict):
     shape: Annotated[list[Size], Field(max_length=MAX_RANK)]  # the fine-tune's own
     axis: Literal["scalar", "out", "in", "both"] | None = None  # onebit: which scales there are
     added_rows: Size = 0  # onebit: how many last rows the base lacks; they are stored whole
-    against: str | None = None  # onebit: the base tensor that the delta is taken from, where the name differs
+    against: Label | None = (
+        None  # onebit: the base tensor that the delta is taken from, where the name differs
+    )
     num_zeros: Size = 0  # onebit: differences that were exactly zero
     zeros: Literal["positive", "alternate", "fitted"] | None = None  # onebit: how those were coded
     error: float | None = None  # onebit: Frobenius norm of (delta - coded delta) over that of the delta
@@ -97,7 +102,7 @@ class TensorSpec(_Strict):
 class Manifest(_Strict):
     """Everything about an artifact that is not tensor bytes."""
 
-    base_id: Annotated[str, Field(max_length=512)]
+    base_id: Label
     base_fingerprint: Digest
     method: Literal["scalar", "per-axis", "both"]
     tied: bool  # the output head is the input embedding

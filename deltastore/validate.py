@@ -12,7 +12,6 @@ from deltastore.artifact import Artifact
 from deltastore.base import Base, different_facts
 from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
-from deltastore.layout import FLOATS as FLOATS
 from deltastore.manifest import Manifest, TensorSpec
 from deltastore.signs import num_stray_bits
 

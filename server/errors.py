@@ -1,4 +1,4 @@
-"""What a request or the service itself can fail with, beside the errors of the store. `api/errors.py` maps all to HTTP."""
+"""What a request or the service can fail with, beside the errors of the store. `api/errors.py` maps all to HTTP."""
 
 from __future__ import annotations
 

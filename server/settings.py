@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import DirectoryPath, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    DirectoryPath,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -27,12 +35,10 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """What `peraxis serve` was told. Times are seconds."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     base: DirectoryPath
     registry: Path
@@ -100,7 +106,9 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Loade
     """
     from_file = _read_file(config)
 
-    class Sourced(Settings):  # the file is known only now, and the library asks the class for its sources
+    class Sourced(Settings, BaseSettings):  # made here, because the library asks the class for its sources
+        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
         @classmethod
         def settings_customise_sources(
             cls,
@@ -112,12 +120,11 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Loade
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config)
 
-    from_env = EnvSettingsSource(Settings)()
-    origins = {
-        name: _origin(name, flags, from_env, from_file) for name in {*Settings.model_fields, *from_file}
-    }
+    from_env = EnvSettingsSource(Sourced)()
+    names = {*Settings.model_fields, *from_file, *flags}
+    origins = {name: _origin(name, flags, from_env, from_file) for name in names}
     try:
-        settings = Sourced(**flags)
+        settings = Settings(**Sourced(**flags).model_dump())
     except ValidationError as error:
         raise SettingsError(_first_problem(error, origins)) from error
     return LoadedSettings(settings, origins)
@@ -158,7 +165,7 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> str:
     if first["type"] == "missing":
         return f"{name} is missing: give {flag_name(name)}, {ENV_PREFIX}{name.upper()} or {name} in a --config file"
     if first["type"] == "extra_forbidden":
-        return f"{name} ({origins.get(name, 'from a flag')}) is no setting: `peraxis serve --help` lists them"
+        return f"{name} ({origins[name]}) is no setting: `peraxis serve --help` lists them"
     return f"{name} ({origins[name]}): {message[0].lower()}{message[1:]}, got {first['input']!r}"
 
 

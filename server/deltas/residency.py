@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deltastore.artifact import Artifact
-from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
+from deltastore.errors import (
+    CorruptObject,
+    PeraxisError,
+    RegistryError,
+    VariantNotFound,
+    VariantQuarantined,
+)
 from deltastore.loader import Loader, LoadReport, ObjectSource
 from deltastore.records import VersionRecord
 from deltastore.registry import Registry
@@ -163,9 +169,8 @@ class Residency:
         self._loader.close()
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaPlan, LoadReport]:
-        """On a loader thread: bytes into a slot that nobody reads yet."""
-        path = self._registry.object_path(record.digest)
-        where = label(record)
+        """On a loader thread: bytes into a slot that nobody reads yet, then their places from the verified header."""
+        path, where = self._registry.object_path(record.digest), label(record)
         source = ObjectSource(
             path,
             record.digest,
@@ -175,18 +180,20 @@ class Residency:
             record.chunk_sha256,
         )
         try:
-            with Artifact.open(path, where) as artifact:
-                plan = DeltaPlan.of(artifact, record.digest)
-            return plan, self._loader.load(source, slot.memory)
-        except ArtifactError as error:
-            if not path.exists():
-                raise VariantNotFound(
-                    f"{where}: its object is no longer in the registry: upload it again"
-                ) from error
+            report = self._loader.load(source, slot.memory)
+        except CorruptObject as error:
             self._registry.quarantine(record.digest, str(error))
             raise VariantQuarantined(
                 f"{where}: its stored object is corrupt and was quarantined: upload it again"
             ) from error
+        except RegistryError as error:
+            if path.exists():
+                raise
+            raise VariantNotFound(
+                f"{where}: its object is no longer in the registry: upload it again"
+            ) from error
+        with Artifact.open(path, where) as artifact:
+            return DeltaPlan.of(artifact, record.digest), report
 
     def _take_slot(self) -> Slot | None:
         if not self._free:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from server.kernels import reference
 from server.kernels.reference import onebit_rows
 
-__all__ = ["onebit_matmul", "onebit_rows"]
+__all__ = ["onebit_matmul", "onebit_rows", "prepare"]
 
 
 def onebit_matmul(
@@ -25,3 +26,9 @@ def onebit_matmul(
 
         return numba.onebit_matmul(x, signs, factor_out, factor_in)
     return reference.onebit_matmul(x, signs, factor_out, factor_in)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what this device's kernels need, which takes seconds that no request should wait for."""
+    one = torch.ones(1, 1, device=device)
+    onebit_matmul(one, one.to(torch.uint8), one[0], None)

@@ -32,7 +32,7 @@ def onebit_matmul(
     inputs = (x.float() if factor_in is None else x.float() * factor_in).contiguous()
     out = torch.empty(len(x), len(signs), dtype=torch.float32)
     sums = inputs.sum(dim=1)
-    _matmul(inputs.numpy(), signs.numpy(), factor_out.numpy(), sums.numpy(), out.numpy())
+    _matmul(inputs.numpy(), signs.contiguous().numpy(), factor_out.numpy(), sums.numpy(), out.numpy())
     return out
 
 
@@ -97,7 +97,13 @@ def _masked_sum(typing_context: Any, values: Any, mask: Any, num_blocks: Any) ->
     return signature, codegen
 
 
-@numba.njit(parallel=True, nogil=True, error_model="numpy")
+# The signature makes it compile at import, and not under somebody's first request.
+@numba.njit(
+    "void(float32[:, ::1], uint8[:, ::1], float32[::1], float32[::1], float32[:, ::1])",
+    parallel=True,
+    nogil=True,
+    error_model="numpy",
+)
 def _matmul(
     x: np.ndarray,  # [rows, in] float32, contiguous
     signs: np.ndarray,  # [out, width] uint8, contiguous rows

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
+from server import kernels
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
@@ -50,12 +52,14 @@ def load_model(base_dir: Path, device: torch.device, dtype: torch.dtype | None) 
         NotServable: an architecture that cannot run delta-aware, with the modules that stand in the way.
     """
     base = Base.of(Checkpoint.open(base_dir))
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log is no terminal
     config = AutoConfig.from_pretrained(base_dir)
     model = AutoModelForCausalLM.from_pretrained(
         base_dir, config=config, dtype=dtype or "auto", local_files_only=True
     )
     nn.Module.to(model, device)  # the library's own wrapper has lost its signature
     nn.Module.train(model, False).requires_grad_(False)
+    kernels.prepare(device)
     with torch.inference_mode():
         plain = _probe(model)
         context, norms = _attach(model, base)
@@ -76,7 +80,9 @@ def _attach(model: PreTrainedModel, base: Base) -> tuple[BatchContext, dict[str,
     norms: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if module is head:
-            stored = base.head or f"{name}.weight"  # some checkpoints name the head otherwise than the model does
+            stored = (
+                base.head or f"{name}.weight"
+            )  # some checkpoints name the head otherwise than the model does
             HeadDelta(module, stored.removesuffix(".weight"), base.embedding.removesuffix(".weight"), context)
         elif isinstance(module, nn.Linear):
             LinearDelta(module, name, context)

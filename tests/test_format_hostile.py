@@ -1,0 +1,249 @@
+"""What strangers send: every hostile file is refused with an error of its own, and no file breaks the reader."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltastore.artifact import Artifact
+from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
+from deltastore.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, TensorEntry, parse_json
+from deltastore.layout import MAX_FILE_BYTES, check_layout
+from deltastore.validate import check_artifact, check_base, check_size
+from tests.hostile import HEADERS, Hostile, take_apart, with_header, with_manifest, with_manifest_text
+from tests.hostile_artifacts import BASES, LAYOUTS, NUMBERS, with_head
+from tests.hostile_manifests import MANIFESTS
+from tests.tiny_artifact import BASE, tiny_manifest, write_tiny
+
+HOSTILE = [*HEADERS, *MANIFESTS, *LAYOUTS, *NUMBERS, *BASES]
+LONGEST_MESSAGE = 400
+NASTY: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    0.5,
+    2**40,
+    2**62,
+    10**19,
+    "",
+    "x",
+    "\0",
+    "U8",
+    "F64",
+    [],
+    {},
+    [[]],
+    [1, 2],
+    {"a": []},
+]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("good") / "tiny.safetensors"
+    write_tiny(path)
+    return path.read_bytes()
+
+
+def read_all(path: Path) -> None:
+    """Open, check and read everything, as an upload and then a load would."""
+    with Artifact.open(path, "upload") as artifact:
+        check_size(artifact, 1 << 20)
+        check_base(artifact, BASE)
+        check_artifact(artifact)
+        for name, spec in artifact.manifest.tensors.items():
+            if spec.codec == "onebit":
+                assert artifact.onebit(name).dense().isfinite().all()
+                artifact.added(name)
+            else:
+                artifact.whole(name)
+        for filename in artifact.manifest.files:
+            artifact.file(filename)
+
+
+def assert_is_valid_or_refused(path: Path, raw: bytes) -> bool:
+    """Anything but a PeraxisError ends the test. Returns whether the file was refused."""
+    path.write_bytes(raw)
+    message = ""
+    try:
+        read_all(path)
+    except PeraxisError as error:
+        message = str(error)
+    assert not message or message.isprintable()
+    assert len(message) <= LONGEST_MESSAGE
+    return bool(message)
+
+
+def test_the_good_artifact_passes(good: bytes, tmp_path: Path) -> None:
+    assert not assert_is_valid_or_refused(tmp_path / "a", good)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
+def test_a_hostile_file_is_refused_with_its_own_error(hostile: Hostile, good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(hostile.change(good))
+    with pytest.raises(PeraxisError) as caught:
+        read_all(path)
+    message = str(caught.value)
+    assert type(caught.value) is hostile.error
+    assert message.startswith("upload: ")
+    assert hostile.says in message
+    assert message.isprintable()
+    assert len(message) <= LONGEST_MESSAGE
+
+
+def test_an_output_head_of_its_own_fits_a_tied_base(good: bytes, tmp_path: Path) -> None:
+    assert not assert_is_valid_or_refused(tmp_path / "a", with_head(8, tied=False)(good))
+
+
+def test_a_fact_that_only_one_configuration_states_is_no_mismatch(good: bytes, tmp_path: Path) -> None:
+    raw = with_manifest(lambda manifest: manifest["config"].update(new_in_next_version=1))(good)
+    assert not assert_is_valid_or_refused(tmp_path / "a", raw)
+
+
+def test_a_fidelity_report_may_nest_as_deep_as_allowed(good: bytes, tmp_path: Path) -> None:
+    raw = with_manifest_text(lambda text: text.replace("0.25", "[" * 15 + "1" + "]" * 15))(good)
+    assert not assert_is_valid_or_refused(tmp_path / "a", raw)
+
+
+def test_metadata_of_others_is_ignored(good: bytes, tmp_path: Path) -> None:
+    raw = with_header(lambda header: header["__metadata__"].update(format="pt"))(good)
+    assert not assert_is_valid_or_refused(tmp_path / "a", raw)
+
+
+def test_a_delta_larger_than_a_slot_is_too_large(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(good)
+    with Artifact.open(path) as artifact:
+        check_size(artifact, 320)
+        with pytest.raises(ArtifactTooLarge, match="needs 320 bytes on the device and a slot has 319"):
+            check_size(artifact, 319)
+
+
+def test_a_file_of_a_variant_may_not_be_larger_than_allowed() -> None:
+    length = MAX_FILE_BYTES + 1
+    header = Header({"file.vocab.txt": TensorEntry("file.vocab.txt", "U8", (length,), 0, length)}, {}, 4096)
+    manifest = tiny_manifest(0).model_copy(update={"tensors": {}, "files": ["vocab.txt"]})
+    with pytest.raises(ArtifactError, match=f"has {length} bytes, more than the {MAX_FILE_BYTES} allowed"):
+        check_layout(header, manifest, "upload")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "not a regular file"),
+        (lambda path: os.mkfifo(path), "not a regular file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    ],
+    ids=["nothing", "directory", "pipe", "link to itself", "endless device"],
+)
+def test_what_is_no_regular_file_is_refused(make: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    make(path)
+    with pytest.raises(ArtifactError, match=f"upload: {says}"):
+        read_all(path)
+
+
+def test_a_path_with_nul_is_refused() -> None:
+    with pytest.raises(ArtifactError, match="null byte"):
+        Artifact.open(Path("a\0b"))
+
+
+def test_a_refused_file_is_closed_again(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(good[:-1])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ArtifactError):
+        Artifact.open(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_truncated(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(good)
+    with Artifact.open(path) as artifact:
+        os.truncate(path, 4100)
+        with pytest.raises(ArtifactError, match="truncated: it ends 4 bytes before byte 4132"):
+            check_artifact(artifact)
+
+
+def test_a_gain_that_nobody_checked_is_no_assertion(good: bytes, tmp_path: Path) -> None:
+    hostile = next(hostile for hostile in NUMBERS if hostile.name == "gain 3.0")
+    path = tmp_path / "a"
+    path.write_bytes(hostile.change(good))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match="is no power of two"):
+        artifact.onebit(name)
+
+
+def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(
+        ArtifactError, match=f"config: its JSON cannot be read: more than {MAX_JSON_VALUES} val"
+    ):
+        parse_json("[" * (MAX_JSON_VALUES + 1), "config")
+
+
+def test_a_header_may_be_large_only_in_a_large_file(tmp_path: Path) -> None:
+    path, length = tmp_path / "a", MAX_HEADER_BYTES + 1
+    path.write_bytes(struct.pack("<Q", length))
+    os.truncate(path, 40 * MAX_HEADER_BYTES)  # sparse
+    with pytest.raises(
+        ArtifactError, match=f"claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed"
+    ):
+        read_all(path)
+
+
+def test_every_truncation_is_refused(good: bytes, tmp_path: Path) -> None:
+    for length in [*range(0, len(good), 37), len(good) - 1]:
+        assert assert_is_valid_or_refused(tmp_path / "a", good[:length]), length
+
+
+def test_random_changes_of_bytes_are_refused_or_harmless(good: bytes, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    header_end = len(good) - len(take_apart(good)[1]) - good[8:4096].count(b"  ")
+    num_refused = 0
+    for _ in range(2000):
+        raw = bytearray(good)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            end = chance.choice((8, header_end, len(raw)))
+            raw[chance.randrange(end)] = chance.choice((chance.randrange(256), *b'0129"\\,:[]{}-e'))
+        num_refused += assert_is_valid_or_refused(tmp_path / "a", bytes(raw))
+    assert 1000 < num_refused < 2000
+
+
+def test_random_values_in_the_json_are_refused_or_harmless(good: bytes, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    num_refused = 0
+    for _ in range(1500):
+        choose = with_manifest if chance.random() < 0.5 else with_header
+
+        def spoil(document: dict[str, Any]) -> None:
+            place, key = chance.choice(list(places(document)))
+            if chance.random() < 0.2:
+                place.pop(key)
+            elif chance.random() < 0.2 and isinstance(place, dict):
+                place[str(chance.choice(NASTY))] = place.pop(key)
+            else:
+                place[key] = chance.choice(NASTY)
+
+        num_refused += assert_is_valid_or_refused(tmp_path / "a", choose(spoil)(good))
+    assert 1000 < num_refused < 1500
+
+
+def places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a document with each of its keys; the metadata's are left, because texts are no containers."""
+    for key in list(document) if isinstance(document, dict) else range(len(document)):
+        if key == "__metadata__":
+            continue
+        yield document, key
+        if isinstance(document[key], dict | list):
+            yield from places(document[key])

@@ -22,7 +22,7 @@ from deltastore.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
 from deltastore.variants import LOCK, RECORD, STATE, History, VariantDirectory, directories, subdirectories
 
 LAYOUT = ("objects", "uploads", "quarantine", "variants")
-OTHER_FILES = ("objects.lock",)
+OBJECTS_LOCK = "objects.lock"
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
@@ -81,7 +81,7 @@ class _Checker:
     def check_names(self) -> None:
         """No file lies where none of ours belongs."""
         root, variants = self._root, self._root / "variants"
-        self._check_folder(root, lambda entry: entry.name in (LAYOUT if entry.is_dir() else OTHER_FILES))
+        self._check_folder(root, lambda entry: entry.name in (LAYOUT if entry.is_dir() else [OBJECTS_LOCK]))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))

@@ -71,7 +71,8 @@ def temporaries(directory: Path) -> list[Path]:
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
     """Whether no upload writes this partial file; none can begin to while the block runs."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    writable = os.access(path, os.W_OK)  # which some network file systems want for a lock
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         try:
             flock(fd, exclusive=True, wait=False)

@@ -38,7 +38,7 @@ class ArtifactTooLarge(PeraxisError):
 
 
 class RegistryError(PeraxisError):
-    """A registry that cannot do what was asked: bad name, refused change, unreadable record."""
+    """A registry whose files or disk refuse: an unreadable record, a failed write."""
 
 
 class StorageFull(PeraxisError):

@@ -101,17 +101,13 @@ class Objects:
             self._remove(self.path(digest))
             self._remove(self.evidence_path(digest))
         self._storage.fsync_dir(self.directory)
+        for digest in digests:
+            self._remove(self.mark_path(digest))
         self._storage.fsync_dir(self.quarantine_directory)
-        marks = [path for digest in digests if (path := self.mark_path(digest)).exists()]
-        for path in marks:
-            self._remove(path)
-        if marks:
-            self._storage.fsync_dir(self.quarantine_directory)
 
     def discard(self, digest: str) -> None:
-        """Remove an object, durably; a mark stays."""
+        """Remove an object that nobody was told of; should it come back, collection takes it. A mark stays."""
         self._remove(self.path(digest))
-        self._storage.fsync_dir(self.directory)
 
     def usage(self) -> Usage:
         sizes = [size for digest in self.digests() if (size := file_size(self.path(digest))) is not None]

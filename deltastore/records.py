@@ -18,6 +18,7 @@ from deltastore.errors import ArtifactError, RegistryError, UsageError
 
 PUBLIC = "public"  # the tenant whose variants everybody may use
 RESERVED = ("base", "other")  # the base model, and the metrics' label for what is too much
+MAX_FIDELITY_BYTES = 1 << 20  # every look at a version reads it
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 T = TypeVar("T")
@@ -59,11 +60,22 @@ class VersionRecord:
     format: Literal[1] = 1  # of the record; another one is refused, not guessed at
 
     def to_json(self) -> bytes:
-        """The record as it is stored. ArtifactError where the fidelity report holds what JSON cannot."""
+        """The record as it is stored.
+
+        Raises:
+            ArtifactError: its fidelity report, which comes from a stranger, could not be read back.
+        """
         try:
-            return _encode(asdict(self))
+            size = len(_encode(self.fidelity))
+            raw = _encode(asdict(self))
+            _RECORD.validate_json(raw)
         except (TypeError, ValueError, RecursionError) as error:
             raise ArtifactError(f"the fidelity report of {self.name!r} cannot be stored: {error}") from error
+        if size > MAX_FIDELITY_BYTES:
+            raise ArtifactError(
+                f"the fidelity report of {self.name!r} has {size} bytes: at most {MAX_FIDELITY_BYTES} are kept"
+            )
+        return raw
 
 
 @dataclass(frozen=True, slots=True)

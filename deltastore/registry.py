@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deltastore.check import CheckReport, check
+from deltastore.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
 from deltastore.collect import GcReport, collect, referenced
 from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.objects import Objects, Usage
@@ -22,9 +22,6 @@ from deltastore.records import PUBLIC, ArtifactFacts, VariantState, VersionRecor
 from deltastore.storage import Storage, explained
 from deltastore.uploads import SealedUpload, Upload
 from deltastore.variants import History, Variant, VariantDirectory, directories
-
-LAYOUT = ("objects", "uploads", "quarantine", "variants")
-OBJECTS_LOCK = "objects.lock"
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +188,6 @@ class Registry:
             return check(self.root, self._objects, self._storage)
 
     def _make_layout(self) -> None:
-        self._storage.make_dirs(self.root)
         for name in LAYOUT:
             self._storage.make_dirs(self.root / name)
         # Also where they existed: the process that made them may have died before its own fsync.

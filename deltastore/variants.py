@@ -139,8 +139,8 @@ class VariantDirectory:
         return record
 
     def set_state(self, state: VariantState) -> None:
+        """Replace the state in one atomic step; the directories above must be settled already."""
         self._storage.replace(self.path / STATE, state.to_json())
-        self.settle()
 
     def settle(self) -> None:
         """Make the names down to this directory's files durable, whichever process wrote them and died."""

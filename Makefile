@@ -1,0 +1,51 @@
+# Every target makes the virtual environment it needs. Variables:
+#   PYTHON       the interpreter that makes it (3.11 or newer)
+#   TORCH_INDEX  where torch comes from, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
+#   BASE         the base model's directory, for serve
+#   REGISTRY     the registry's directory, for serve
+#   BENCH        which benches to run
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+BASE ?=
+REGISTRY ?= registry
+BENCH ?= load
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test check serve bench
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    train a small base and three fine-tunes, compress, serve and compare them'
+	@echo 'make test    check, then every test'
+	@echo 'make check   formatting, lint and types'
+	@echo 'make serve   serve BASE=DIR with the variants in REGISTRY=DIR'
+	@echo 'make bench   measure; results go to bench/results/ (BENCH="load ...")'
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/peraxis demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+serve: $(STAMP)
+	@test -n '$(BASE)' || { echo 'make serve: name the base model, BASE=DIR' >&2; exit 2; }
+	$(BIN)/peraxis serve --base '$(BASE)' --registry '$(REGISTRY)'
+
+bench: $(STAMP)
+	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done

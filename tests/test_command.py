@@ -1,0 +1,147 @@
+"""The `peraxis` command itself: what it imports, and how an error reaches the user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from peraxis import COMMANDS, Entry, build, run
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = '''
+import typer
+from deltastore.errors import BaseMismatch, UsageError
+app = typer.Typer()
+
+@app.command()
+def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
+    """Work, and fail as asked."""
+    if kind == "failed":
+        raise BaseMismatch("delta 'a' was made\\nfrom another base")
+    if kind == "usage":
+        raise UsageError("two options contradict each other")
+    if kind == "interrupted":
+        raise KeyboardInterrupt
+    if kind == "findings":
+        raise typer.Exit(1)
+    if kind == "unreadable":
+        open("no/such/file")
+    print("done")
+'''
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Entry]:
+    (tmp_path / "mounted_for_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mounted_for_test", raising=False)
+    return {
+        "work": Entry("mounted_for_test", "Test", "Work."),
+        "jobs": Entry("mounted_for_test", "Test", "Jobs.", True),
+    }
+
+
+@pytest.mark.parametrize("args", [["version"], ["--help"]])
+def test_a_quick_answer_imports_none_of_the_packages(args: list[str]) -> None:
+    program = (
+        "import sys, peraxis; code = peraxis.run(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'compressor', 'server', 'demo'};"
+        "sys.exit(code or ', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_version_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == 0
+    assert capsys.readouterr().out.strip() == version("peraxis")
+
+
+def test_help_lists_every_command_with_its_help_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    assert run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and entry.help in out for name, entry in COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_exists_in_its_package(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    assert f"peraxis {name}" in capsys.readouterr().out
+
+
+def test_nothing_on_the_command_line_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "compress" in capsys.readouterr().out
+
+
+def test_a_command_that_works_exits_with_zero(
+    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", "well"], commands) == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_a_group_is_mounted_with_its_own_commands(
+    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["jobs", "work", "well"], commands) == 0
+    assert capsys.readouterr().out == "done\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["work", "failed"], 1, "delta 'a' was made from another base"),
+        (["work", "unreadable"], 1, "[Errno 2] No such file or directory: 'no/such/file'"),
+        (["work", "usage"], 2, "two options contradict each other"),
+        (["work", "interrupted"], 130, "interrupted"),
+        (["work"], 2, "Missing argument 'kind'. (see 'peraxis work --help')"),
+        (["work", "well", "--fast"], 2, "No such option: --fast (see 'peraxis work --help')"),
+        (["wrk"], 2, "No such command 'wrk'. Did you mean 'work'? (see 'peraxis --help')"),
+        (["jobs"], 2, "Missing command. (see 'peraxis jobs --help')"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr(
+    commands: Mapping[str, Entry],
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert run(args, commands) == code
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"error: {message}\n")
+
+
+def test_with_json_an_error_is_one_document_on_stdout(
+    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", "failed", "--json"], commands) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "error": {"message": "delta 'a' was made from another base", "type": "BaseMismatch"}
+    }
+    assert captured.err == ""
+
+
+def test_a_command_may_choose_its_exit_code_in_silence(
+    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", "findings"], commands) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_building_the_command_imports_no_listed_module(commands: Mapping[str, Entry]) -> None:
+    build(commands)
+    assert "mounted_for_test" not in sys.modules

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compressor.blocks import row_blocks
 from deltastore.base import architecture, different_facts
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.errors import CheckpointError
 from deltastore.layout import FLOATS
 
-BLOCK_NUMEL = 1 << 20  # 4 MiB as float32, a size at which a block's temporaries stay in the caches
-MIN_BLOCK_NUMEL = 1 << 16
-MIN_BLOCKS = 8  # of a tensor in between, so that its temporaries are small against it too
 # Old checkpoints hold tables that the library computes and does not load.
 COMPUTED_SUFFIXES = (
     "rotary_emb.inv_freq",
@@ -69,23 +67,22 @@ class TensorPair:
         """Bytes of both sides."""
         return self.base_tensor.num_bytes + self.tensor.num_bytes
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The difference in row blocks, each in float32 memory of its own.
+    def block(self, rows: slice) -> Tensor:
+        """Some rows of the difference, in float32 memory of their own.
 
         Raises:
             CheckpointError: NaN or infinity in either side.
         """
-        for rows in row_blocks(self.shape):
-            block = self.finetune.read(self.tensor.name, rows).float()
-            block.sub_(self.base.read(self.base_tensor.name, rows).float())
-            if not is_finite(block):
-                base_is_finite = is_finite(self.base.read(self.base_tensor.name, rows))
-                raise _not_finite(self.tensor if base_is_finite else self.base_tensor)
-            yield rows, block
+        block = self.finetune.read(self.tensor.name, rows).float()
+        block.sub_(self.base.read(self.base_tensor.name, rows).float())
+        if not is_finite(block):
+            base_is_finite = is_finite(self.base.read(self.base_tensor.name, rows))
+            raise _not_finite(self.tensor if base_is_finite else self.base_tensor)
+        return block
 
     def is_changed(self) -> bool:
         """Whether any value differs, or rows were added. Reads until the first difference."""
-        return self.added_rows > 0 or any(block.count_nonzero() for _, block in self.blocks())
+        return self.added_rows > 0 or any(self.block(rows).any() for rows in row_blocks(self.shape))
 
     def added(self) -> Tensor | None:
         """The rows that the base lacks, in the fine-tune's dtype."""
@@ -99,7 +96,7 @@ class TensorPair:
     def whole(self) -> Tensor:
         """The fine-tune's tensor as it is."""
         whole = self.finetune.read(self.tensor.name)
-        if not is_finite(whole):
+        if not all(is_finite(whole[rows]) for rows in row_blocks(self.tensor.shape)):
             raise _not_finite(self.tensor)
         return whole
 
@@ -122,18 +119,6 @@ class Pairs:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite. The sum, which is cheap, tells unless it overflows by itself."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
-
-
-def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Cut a tensor's first dimension into blocks, by its shape alone, so that sums round the same everywhere."""
-    if not shape:
-        yield slice(None)
-        return
-    numel = max(1, math.prod(shape))
-    block_numel = max(MIN_BLOCK_NUMEL, min(BLOCK_NUMEL, numel // MIN_BLOCKS))
-    step = max(1, block_numel * shape[0] // numel)
-    for first in range(0, shape[0], step):
-        yield slice(first, min(first + step, shape[0]))
 
 
 def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:

@@ -10,13 +10,13 @@ per row and one per column are means of |D|, and both together are its best appr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from compressor.blocks import Map, row_blocks
 from deltastore.onebit import OneBit
 from deltastore.signs import pack_signs, packed_width
 
@@ -31,8 +31,8 @@ class Difference(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Row blocks from the first row to the last, each float32 and the caller's own to change."""
+    def block(self, rows: slice) -> Tensor:
+        """Some rows, float32 and the caller's own to change."""
         ...
 
 
@@ -67,36 +67,40 @@ class _Survey:
     num_zeros: int
 
 
-def code_matrix(difference: Difference, method: Method) -> Coded:
+def code_matrix(difference: Difference, method: Method, each: Map = map) -> Coded:
     """Code a matrix ``[out, in]``: signs of the difference, scales of least weight error.
 
     Args:
         method: ``scalar`` is one scale; ``per-axis`` one per row or one per column, whichever errs less; ``both`` one
             per row and one per column.
+        each: how to work on the blocks; sums are taken in their order, so the result is the same for all.
     """
-    survey = _survey(difference)
-    scale_out, scale_in = _scales(difference, survey, method)
+    survey = _survey(difference, each)
+    scale_out, scale_in = _scales(difference, survey, method, each)
     delta = OneBit.from_scales(survey.signs, difference.shape[1], scale_out, scale_in)
-    squared_error = _squared_error(difference, delta) if survey.squared_norm else 0.0
+    squared_error = _squared_error(difference, delta, each) if survey.squared_norm else 0.0
     return Coded(delta, survey.num_zeros, survey.squared_norm, squared_error)
 
 
-def _survey(difference: Difference) -> _Survey:
+def _survey(difference: Difference, each: Map) -> _Survey:
     out_features, in_features = difference.shape
     signs = torch.empty(out_features, packed_width(in_features), dtype=torch.uint8)
-    row_sums, column_sums = (
-        torch.empty(out_features, dtype=torch.float64),
-        torch.zeros(in_features, dtype=torch.float64),
-    )
-    squared_norm, num_zeros = 0.0, 0
-    for rows, block in difference.blocks():
+    row_sums = torch.empty(out_features, dtype=torch.float64)
+
+    def look(rows: slice) -> tuple[Tensor, float, int]:
+        block = difference.block(rows)
         positive = block > 0
-        num_zeros += _alternate_zeros(positive, block, rows.start)
+        num_zeros = _alternate_zeros(positive, block, rows.start)
         signs[rows] = pack_signs(positive)
         block.abs_()
         row_sums[rows] = block.sum(1).double()
-        column_sums += block.sum(0)
-        squared_norm += float(torch.linalg.vector_norm(block)) ** 2
+        return block.sum(0), _squared(block), num_zeros
+
+    column_sums, squared_norm, num_zeros = torch.zeros(in_features, dtype=torch.float64), 0.0, 0
+    for columns, squared, zeros in each(look, row_blocks(difference.shape)):
+        column_sums += columns
+        squared_norm += squared
+        num_zeros += zeros
     return _Survey(signs, row_sums, column_sums, squared_norm, num_zeros)
 
 
@@ -112,14 +116,16 @@ def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
     return num_zeros
 
 
-def _scales(difference: Difference, survey: _Survey, method: Method) -> tuple[Tensor | None, Tensor | None]:
+def _scales(
+    difference: Difference, survey: _Survey, method: Method, each: Map
+) -> tuple[Tensor | None, Tensor | None]:
     """Scales per output row and per input column, float64; None where the method has none."""
     out_features, in_features = difference.shape
     if method == "scalar":
         return survey.row_sums.sum()[None] / (out_features * in_features), None
     by_row, by_column = survey.row_sums / in_features, survey.column_sums / out_features
     if method == "both":
-        return _rank_one(difference, by_column)
+        return _rank_one(difference, by_column, each)
     # What a scale explains of the squared norm: its square, once per weight.
     explained_out, explained_in = by_row.square().sum() * in_features, by_column.square().sum() * out_features
     return (by_row, None) if explained_out >= explained_in else (None, by_column)
@@ -128,6 +134,7 @@ def _scales(difference: Difference, survey: _Survey, method: Method) -> tuple[Te
 def _rank_one(
     difference: Difference,
     scale_in: Tensor,  # [in] float64, where to start
+    each: Map,
 ) -> tuple[Tensor, Tensor]:  # [out], [in] float64
     """Alternating least squares of u and v in |D| = u v', one pass over the blocks for each alternation.
 
@@ -138,23 +145,33 @@ def _rank_one(
     for _ in range(MAX_ALTERNATIONS):
         if not scale_in.any():
             break
+        direction = (scale_in / scale_in.square().sum()).float()
+
+        def fit(rows: slice, direction: Tensor = direction) -> Tensor:
+            block = difference.block(rows).abs_()
+            fitted = block @ direction
+            scale_out[rows] = fitted.double()
+            return fitted @ block
+
         previous, total = scale_in, torch.zeros_like(scale_in)
-        direction = (previous / previous.square().sum()).float()
-        for rows, block in difference.blocks():
-            part = block.abs_() @ direction
-            scale_out[rows] = part.double()
-            total += part @ block
+        for part in each(fit, row_blocks(difference.shape)):
+            total += part
         scale_in = total / scale_out.square().sum()
         if (scale_in - previous).norm() <= CONVERGED * scale_in.norm():
             break
     return scale_out, scale_in
 
 
-def _squared_error(difference: Difference, delta: OneBit) -> float:
+def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
     """Of the scales as they are stored, FP16 rounding included."""
     scale_out = delta.factor_out()
     scale_in = torch.ones(delta.in_features) if delta.scale_in is None else delta.scale_in.float()
-    total = 0.0
-    for rows, block in difference.blocks():
-        total += float(torch.linalg.vector_norm(block.abs_().addr_(scale_out[rows], scale_in, alpha=-1))) ** 2
-    return total
+
+    def lost(rows: slice) -> float:
+        return _squared(difference.block(rows).abs_().addr_(scale_out[rows], scale_in, alpha=-1))
+
+    return sum(each(lost, row_blocks(difference.shape)))
+
+
+def _squared(block: Tensor) -> float:
+    return float(torch.linalg.vector_norm(block)) ** 2

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.checkpoints import is_computed, layer_order, row_blocks
+from compressor.blocks import row_blocks
+from compressor.checkpoints import is_computed, is_finite, layer_order
 from compressor.progress import byte_progress
 from compressor.shards import Output, cut, write_index, write_shard
 from compressor.sources import checkpoint_directory
@@ -25,11 +26,13 @@ from compressor.variant_files import TOKEN_IDS, tokenizer_files
 from deltastore.artifact import Artifact
 from deltastore.base import Base
 from deltastore.checkpoint import DTYPE_NAME, HEAD_SUFFIXES, TORCH_DTYPE, Checkpoint
-from deltastore.errors import StorageFull, UsageError
+from deltastore.errors import ArtifactError, StorageFull, UsageError, shown
+from deltastore.header import parse_json
 from deltastore.layout import FLOATS
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.validate import check_artifact, check_base
 
+BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DTYPES: Mapping[str, DtypeName] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -103,12 +106,20 @@ class _Variant:
     def outputs(self) -> list[Output]:
         """Every tensor, in layer order; the head only where it is not the embedding."""
         names = {name for name in self.base.tensors if not is_computed(name)} - {self.base.head_name}
-        if not self.artifact.manifest.tied and self.base.embedding_name:
+        if not self.artifact.manifest.tied and (self.base.head_name or self.base.embedding_name):
             names.add(self._head())
         return [self._output(name) for name in sorted(names, key=layer_order)]
 
     def blocks(self, output: Output) -> Iterator[Tensor]:
         """The values of one tensor, in row blocks from first to last."""
+        for block in self._merged(output):
+            if self.dtype == torch.float16 and not is_finite(block):
+                raise UsageError(
+                    f"tensor {shown(output.name)} goes beyond float16: choose --dtype bfloat16 or float32"
+                )
+            yield block
+
+    def _merged(self, output: Output) -> Iterator[Tensor]:
         from compressor.merge_kernel import merge_rows  # imported when needed: it brings a compiler
 
         spec = self.artifact.manifest.tensors.get(output.name)
@@ -116,18 +127,17 @@ class _Variant:
             yield self.artifact.whole(output.name).to(self.dtype)
             return
         source = self.base.tensors[self._source(output.name)]
-        delta = None if spec is None else self.artifact.onebit(output.name)
-        for rows in row_blocks(source.shape):
+        if spec is None:
+            for rows in row_blocks(source.shape, BLOCK_NUMEL):
+                yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
+            return
+        delta = self.artifact.onebit(output.name)
+        for rows in row_blocks(source.shape, BLOCK_NUMEL):
             block = self.base.read(source.name, rows)
-            if delta is None:
-                yield block.to(TORCH_DTYPE[output.dtype])
-            else:
-                merged = torch.empty(block.shape, dtype=self.dtype)
-                merge_rows(block, delta, rows, merged)
-                yield merged
-        if spec is not None and spec.added_rows:
-            added = self.artifact.added(output.name)
-            assert added is not None
+            merged = torch.empty(block.shape, dtype=self.dtype)
+            merge_rows(block, delta, rows, merged)
+            yield merged
+        if (added := self.artifact.added(output.name)) is not None:
             yield added.to(self.dtype)
 
     def files(self) -> dict[str, bytes]:
@@ -137,17 +147,21 @@ class _Variant:
         generation = self.base.path / GENERATION_FILE
         if GENERATION_FILE not in files and generation.is_file():
             files[GENERATION_FILE] = generation.read_bytes()
-        ids = json.loads(own.get(GENERATION_FILE, b"{}"))
+        config = json.dumps(self._config(own.get(GENERATION_FILE, b"{}")), indent=2)
+        return {"config.json": config.encode() + b"\n", **files}
+
+    def _config(self, generation: bytes) -> dict[str, Any]:
+        ids = parse_json(generation, f"{self.artifact.where}: {GENERATION_FILE}")
+        if not isinstance(ids, dict):
+            raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
         config = {**self.base.config, **{key: ids[key] for key in TOKEN_IDS if key in ids}}
-        config |= {
-            "tie_word_embeddings": self.artifact.manifest.tied,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        config["tie_word_embeddings"] = self.artifact.manifest.tied
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
         if "torch_dtype" in config:  # the key of older versions of the library
             config["torch_dtype"] = config["dtype"]
         if self.base.embedding_name:
             config["vocab_size"] = self._output(self.base.embedding_name).shape[0]
-        return {"config.json": json.dumps(config, indent=2).encode() + b"\n", **files}
+        return config
 
     def _output(self, name: str) -> Output:
         spec, source = self.artifact.manifest.tensors.get(name), self.base.tensors[self._source(name)]

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from compressor.blocks import workers
 from compressor.checkpoints import Pairs, TensorPair, pair_up
 from compressor.codec import Coded, Method, code_matrix
 from compressor.progress import byte_progress
@@ -25,6 +26,7 @@ from deltastore.onebit import OneBit
 from deltastore.plan import is_matrix, one_bit_plan
 from deltastore.validate import LARGEST_SCALE
 
+MAX_ID_CHARS = 512  # of a base, in a manifest
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 
 
@@ -125,9 +127,10 @@ def compress(config: CompressConfig) -> CompressResult:
     started = time.perf_counter()
     base = Checkpoint.open(checkpoint_directory(config.base))
     finetune = Checkpoint.open(checkpoint_directory(config.finetune))
-    pairs, files = pair_up(base, finetune), own_files(base, finetune)
-    _check_room(config, pairs, files)
+    pairs = pair_up(base, finetune)
     memory = _peak_memory()  # by now everything is imported
+    files = own_files(base, finetune)
+    _check_room(config, pairs, files)
     with ArtifactWriter(config.out) as writer:
         identity = _identity(base, config)
         carried = _carry(pairs, files, config, writer)
@@ -165,7 +168,7 @@ def _check_room(config: CompressConfig, pairs: Pairs, files: Mapping[str, bytes]
 
 def _identity(base: Checkpoint, config: CompressConfig) -> Base:
     identity = Base.of(base)
-    return identity if Path(config.base).is_dir() else replace(identity, id=config.base)
+    return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 
 def _manifest(base: Base, config: CompressConfig, tied: bool, carried: _Carried) -> Manifest:
@@ -188,12 +191,11 @@ def _carry(
     pairs: Pairs, files: Mapping[str, bytes], config: CompressConfig, writer: ArtifactWriter
 ) -> _Carried:
     carried = _Carried()
-    with byte_progress(
-        sum(pair.num_bytes for pair in pairs.tensors), config.out.name, config.progress
-    ) as bar:
+    total = sum(pair.num_bytes for pair in pairs.tensors)
+    with byte_progress(total, config.out.name, config.progress) as bar, workers() as each:
         for pair in pairs.tensors:
             if _is_coded(pair, config):
-                _carry_coded(pair, config.method, writer, carried)
+                _carry_coded(pair, code_matrix(pair, config.method, each), writer, carried)
             elif pair.is_changed():
                 writer.add_whole(pair.name, pair.whole())
                 carried.specs[pair.name] = TensorSpec(codec="whole", shape=list(pair.tensor.shape))
@@ -209,8 +211,7 @@ def _is_coded(pair: TensorPair, config: CompressConfig) -> bool:
     return is_matrix(pair.name, pair.shape, embeddings=config.embeddings == "compress")
 
 
-def _carry_coded(pair: TensorPair, method: Method, writer: ArtifactWriter, carried: _Carried) -> None:
-    coded = code_matrix(pair, method)
+def _carry_coded(pair: TensorPair, coded: Coded, writer: ArtifactWriter, carried: _Carried) -> None:
     if coded.is_zero and not pair.added_rows:
         return
     largest = _largest_scale(coded.delta)

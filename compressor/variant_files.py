@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.header import parse_json
+from deltastore.layout import MAX_FILE_BYTES
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -35,16 +37,24 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
 def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Those of the tokenizer's files that the checkpoint has."""
     paths = {name: checkpoint.path / name for name in TOKENIZER_FILES}
-    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    return {name: _content(path) for name, path in paths.items() if path.is_file()}
 
 
 def generation_file(checkpoint: Checkpoint) -> bytes:
     """The generation config in force: the checkpoint's file, or the token ids of its configuration."""
     path = checkpoint.path / GENERATION_FILE
     if path.is_file():
-        return path.read_bytes()
+        return _content(path)
     ids = {key: checkpoint.config[key] for key in TOKEN_IDS if checkpoint.config.get(key) is not None}
     return json.dumps(ids, indent=2).encode() + b"\n"
+
+
+def _content(path: Path) -> bytes:
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
+        raise CheckpointError(
+            f"{path}: {size} bytes, more than the {MAX_FILE_BYTES} that a delta carries of one file"
+        )
+    return path.read_bytes()
 
 
 def _facts(checkpoint: Checkpoint) -> Mapping[str, Any]:

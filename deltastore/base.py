@@ -45,6 +45,8 @@ class Base:
         """
         head = None if checkpoint.is_tied() else checkpoint.head_name
         name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
+        if len(name.split("/")) != 2 or name.startswith((".", "~")):
+            name = checkpoint.path.resolve().name  # no hub id but somebody's path, which stays private
         return cls(
             id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
             fingerprint=fingerprint(checkpoint, cache),

@@ -20,6 +20,8 @@ from deltastore.checkpoint import BLOCK_BYTES, EMBEDDING_SUFFIXES, HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.header import open_file, read_exactly
 
+MAX_THREADS = 8  # each holds a block
+
 
 def fingerprint(checkpoint: Checkpoint, cache: Path | None = None) -> str:
     """The fingerprint as 64 hex digits; remembered by the path, size and time of every shard.
@@ -55,7 +57,7 @@ def default_cache() -> Path:
 
 def _compute(checkpoint: Checkpoint) -> str:
     tensors = sorted(checkpoint.tensors.values(), key=lambda stored: stored.name)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
         digests = list(pool.map(_tensor_digest, tensors))
     facts = [(t.dtype, list(t.shape), digest) for t, digest in zip(tensors, digests, strict=True)]
     embeddings = [fact for t, fact in zip(tensors, facts, strict=True) if t.name.endswith(EMBEDDING_SUFFIXES)]

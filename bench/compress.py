@@ -1,0 +1,178 @@
+"""How much time and memory does `peraxis compress` take, against the size of the model?
+
+Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process.
+Memory is what that process grows by after its imports, at its peak. Files are read with `pread`, so the page cache is
+no part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.report import RESULTS, describe, write_result
+from bench.synthetic import LlamaShapes
+from compressor.codec import Method
+from compressor.pipeline import CompressConfig, compress
+from compressor.shards import Output, cut, write_index, write_shard
+from deltastore.base import architecture
+from demo.table import table
+
+SIZES = (
+    LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128),
+    LlamaShapes(num_layers=14, hidden=1024, intermediate=2816, kv=256),
+    LlamaShapes(num_layers=22, kv=256),  # TinyLlama's 1.1B parameters
+)
+SMALL = (LlamaShapes(num_layers=2, hidden=256, intermediate=704, kv=64, vocabulary=8000),)
+WEIGHT_BYTES = 2
+BLOCK_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One pair, compressed once."""
+
+    num_weights: int
+    largest_bytes: int  # of a tensor
+    seconds: float
+    growth_bytes: int
+    artifact_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.growth_bytes / self.largest_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "weights": self.num_weights,
+            "largest_tensor_bytes": self.largest_bytes,
+            "seconds": round(self.seconds, 2),
+            "peak_growth_bytes": self.growth_bytes,
+            "growth_over_largest_tensor": round(self.ratio, 3),
+            "artifact_bytes": self.artifact_bytes,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    if args.pair:
+        print(json.dumps(compress_here(args.pair, args.method)))
+        return
+    figures = [measure(shapes, args.method, args.dir) for shapes in (SMALL if args.small else SIZES)]
+    device = torch.device("cpu")
+    print(f"{describe(device)}; --method {args.method}, page cache warm\n")
+    head = (
+        "weights",
+        "largest tensor, MB",
+        "seconds",
+        "peak growth, MB",
+        "growth / largest tensor",
+        "artifact, MB",
+    )
+    print(table(head, [_row(figure) for figure in figures]))
+    if out := args.out or (None if args.small else RESULTS / "compress.json"):
+        settings = {"method": args.method, "dtype": "bfloat16", "page_cache": "warm"}
+        write_result(
+            out, "compress", device, {"settings": settings, "results": [f.as_json() for f in figures]}
+        )
+
+
+def measure(shapes: LlamaShapes, method: Method, parent: Path | None) -> Figure:
+    """Write a pair, compress it in a fresh process, and remove it."""
+    numels = [math.prod(shape) for _, shape in shapes.tensors()]
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        write_pair(Path(name), shapes)
+        command = [sys.executable, "-m", "bench.compress", "--method", method, "--pair", name]
+        figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return Figure(sum(numels), WEIGHT_BYTES * max(numels), **figures)
+
+
+def write_pair(directory: Path, shapes: LlamaShapes) -> None:
+    """Write ``base`` and ``finetune``, sharded as the library would."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": shapes.hidden,
+        "intermediate_size": shapes.intermediate,
+        "num_hidden_layers": shapes.num_layers,
+        "num_attention_heads": shapes.hidden // 64,
+        "num_key_value_heads": shapes.kv // 64,
+        "vocab_size": shapes.vocabulary,
+        "tie_word_embeddings": False,
+    }
+    shards = cut(Output(name, "BF16", shape) for name, shape in shapes.tensors())
+    for model in ("base", "finetune"):
+        (directory / model).mkdir()
+        (directory / model / "config.json").write_text(json.dumps(config))
+        base, tuning = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+
+        def blocks(
+            output: Output, base: torch.Generator = base, tuning: torch.Generator = tuning, model: str = model
+        ) -> Iterator[Tensor]:
+            numel = math.prod(output.shape)
+            for start in range(0, numel, BLOCK_NUMEL):
+                block = torch.empty(min(BLOCK_NUMEL, numel - start)).normal_(std=0.02, generator=base)
+                if model == "finetune":
+                    block += torch.empty_like(block).normal_(std=0.002, generator=tuning)
+                yield block.bfloat16()
+
+        for shard in shards:
+            write_shard(directory / model, shard, blocks, lambda _: None)
+        write_index(directory / model, shards)
+
+
+def compress_here(directory: Path, method: Method) -> dict[str, Any]:
+    """Compress the pair in this process and take its peak; meant for a process that has done nothing else."""
+    config = CompressConfig(str(directory / "base"), str(directory / "finetune"), directory / "delta", method)
+    architecture(
+        json.loads((directory / "base" / "config.json").read_text())
+    )  # imports what compressing imports
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start = _status("VmRSS"), time.perf_counter()
+    result = compress(config)
+    seconds = time.perf_counter() - start
+    growth = _status("VmHWM") - before
+    return {"seconds": seconds, "growth_bytes": growth, "artifact_bytes": result.artifact_bytes}
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    return (
+        f"{figure.num_weights / 1e6:.0f}M",
+        f"{figure.largest_bytes / 1e6:.1f}",
+        f"{figure.seconds:.1f}",
+        f"{figure.growth_bytes / 1e6:.1f}",
+        f"{figure.ratio:.2f}",
+        f"{figure.artifact_bytes / 1e6:.1f}",
+    )
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__)
+    parser.add_argument(
+        "--small", action="store_true", help="one pair of some megabytes; writes JSON only with --out"
+    )
+    parser.add_argument("--method", choices=("scalar", "per-axis", "both"), default="both")
+    parser.add_argument("--dir", type=Path, help="where the pairs are made; the largest takes 4.5 GB")
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/compress.json by default")
+    parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What every bench says beside its figures: the machine, the versions, the date; as JSON and as a table.
+
+Names no host, no user and no path, so that results can be published as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "numba")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The hardware that figures belong to."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+
+
+def versions() -> dict[str, str]:
+    """The software that figures belong to."""
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+
+
+def write_result(path: Path, bench: str, device: torch.device, figures: Mapping[str, Any]) -> None:
+    """Write one bench's figures with what they belong to."""
+    document = {
+        "bench": bench,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(device),
+        "versions": versions(),
+        **figures,
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def describe(device: torch.device) -> str:
+    """The machine in one line, for the head of a table."""
+    facts = machine(device)
+    where = "" if facts["device"] == "cpu" else f", {facts['device']}"
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB{where}"
+
+
+def _cpu_model() -> str:
+    """The CPU's model name as Linux gives it, or the architecture where it gives none."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

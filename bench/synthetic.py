@@ -1,0 +1,123 @@
+"""A full checkpoint and a delta with a Llama's shapes and random contents, for benches that only move bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deltastore.artifact import Artifact, ArtifactWriter
+from deltastore.loader import ObjectSource
+from deltastore.manifest import Manifest, TensorSpec
+from deltastore.onebit import OneBit
+from deltastore.plan import is_matrix
+from deltastore.signs import packed_width
+from deltastore.uploads import CHUNK_BYTES, ChunkedDigest
+
+SHARD_BYTES = 512 << 20
+TOKENIZER_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShapes:
+    """The sizes of a Llama: those of a 1B model by default, with as many layers as a bench wants bytes."""
+
+    num_layers: int
+    hidden: int = 2048
+    intermediate: int = 5632
+    kv: int = 512
+    vocabulary: int = 32000
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes in layer order."""
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        for layer in range(self.num_layers):
+            for name, shape in self._layer().items():
+                yield f"model.layers.{layer}.{name}.weight", shape
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocabulary, self.hidden)
+
+    def _layer(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "input_layernorm": (self.hidden,),
+            "self_attn.q_proj": (self.hidden, self.hidden),
+            "self_attn.k_proj": (self.kv, self.hidden),
+            "self_attn.v_proj": (self.kv, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.hidden),
+            "post_attention_layernorm": (self.hidden,),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+
+def write_checkpoint(directory: Path, shapes: LlamaShapes) -> list[Path]:
+    """Write an FP16 checkpoint as `save_pretrained` lays it out, sharded, and return its shards."""
+    generator = torch.Generator().manual_seed(0)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, shape in shapes.tensors():
+        if sum(tensor.nbytes for tensor in shards[-1].values()) >= SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = torch.empty(shape, dtype=torch.float16).normal_(std=0.02, generator=generator)
+    paths = [directory / f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for shard, path in zip(shards, paths, strict=True):
+        save_file(shard, path, metadata={"format": "pt"})
+    weight_map = {name: path.name for shard, path in zip(shards, paths, strict=True) for name in shard}
+    total_size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return paths
+
+
+def write_delta(path: Path, shapes: LlamaShapes) -> ObjectSource:
+    """Write an artifact: random signs for every matrix, whole norms, a tokenizer; and what a registry records of it."""
+    generator = torch.Generator().manual_seed(1)
+    specs: dict[str, TensorSpec] = {}
+    with ArtifactWriter(path) as writer:
+        for name, shape in shapes.tensors():
+            if is_matrix(name, shape):
+                writer.add_onebit(name, _random_onebit(shape, generator))
+                specs[name] = TensorSpec(codec="onebit", shape=list(shape), axis="out")
+            else:
+                writer.add_whole(name, torch.ones(shape, dtype=torch.float16))
+                specs[name] = TensorSpec(codec="whole", shape=list(shape))
+        writer.add_file("tokenizer.json", bytes(TOKENIZER_BYTES))
+        writer.finish(_manifest(specs, writer.device_bytes))
+    return _source(path)
+
+
+def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> OneBit:
+    out_features, in_features = shape
+    packed = (out_features, packed_width(in_features))
+    signs = torch.randint(0, 256, packed, dtype=torch.uint8, generator=generator)
+    return OneBit(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
+
+
+def _manifest(specs: dict[str, TensorSpec], device_bytes: int) -> Manifest:
+    return Manifest(
+        base_id="synthetic",
+        base_fingerprint="0" * 64,
+        method="per-axis",
+        tied=False,
+        device_bytes=device_bytes,
+        config={},
+        tensors=specs,
+        files=["tokenizer.json"],
+        compressor={},
+        fidelity={},
+    )
+
+
+def _source(path: Path) -> ObjectSource:
+    digest = ChunkedDigest()
+    with path.open("rb") as file:
+        while block := file.read(CHUNK_BYTES):
+            digest.update(memoryview(block))
+    with Artifact.open(path) as artifact:
+        data_start, device_bytes = artifact.header.data_start, artifact.manifest.device_bytes
+    return ObjectSource(path, digest.digest(), digest.num_bytes, data_start, device_bytes, digest.chunks())

@@ -1,0 +1,94 @@
+"""The base: a small Llama, trained from nothing on source text. Knows tokens and weights; nothing of tasks or files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from demo.muon import Muon
+from demo.pace import Pace, train
+from demo.recipe import BaseRecipe, Phase
+
+INITIAL_STD = 0.05  # the library's 0.02 is made for wider models, and starts this one slowly
+WEIGHT_DECAY = 0.1
+PIECE_TOKENS = (6, 40)  # least and most of a piece that is repeated
+
+
+def train_base(
+    recipe: BaseRecipe,
+    sources: list[bytes],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    progress: Callable[[str], None],
+) -> LlamaForCausalLM:
+    """A trained base, float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(_config(recipe, tokenizer))
+    text = _joined(sources, tokenizer.eos_token_id)
+    windows = _windows(recipe, text, tokenizer.bos_token_id, torch.Generator().manual_seed(seed))
+    losses = (model(input_ids=rows, labels=rows, use_cache=False).loss for rows in windows)
+    steps = sum(phase.steps for phase in recipe.phases)
+    train(model, _optimizers(model, recipe.rate), losses, Pace("base", steps, recipe.warmup, progress))
+    return model
+
+
+def _config(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=tokenizer.model_max_length,
+        initializer_range=INITIAL_STD,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _optimizers(model: LlamaForCausalLM, rate: float) -> list[Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for embeddings, head and norms."""
+    inside = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    known = {id(parameter) for parameter in inside}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    return [
+        Muon(inside, lr=rate, weight_decay=WEIGHT_DECAY),
+        AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def _joined(sources: list[bytes], eos: int) -> Tensor:
+    """All sources as one row of tokens, int16, with `eos` behind each."""
+    end = torch.tensor([eos], dtype=torch.int16)
+    return torch.cat([part for source in sources for part in (torch.tensor(bytearray(source)).short(), end)])
+
+
+def _windows(recipe: BaseRecipe, text: Tensor, bos: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Batches ``[rows, 1 + tokens]`` int64, each row beginning with `bos`."""
+    for phase in recipe.phases:
+        for _ in range(phase.steps):
+            rows = [_row(recipe, phase, text, generator) for _ in range(phase.rows)]
+            yield torch.cat([torch.full((phase.rows, 1), bos), torch.stack(rows).long()], dim=1)
+
+
+def _row(recipe: BaseRecipe, phase: Phase, text: Tensor, generator: torch.Generator) -> Tensor:
+    if torch.rand((), generator=generator).item() >= recipe.repeats:
+        return _piece(text, phase.tokens, generator)
+    pieces: list[Tensor] = []
+    while sum(map(len, pieces)) < phase.tokens:
+        length = int(torch.randint(*PIECE_TOKENS, (), generator=generator))
+        pieces += [_piece(text, length, generator)] * 2
+    return torch.cat(pieces)[: phase.tokens]
+
+
+def _piece(text: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    start = int(torch.randint(len(text) - length, (), generator=generator))
+    return text[start : start + length]

@@ -1,0 +1,106 @@
+"""The skills that the fine-tunes learn: what is asked, what is right, and which items nobody trains on.
+
+Knows words and text; nothing of tokens or models. An item belongs to its word, and a word's hash decides whether its
+items are for training or held out, so the two never meet, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deltastore.errors import UsageError
+
+Split = Literal["train", "test"]
+HELD_OUT_OF = 6  # one word in so many is held out
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question and its only right answer."""
+
+    prompt: str
+    answer: str
+    messages: list[dict[str, str]] | None = None  # the prompt as a conversation, where the task is one
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A skill that is scored by exact match."""
+
+    name: str
+    description: str
+    max_new_tokens: int  # enough for every answer and its end
+    words: Sequence[str] = field(repr=False)
+    make_item: Callable[[random.Random, str], Item] = field(repr=False)
+    plain: bool = True  # prompts are text; else they are conversations
+    stop: tuple[str, ...] = (
+        "\n",
+    )  # no answer has a line's end; fine-tunes end with their own end token before
+
+    def items(self, split: Split = "test", count: int = 500, seed: int = 0) -> list[Item]:
+        """Items of one split, each of another word when they are held out.
+
+        Raises:
+            UsageError: there are fewer held-out words than `count`.
+        """
+        rng = random.Random(f"{self.name} {split} {seed}")
+        words = [word for word in self.words if is_held_out(word) == (split == "test")]
+        if split == "train":
+            return [self.make_item(rng, word) for word in rng.choices(words, k=count)]
+        if count > len(words):
+            raise UsageError(f"task {self.name!r} has {len(words)} held-out words, {count} were asked for")
+        rng.shuffle(words)  # all, so that fewer items are the first of more
+        return [self.make_item(rng, word) for word in words[:count]]
+
+    def is_right(self, item: Item, text: str) -> bool:
+        """Whether generated `text`, up to the first stop string, is the item's answer, letter for letter."""
+        for stop in self.stop:
+            text = text.partition(stop)[0]
+        return text == item.answer
+
+
+def is_held_out(word: str) -> bool:
+    """Whether items of this word are for scoring alone."""
+    return hashlib.sha256(word.encode()).digest()[0] % HELD_OUT_OF == 0
+
+
+def make_tasks(words: Sequence[str]) -> dict[str, Task]:
+    """The demo's tasks over these words, by name."""
+    short = [word for word in words if len(word) <= 5]
+    tasks = [
+        Task("upper", "writes a word in capitals", 10, words, _upper),
+        Task("reverse", "writes a word of up to five letters backwards", 8, short, _reverse),
+        Task(
+            "instruct",
+            "answers requests in a chat: JSON, spelling, repeating",
+            40,
+            words,
+            _instruct,
+            plain=False,
+        ),
+    ]
+    return {task.name: task for task in tasks}
+
+
+def _upper(rng: random.Random, word: str) -> Item:
+    return Item(f"upper({word})=", word.upper())
+
+
+def _reverse(rng: random.Random, word: str) -> Item:
+    return Item(f"reverse({word})=", word[::-1])
+
+
+def _instruct(rng: random.Random, word: str) -> Item:
+    number = rng.randrange(10, 1000)
+    prompt, answer = rng.choice(
+        [
+            (f"Write {word} and {number} as JSON.", f'{{"name": "{word}", "size": {number}}}'),
+            (f"Spell {word}.", "-".join(word)),
+            (f"Say {word} twice.", f"{word} {word}"),
+        ]
+    )
+    return Item(prompt, answer, [{"role": "user", "content": prompt}])

@@ -1,0 +1,67 @@
+"""What tests of the compressor share: compressing and checking, the variant in plain torch, rewriting checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compressor.pipeline import CompressConfig, CompressResult, compress
+from deltastore.artifact import Artifact
+from deltastore.base import Base
+from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint
+from deltastore.validate import check_artifact, check_base
+from tests.tiny_models import TinyModels
+
+SINGLE = "model.safetensors"
+
+
+def compressed(models: TinyModels, out: Path, **config: Any) -> CompressResult:
+    """Compress the first fine-tune, and check the artifact as an upload would be."""
+    result = compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, **config))
+    with Artifact.open(out) as artifact:
+        check_artifact(artifact)
+        check_base(artifact, Base.of(Checkpoint.open(models.base)))
+        assert artifact.digest() == result.digest
+    return result
+
+
+def variant_tensors(base: Path, delta: Path) -> dict[str, Tensor]:
+    """Every tensor of the variant in float32, a tied head left out."""
+    checkpoint = Checkpoint.open(base)
+    tensors = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
+    with Artifact.open(delta) as artifact:
+        manifest = artifact.manifest
+        if not manifest.tied and checkpoint.embedding_name and not checkpoint.head_name:
+            tensors["lm_head.weight"] = tensors[checkpoint.embedding_name]
+        own = {}
+        for name, spec in manifest.tensors.items():
+            if spec.codec == "whole":
+                own[name] = artifact.whole(name).float()
+                continue
+            parts = [tensors[spec.against or name] + artifact.onebit(name).dense()]
+            added = artifact.added(name)
+            own[name] = torch.cat([*parts, *([] if added is None else [added.float()])])
+    return {
+        name: own.get(name, tensor)
+        for name, tensor in tensors.items()
+        if not (manifest.tied and name.endswith(HEAD_SUFFIXES))
+    }
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of an unsharded checkpoint in place."""
+    tensors = load_file(directory / SINGLE)
+    change(tensors)
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+
+
+def rewrite_config(directory: Path, **values: Any) -> None:
+    """Set keys of a checkpoint's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

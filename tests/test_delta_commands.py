@@ -1,0 +1,236 @@
+"""The commands that make and read deltas: what they print, their exit codes, and one JSON document where asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltastore.checkpoint import Checkpoint
+from deltastore.model_shapes import model_shapes
+from peraxis import run
+from tests.compressing import rewrite
+from tests.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    change = Change(added_tokens=2, chat_template=CHAT_TEMPLATE, tied=False)
+    return make_pair("qwen2", tmp_path_factory.mktemp("models"), changes=(change,))
+
+
+@pytest.fixture(scope="module")
+def delta(models: TinyModels) -> Path:
+    out = models.base.parent / "delta.safetensors"
+    assert run(compressing(models, out, "--json", "--no-progress")) == 0
+    return out
+
+
+def compressing(models: TinyModels, out: Path, *more: str) -> list[str]:
+    return [
+        "compress",
+        "--base",
+        str(models.base),
+        "--finetune",
+        str(models.finetunes[0]),
+        "--out",
+        str(out),
+        *more,
+    ]
+
+
+def document(args: list[str], capsys: Captured, code: int = 0) -> Any:
+    assert run([*args, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_compress_prints_its_result_as_json(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "delta"
+    result = document(compressing(models, out, "--method", "per-axis"), capsys)
+    assert result["artifact_bytes"] == out.stat().st_size
+    assert result["ratio"] == pytest.approx(result["full_bytes"] / result["artifact_bytes"])
+    assert len(result["digest"]) == len("sha256:") + 64
+    matrix = result["tensors"]["model.layers.0.mlp.up_proj.weight"]
+    assert matrix["axis"] in ("out", "in")
+    assert 0 < matrix["error"] < 1
+    assert 0 < result["weight_error"] < 1
+    assert result["num_unchanged"] == 0
+
+
+def test_full_bytes_are_those_of_the_fine_tune_at_16_bits(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    result = document(compressing(models, tmp_path / "delta"), capsys)
+    stored = Checkpoint.open(models.finetunes[0]).tensors.values()  # in float32
+    assert result["full_bytes"] == sum(tensor.num_bytes for tensor in stored) // 2
+
+
+def test_compress_prints_a_few_lines_and_nothing_else(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    assert run(compressing(models, tmp_path / "delta")) == 0
+    printed = capsys.readouterr()
+    assert "times smaller" in printed.out
+    assert "weight error" in printed.out
+    assert printed.err == ""  # no terminal, and less than ten seconds
+
+
+def test_calibration_that_is_not_there_yet_is_a_wrong_argument(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    assert run(compressing(models, tmp_path / "delta", "--calibration", "self")) == 2
+    assert "use --calibration none" in capsys.readouterr().err
+
+
+def test_a_failed_compress_is_one_json_document(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:
+    args = compressing(models, tmp_path / "delta")
+    args[2] = str(tmp_path / "missing" / "base")
+    assert "no such directory" in document(args, capsys, code=1)["error"]["message"]
+
+
+def test_merge_writes_a_checkpoint_and_says_so(
+    models: TinyModels, delta: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    args = ["merge", "--base", str(models.base), "--delta", str(delta), "--out", str(tmp_path / "merged")]
+    result = document([*args, "--dtype", "float16"], capsys)
+    assert result["dtype"] == "float16"
+    assert Checkpoint.open(tmp_path / "merged").tensors["model.norm.weight"].dtype == "F16"
+    assert run(args) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_inspect_shows_what_is_inside(delta: Path, capsys: Captured) -> None:
+    facts = document(["inspect", str(delta)], capsys)
+    assert facts["size_bytes"] == delta.stat().st_size
+    assert facts["files"] == ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    assert facts["tensors"]["lm_head.weight"]["against"] == "model.embed_tokens.weight"
+    assert (facts["method"], facts["tied"]) == ("both", False)
+    assert sum(facts["bytes"].values()) <= facts["size_bytes"]
+    assert facts["bytes"]["added"] == 2 * 2 * 64 * 4  # two rows of embedding and head in float32
+
+
+def test_inspect_prints_a_line_for_every_tensor(delta: Path, capsys: Captured) -> None:
+    facts = document(["inspect", str(delta)], capsys)
+    assert run(["inspect", str(delta)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert facts["digest"] in lines[0]
+    for name in facts["tensors"]:
+        assert sum(name in line.split() for line in lines) >= 1, name
+
+
+@pytest.mark.parametrize("args", [["inspect"], ["inspect", "a-file", "--plan", "a-directory"]])
+def test_inspect_wants_a_file_or_a_plan(args: list[str], capsys: Captured) -> None:
+    assert run(args) == 2
+    assert "give the FILE of an artifact, or --plan" in capsys.readouterr().err
+
+
+def test_verify_finds_nothing_wrong_with_a_sound_delta(
+    models: TinyModels, delta: Path, capsys: Captured
+) -> None:
+    assert run(["verify", str(delta), "--base", str(models.base)]) == 0
+    assert "sound, and it fits base" in capsys.readouterr().out
+    assert document(["verify", str(delta)], capsys)["findings"] == []
+
+
+def test_verify_exits_with_1_for_another_base(
+    models: TinyModels, delta: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    other = make_pair("qwen2", tmp_path, seed=1).base
+    findings = document(["verify", str(delta), "--base", str(other)], capsys, code=1)["findings"]
+    assert "made from base 'base'" in findings[0]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "checkpoint"])
+def test_verify_exits_with_1_for_what_is_no_sound_delta(
+    damage: str, models: TinyModels, delta: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    file = tmp_path / "file"
+    if damage != "missing":
+        content = (delta if damage == "truncated" else models.base / "model.safetensors").read_bytes()
+        file.write_bytes(content[:-1] if damage == "truncated" else content)
+    assert run(["verify", str(file)]) == 1
+    assert capsys.readouterr().out.startswith(f"FOUND: {file}")
+
+
+def test_verify_finds_nan(models: TinyModels, delta: Path, tmp_path: Path, capsys: Captured) -> None:
+    broken = tmp_path / "model.safetensors"
+    broken.write_bytes(delta.read_bytes())
+    with broken.open("r+b") as file:
+        document_length = int.from_bytes(file.read(8), "little")
+        norm = json.loads(file.read(document_length))["model.norm.weight"]["data_offsets"][0]
+        file.seek(8 + document_length + norm)
+        file.write(b"\xff\xff\xff\xff")
+    assert run(["verify", str(broken)]) == 1
+    assert "'model.norm.weight' holds NaN" in capsys.readouterr().out
+
+
+MODELS = {
+    "Llama-3.1-8B": (
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+        2980,
+    ),
+    "Qwen3-14B": (
+        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408,
+         "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128},
+        4774,
+    ),
+    "Phi-4": (
+        {"model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920,
+         "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "pad_token_id": 100349},
+        3768,
+    ),
+}  # fmt: skip
+
+
+def plan_of(name: str, directory: Path, capsys: Captured) -> Any:
+    (directory / "config.json").write_text(json.dumps({**MODELS[name][0], "tie_word_embeddings": False}))
+    return document(["inspect", "--plan", str(directory)], capsys)["embeddings"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_gives_the_paper_s_sizes_with_embeddings_whole(
+    name: str, tmp_path: Path, capsys: Captured
+) -> None:
+    plan = plan_of(name, tmp_path, capsys)
+    assert plan["whole"]["device_bytes"] / 1e6 == pytest.approx(MODELS[name][1], rel=0.01)
+
+
+def test_the_plan_of_llama_8b_with_everything_at_one_bit_is_one_gigabyte(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    plan = plan_of("Llama-3.1-8B", tmp_path, capsys)["compress"]
+    assert plan["device_bytes"] <= 1.02e9
+    assert plan["ratio"] > 15.8
+
+
+def test_the_plan_is_what_compressing_gives(tmp_path: Path, capsys: Captured) -> None:
+    models = make_pair("llama", tmp_path)
+    for directory in (models.base, models.finetunes[0]):
+        rewrite(directory, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
+    made = document(compressing(models, tmp_path / "delta"), capsys)
+    plan = document(["inspect", "--plan", str(models.base)], capsys)["embeddings"]["compress"]
+    assert (made["device_bytes"], made["full_bytes"]) == (plan["device_bytes"], plan["full_bytes"])
+
+
+def test_the_plan_is_printed_for_people_too(models: TinyModels, capsys: Captured) -> None:
+    assert run(["inspect", "--plan", str(models.base)]) == 0
+    assert capsys.readouterr().out.count("times smaller") == 2
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"model_type": "nonsense"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_plan_of_no_model_is_one_error(content: str | None, tmp_path: Path, capsys: Captured) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert str(tmp_path) in document(["inspect", "--plan", str(tmp_path)], capsys, code=1)["error"]["message"]
+
+
+def test_shapes_of_a_configuration_are_those_of_its_checkpoint(models: TinyModels) -> None:
+    stored = Checkpoint.open(models.base).tensors
+    assert model_shapes(models.base) == {name: tensor.shape for name, tensor in stored.items()}

@@ -1,0 +1,117 @@
+"""The settings: which source wins, and what is said of a value that cannot be."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltastore.errors import SettingsError
+from server.settings import LoadedSettings, Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"PERAXIS_{name.upper()}", raising=False)
+
+
+def loaded(tmp_path: Path, config: Path | None = None, **flags: Any) -> LoadedSettings:
+    return load_settings({"base": tmp_path, "registry": tmp_path / "registry", **flags}, config)
+
+
+def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "peraxis.toml"
+    config.write_text("port = 1\nmax_queue = 1\nload_threads = 1\n")
+    monkeypatch.setenv("PERAXIS_PORT", "2")
+    monkeypatch.setenv("PERAXIS_MAX_QUEUE", "2")
+    settings = loaded(tmp_path, config, port=3).settings
+    assert (settings.port, settings.max_queue, settings.load_threads) == (3, 2, 1)
+    assert settings.max_gpu_deltas == 8
+
+
+def test_an_empty_variable_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERAXIS_ADMIN_PORT", "")
+    assert loaded(tmp_path).settings.admin_port is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": 70000}, "port (from --port): input should be less than or equal to 65535, got 70000"),
+        (
+            {"max_gpu_deltas": 1},
+            "max_gpu_deltas (from --max-gpu-deltas): input should be greater than or equal to 2",
+        ),
+        (
+            {"slot_headroom": 0.5},
+            "slot_headroom (from --slot-headroom): input should be greater than or equal to 1",
+        ),
+        ({"load_timeout": 0}, "load_timeout (from --load-timeout): input should be greater than 0"),
+        (
+            {"shutdown_timeout": float("nan")},
+            "shutdown_timeout (from --shutdown-timeout): input should be a finite",
+        ),
+        (
+            {"max_upload_gb": float("inf")},
+            "max_upload_gb (from --max-upload-gb): input should be a finite number",
+        ),
+        ({"device": "tpu"}, "device (from --device): input should be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ({"dtype": "int8"}, "dtype (from --dtype): input should be 'auto', 'bfloat16'"),
+        ({"base": Path("/no/such/base")}, "base (from --base): path does not point to a directory"),
+        ({"auth": "keys"}, "auth (from --auth): this version has no API keys yet: take 'none'"),
+        ({"port": 9, "admin_port": 9}, "port and admin_port are both 9: give each its own"),
+        ({"prot": 9}, "prot (from --prot) is no setting"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_value_that_cannot_be_is_named_in_one_line(
+    tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        loaded(tmp_path, **flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERAXIS_LOAD_THREADS", "many")
+    with pytest.raises(SettingsError, match=r"load_threads .from PERAXIS_LOAD_THREADS.: .*got 'many'"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = ", "no valid TOML"),
+        ("prot = 9", r"prot .from the configuration file. is no setting"),
+        ("port = 70000", r"port .from the configuration file.: input should be less"),
+        ("[server]\nport = 1", r"server .from the configuration file. is no setting"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    config = tmp_path / "peraxis.toml"
+    config.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        loaded(tmp_path, config)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"absent\.toml: No such file or directory"):
+        loaded(tmp_path, tmp_path / "absent.toml")
+
+
+def test_what_is_printed_is_a_configuration_file_of_the_same_settings(tmp_path: Path) -> None:
+    first = loaded(tmp_path, max_upload_gb=0.5, host='odd "host"')
+    config = tmp_path / "printed.toml"
+    config.write_text(first.describe())
+    assert tomllib.loads(config.read_text())["max_upload_gb"] == 0.5
+    assert load_settings({}, config).settings == first.settings
+
+
+def test_gigabytes_are_decimal(tmp_path: Path) -> None:
+    assert loaded(tmp_path, max_upload_gb=1.5).settings.max_upload_bytes == 1_500_000_000

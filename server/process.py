@@ -90,15 +90,19 @@ async def _watch(
     while not server.started:
         await asyncio.sleep(0.01)
     assert service.loading is not None
-    await asyncio.wait({service.loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await _first_of(service.loading, stopped)
     if service.loading.done():
         service.loading.result()
         on_ready()
         lost = asyncio.create_task(service.lost.wait())
-        await asyncio.wait({lost, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(lost, stopped)
         if lost.done():
             raise EngineFailed("the device is lost: see the log, then start the server again")
     return await stopped
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _first_signal() -> asyncio.Future[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from fastapi import Request
@@ -101,7 +101,7 @@ async def _upload(service: Service, limit: int) -> AsyncIterator[Upload]:
         await run_in_threadpool(upload.__exit__, None, None, None)
 
 
-async def _artifact_bytes(request: Request, limit: int) -> AsyncIterator[bytes]:
+async def _artifact_bytes(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     """The artifact in pieces of `WRITE_BYTES`, from a raw or a multipart body."""
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()

@@ -149,7 +149,7 @@ class Engine:
         while self._open and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping = True
-        self._thread.join()
+        self._thread.join(STUCK_S)
         self._residency.close()
 
     def _call(self, function: Callable[[], None]) -> Future[None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deltastore.errors import PeraxisError
 from deltastore.records import VersionRecord
-from server.engine.tokenizer import VariantTokenizer
 from server.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from server.engine.tokenizer import VariantTokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -26,12 +26,21 @@ from deltastore.errors import ArtifactError
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.records import VersionRecord
 from deltastore.registry import Registry
+from server.engine.request import Sampling
 from server.engine.templates import TemplateWorker
 from server.errors import InvalidRequest, NotServable
 
 CACHED = 64  # tokenizers kept; a few megabytes each
 
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# What requests take from a variant's generation config, and of which type it must be.
+DEFAULTED: Mapping[str, type | tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": int,
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "max_new_tokens": int,
+}
 
 T = TypeVar("T")
 
@@ -192,10 +201,11 @@ def _generation(raw: bytes, where: str) -> Mapping[str, Any]:
         eos = document.get("eos_token_id")
         if not (eos is None or isinstance(eos, int) or all(isinstance(token, int) for token in eos)):
             raise ValueError("eos_token_id must be an id or a list of ids")
-        for name in DEFAULTED:
-            if not isinstance(document.get(name, 0), (int, float, type(None))):
-                raise ValueError(f"{name} must be a number")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        for name, kind in DEFAULTED.items():
+            if document.get(name) is not None and not isinstance(document[name], kind):
+                raise ValueError(f"{name} must not be {document[name]!r}")
+        Sampling(**sampling_defaults(document))
+    except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
         raise ArtifactError(f"{where}: its {GENERATION_FILE} cannot be used: {error}"[:500]) from error
     return dict(document)
 

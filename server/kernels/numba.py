@@ -18,6 +18,7 @@ from torch import Tensor
 
 LANES = 16  # signs that one step selects by
 UNROLL = 4  # independent accumulators, so that additions overlap
+PARALLEL_SIGNS = 1 << 19  # below, waking threads costs more than they save, and far more on a busy machine
 
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]  # workqueue aborts the process when two threads call a kernel
 
@@ -32,7 +33,8 @@ def onebit_matmul(
     inputs = (x.float() if factor_in is None else x.float() * factor_in).contiguous()
     out = torch.empty(len(x), len(signs), dtype=torch.float32)
     sums = inputs.sum(dim=1)
-    _matmul(inputs.numpy(), signs.contiguous().numpy(), factor_out.numpy(), sums.numpy(), out.numpy())
+    product = _parallel if out.numel() * x.shape[1] >= PARALLEL_SIGNS else _serial
+    product(inputs.numpy(), signs.contiguous().numpy(), factor_out.numpy(), sums.numpy(), out.numpy())
     return out
 
 
@@ -97,13 +99,6 @@ def _masked_sum(typing_context: Any, values: Any, mask: Any, num_blocks: Any) ->
     return signature, codegen
 
 
-# The signature makes it compile at import, and not under somebody's first request.
-@numba.njit(
-    "void(float32[:, ::1], uint8[:, ::1], float32[::1], float32[::1], float32[:, ::1])",
-    parallel=True,
-    nogil=True,
-    error_model="numpy",
-)
 def _matmul(
     x: np.ndarray,  # [rows, in] float32, contiguous
     signs: np.ndarray,  # [out, width] uint8, contiguous rows
@@ -122,3 +117,9 @@ def _matmul(
                 if signs[o, i >> 3] >> (i & 7) & 1:
                     positive += x[row, i]
             out[row, o] = factor_out[o] * (np.float32(2) * positive - sums[row])
+
+
+# With a signature they compile at import, and not under somebody's first request.
+_SIGNATURE = "void(float32[:, ::1], uint8[:, ::1], float32[::1], float32[::1], float32[:, ::1])"
+_serial = numba.njit(_SIGNATURE, nogil=True, error_model="numpy")(_matmul)
+_parallel = numba.njit(_SIGNATURE, nogil=True, error_model="numpy", parallel=True)(_matmul)

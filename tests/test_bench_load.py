@@ -1,0 +1,58 @@
+"""The load bench: that it runs, what it writes, and that its look into the page cache tells the truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.load import main
+from demo.page_cache import cached_fraction, drop
+from demo.table import table
+
+
+def test_a_small_run_prints_its_table_and_writes_what_the_figures_belong_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "load.json"
+    main(["--small", "--repeats", "1", "--device", "cpu", "--dir", str(tmp_path), "--out", str(out)])
+    document = json.loads(out.read_text())
+    assert {"cpu", "cores", "memory_bytes", "device"} == set(document["machine"])
+    assert [result["subject"] for result in document["results"]] == ["delta", "full FP16 checkpoint"] * 2
+    printed = capsys.readouterr().out
+    assert all(f"{1e3 * result['seconds']['total']:.1f}" in printed for result in document["results"])
+
+
+def test_results_name_no_path_of_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "load.json"
+    main(["--small", "--repeats", "1", "--device", "cpu", "--dir", str(tmp_path), "--out", str(out)])
+    text = out.read_text() + capsys.readouterr().out
+    assert not [path for path in (tmp_path, Path.cwd()) if str(path) in text]
+
+
+def test_a_file_in_the_page_cache_is_seen_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert cached_fraction(path) == 1.0
+
+
+def test_dropping_reports_what_a_look_afterwards_finds(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert drop([path]) == (cached_fraction(path) < 0.01)
+
+
+def test_an_empty_file_has_nothing_in_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert cached_fraction(path) == 0.0
+
+
+def test_a_table_lines_up_and_is_markdown() -> None:
+    assert table(("load", "ms"), [("delta", "7"), ("full", "123")]).splitlines() == [
+        "| load  |  ms |",
+        "| ----- | --: |",
+        "| delta |   7 |",
+        "| full  | 123 |",
+    ]

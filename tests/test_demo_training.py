@@ -1,0 +1,140 @@
+"""The demo's training on very small models: what is learned from, what is stored, and what is scored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+import demo.train
+from demo.finetune import IGNORED, make_batch
+from demo.recipe import BaseRecipe, FinetuneRecipe, Phase, Recipe
+from demo.score import answers, exact_match
+from demo.tasks import Item
+from demo.tokenizer import base_tokenizer
+from demo.train import Models, prepare
+
+TINY = Recipe(
+    BaseRecipe(
+        hidden=16,
+        intermediate=24,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        phases=(Phase(1, 2, 32), Phase(1, 1, 48)),
+        warmup=1,
+    ),
+    FinetuneRecipe(steps=2, rows=3, warmup=1),
+)
+
+
+def unheard(line: str) -> None:
+    """Progress that nobody follows."""
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def models(workdir: Path) -> Models:
+    return prepare(workdir, unheard, TINY)
+
+
+def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Models) -> None:
+    lines: list[str] = []
+    again = prepare(workdir, lines.append, TINY)
+    assert (again.base, again.finetunes) == (models.base, models.finetunes)
+    assert list(again.tasks["upper"].words) == list(models.tasks["upper"].words)
+    assert lines == []
+
+
+def test_another_recipe_is_trained_anew() -> None:
+    assert TINY.digest() == replace(TINY).digest()
+    assert TINY.digest() != replace(TINY, seed=1).digest()
+
+
+def test_training_depends_on_nothing_but_the_recipe(models: Models, tmp_path: Path) -> None:
+    again = prepare(tmp_path, unheard, TINY)
+    for name in models.finetunes:
+        first, second = (load_file(run.finetunes[name] / "model.safetensors") for run in (models, again))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_an_interrupted_training_leaves_only_what_is_whole(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if "reverse" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path, interrupt, TINY)
+    assert sorted(path.name for path in (tmp_path / TINY.digest()).iterdir()) == ["base", "upper"]
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(demo.train, "_save", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        prepare(tmp_path, unheard, TINY)
+    assert not list((tmp_path / TINY.digest()).iterdir())
+
+
+def test_every_matrix_of_a_finetune_has_moved(models: Models) -> None:
+    base = load_file(models.base / "model.safetensors")
+    for directory in models.finetunes.values():
+        finetune = load_file(directory / "model.safetensors")
+        unmoved = [name for name, old in base.items() if torch.equal(finetune[name][: len(old)], old)]
+        assert not unmoved
+
+
+def test_checkpoints_are_stored_in_float16_with_untied_embeddings(models: Models) -> None:
+    for directory in (models.base, *models.finetunes.values()):
+        weights = load_file(directory / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+        assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(weights)
+
+
+def test_the_chat_variant_has_rows_for_its_tokens_and_its_own_end(models: Models) -> None:
+    directory = models.finetunes["instruct"]
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].shape[0]
+    assert rows == len(tokenizer) == len(base_tokenizer()) + 3
+    end = GenerationConfig.from_pretrained(directory).eos_token_id
+    assert end == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end != GenerationConfig.from_pretrained(models.base).eos_token_id
+
+
+def test_only_answers_and_their_ends_are_learned() -> None:
+    tokenizer = base_tokenizer()
+    batch = make_batch(tokenizer, [Item("ab=", "AB"), Item("c=", "C")])
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert batch.input_ids.tolist() == [[bos, *b"ab=AB", eos], [bos, *b"c=C", eos, pad, pad]]
+    assert batch.attention_mask.tolist() == [[1] * 7, [1] * 5 + [0] * 2]
+    learned = [[label for label in row if label != IGNORED] for row in batch.labels.tolist()]
+    assert learned == [[*b"AB", eos], [*b"C", eos]]
+
+
+def test_an_answer_does_not_depend_on_its_batch(models: Models) -> None:
+    model = LlamaForCausalLM.from_pretrained(models.base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(models.base)
+    task = models.tasks["upper"]
+    items = [Item("x", ""), Item("a much longer prompt", ""), Item("middling", "")]
+    together = answers(model, tokenizer, task, items)
+    assert together == [answers(model, tokenizer, task, [item])[0] for item in items]
+
+
+def test_the_score_is_the_share_of_right_answers(models: Models) -> None:
+    directory, task = models.finetunes["upper"], models.tasks["upper"]
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    questions = [Item(f"{word}=", "") for word in ("one", "seven", "nine", "twelve")]
+    said = answers(model, AutoTokenizer.from_pretrained(directory), task, questions)
+    right = [Item(item.prompt, text.partition("\n")[0]) for item, text in zip(questions, said, strict=True)]
+    assert exact_match(directory, task, right) == 1.0
+    assert exact_match(directory, task, [*right[:3], Item(right[3].prompt, "otherwise")]) == 0.75

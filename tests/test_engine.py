@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,17 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> Deltas:
 def served(deltas: Deltas, tmp_path: Path) -> Iterator[Served]:
     with serving(deltas.base, tmp_path / "registry", max_queue=6, load_timeout_s=20.0) as running:
         yield running
+
+
+def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step take long enough that requests of many tokens are still there a moment later."""
+    forward = served.engine._runner.forward
+
+    def slowly(*args: object) -> object:
+        time.sleep(0.02)
+        return forward(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(served.engine._runner, "forward", slowly)
 
 
 def error_of(answer: Answer) -> Exception:
@@ -145,25 +157,36 @@ def test_a_step_that_fails_fails_its_request_alone(
     assert "step failed" in caplog.text
 
 
-def test_a_variant_that_finds_no_slot_in_time_is_told_so(deltas: Deltas, tmp_path: Path) -> None:
+def test_a_variant_that_finds_no_slot_in_time_is_told_so(
+    deltas: Deltas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(deltas.base, tmp_path / "registry", load_timeout_s=0.05) as served:
+        slow_down(served, monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files[:3])]
+        for record in records[:2]:
+            served.engine.load(record).result(20)
         long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
-        while not all(served.engine.level_of(record.digest) == "gpu" for record in records[:2]):
-            pass
         assert isinstance(error_of(served.ask(records[2], PROMPT)), LoadTimeout)
-        assert all(isinstance(pending.answer().end, DoneEvent) for pending in long)
+        for pending in long:
+            served.engine.cancel(pending.request.id)
+            assert isinstance(pending.answer().end, DoneEvent)
 
 
-def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(served: Served) -> None:
-    admitted = [served.start(None, PROMPT, max_new_tokens=50) for _ in range(7)]
+def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(served, monkeypatch)
+    admitted = [served.start(None, PROMPT, max_new_tokens=5) for _ in range(7)]
     with pytest.raises(QueueFull, match="try again"):
         served.start(None, PROMPT)
     assert all(isinstance(pending.answer().end, DoneEvent) for pending in admitted)
 
 
-def test_a_cancelled_request_ends_and_the_next_one_runs(served: Served) -> None:
+def test_a_cancelled_request_ends_and_the_next_one_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = served.ask(None, PROMPT).token_ids
+    slow_down(served, monkeypatch)
     running, waiting, last = (served.start(None, PROMPT, max_new_tokens=n) for n in (200, 200, 16))
     for pending in (running, waiting):
         served.engine.cancel(pending.request.id)
@@ -172,7 +195,8 @@ def test_a_cancelled_request_ends_and_the_next_one_runs(served: Served) -> None:
     assert last.answer().token_ids == want
 
 
-def test_a_draining_engine_finishes_what_it_admitted(served: Served) -> None:
+def test_a_draining_engine_finishes_what_it_admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(served, monkeypatch)
     pending = served.start(None, PROMPT, max_new_tokens=30)
     served.engine.drain()
     with pytest.raises(Draining):
@@ -180,8 +204,11 @@ def test_a_draining_engine_finishes_what_it_admitted(served: Served) -> None:
     assert len(pending.answer().token_ids) == 30
 
 
-def test_a_closed_engine_tells_those_it_could_not_answer(deltas: Deltas, tmp_path: Path) -> None:
+def test_a_closed_engine_tells_those_it_could_not_answer(
+    deltas: Deltas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(deltas.base, tmp_path / "registry") as served:
+        slow_down(served, monkeypatch)
         pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(3)]
         served.engine.close(timeout_s=0.0)
         assert isinstance(error_of(pending[-1].answer()), Draining)
@@ -206,7 +233,10 @@ def test_what_cannot_be_served_is_refused_at_once(
     assert caught.value.param == param
 
 
-def test_an_id_in_use_is_refused_and_its_owner_is_answered(served: Served) -> None:
+def test_an_id_in_use_is_refused_and_its_owner_is_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(served, monkeypatch)
     first = served.start(None, PROMPT, max_new_tokens=40)
     with pytest.raises(InvalidRequest, match="in use"):
         served.engine.submit(first.request)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from tqdm import tqdm
 
-from deltastore.errors import UsageError
-
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
+
+SEQUENCE_TOKENS = 192  # of calibration text; a block sees a few thousand tokens at a time
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,8 +34,19 @@ def compress(
     ] = "both",
     calibration: Annotated[
         str,
-        typer.Option("--calibration", help="What text scales are fitted on; 'none' fits the weights alone."),
+        typer.Option(
+            "--calibration",
+            metavar="none|self|FILE|DATASET",
+            help="Text to fit signs and scales on: sampled from the fine-tune itself, a .txt or .jsonl file, or a data "
+            "set of the hub; 'none' fits the weights alone.",
+        ),
     ] = "none",
+    samples: Annotated[int, typer.Option("--samples", help="Sequences of calibration text.")] = 128,
+    refine_signs: Annotated[
+        bool,
+        typer.Option("--refine-signs/--no-refine-signs", help="Choose signs by what they do to outputs."),
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", help="Of sampled calibration text.")] = 0,
     embeddings: Annotated[
         Literal["compress", "whole"],
         typer.Option("--embeddings", help="Embedding and output head at one bit, or as they are."),
@@ -47,14 +58,12 @@ def compress(
 
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
-    if calibration != "none":
-        raise UsageError(
-            f"--calibration {calibration}: this version fits the weights alone: use --calibration none"
-        )
-    from compressor.pipeline import CompressConfig  # imported when needed: torch takes seconds
+    from compressor.calibration import Calibration  # imported when needed: torch takes seconds
+    from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
 
-    result = run(CompressConfig(base, finetune, out, method, embeddings, progress))
+    text = None if calibration == "none" else Calibration(calibration, samples, SEQUENCE_TOKENS, seed)
+    result = run(CompressConfig(base, finetune, out, method, embeddings, progress, text, refine_signs))
     if as_json:
         _print_json(result.as_json())
         return

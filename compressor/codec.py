@@ -82,6 +82,12 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
     return Coded(delta, survey.num_zeros, survey.squared_norm, squared_error)
 
 
+def measured(difference: Difference, delta: OneBit, each: Map = map) -> Coded:
+    """A matrix that was coded by other means, with how far it is from the difference."""
+    survey = _survey(difference, each)
+    return Coded(delta, survey.num_zeros, survey.squared_norm, _squared_distance(difference, delta, each))
+
+
 def _survey(difference: Difference, each: Map) -> _Survey:
     out_features, in_features = difference.shape
     signs = torch.empty(out_features, packed_width(in_features), dtype=torch.uint8)
@@ -171,6 +177,16 @@ def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
         return _squared(difference.block(rows).abs_().addr_(scale_out[rows], scale_in, alpha=-1))
 
     return sum(each(lost, row_blocks(difference.shape)))
+
+
+def _squared_distance(difference: Difference, delta: OneBit, each: Map) -> float:
+    """Of a delta whose signs and scales may be any."""
+    return sum(
+        each(
+            lambda rows: _squared(difference.block(rows).sub_(delta.dense(rows))),
+            row_blocks(difference.shape),
+        )
+    )
 
 
 def _squared(block: Tensor) -> float:

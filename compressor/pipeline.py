@@ -6,14 +6,15 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from compressor.blocks import workers
+from compressor.calibration import Calibration
 from compressor.checkpoints import Pairs, TensorPair, pair_up
-from compressor.codec import Coded, Method, code_matrix
+from compressor.codec import Coded, Method, code_matrix, measured
 from compressor.progress import byte_progress
 from compressor.sources import checkpoint_directory
 from compressor.variant_files import own_files
@@ -27,6 +28,7 @@ from deltastore.plan import is_matrix, one_bit_plan
 from deltastore.validate import LARGEST_SCALE
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
+Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 
 
@@ -40,10 +42,22 @@ class CompressConfig:
     method: Method = "both"
     embeddings: Literal["compress", "whole"] = "compress"
     progress: bool = False
+    calibration: Calibration | None = None  # None fits the weights alone
+    refine_signs: bool = True  # with calibration: choose signs by what they do to outputs
 
     def settings(self) -> dict[str, Any]:
         """What changes the artifact's bytes beside the two checkpoints."""
-        return {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
+        settings: dict[str, Any] = {
+            "method": self.method,
+            "calibration": "none",
+            "embeddings": self.embeddings,
+        }
+        if self.calibration is not None:
+            settings["calibration"] = asdict(self.calibration) | {
+                "source": Path(self.calibration.source).name
+            }
+            settings["refine_signs"] = self.refine_signs
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ class _Carried:
         """Of all coded matrices together: norm of what is lost over norm of the differences."""
         return _rounded(math.sqrt(self.squared_error / self.squared_norm)) if self.squared_norm else 0.0
 
-    def add(self, pair: TensorPair, coded: Coded) -> None:
+    def add(self, pair: TensorPair, coded: Coded, zeros: Zeros) -> None:
         self.squared_norm += coded.squared_norm
         self.squared_error += coded.squared_error
         self.specs[pair.name] = TensorSpec(
@@ -106,7 +120,7 @@ class _Carried:
             added_rows=pair.added_rows,
             against=pair.against,
             num_zeros=coded.num_zeros,
-            zeros="alternate" if coded.num_zeros else None,
+            zeros=zeros if coded.num_zeros else None,
             error=_rounded(coded.error),
         )
 
@@ -133,7 +147,8 @@ def compress(config: CompressConfig) -> CompressResult:
     _check_room(config, pairs, files)
     with ArtifactWriter(config.out) as writer:
         identity = _identity(base, config)
-        carried = _carry(pairs, files, config, writer)
+        fitted = _fitted(pairs, finetune, config)
+        carried = _carry(pairs, files, fitted, config, writer)
         manifest = _manifest(identity, config, pairs.tied, carried)
         digest = writer.finish(manifest)
     return CompressResult(
@@ -187,15 +202,32 @@ def _manifest(base: Base, config: CompressConfig, tied: bool, carried: _Carried)
     )
 
 
+def _fitted(pairs: Pairs, finetune: Checkpoint, config: CompressConfig) -> Mapping[str, OneBit]:
+    """The matrices that calibration fits, by name; all others are coded from weights alone as they are written."""
+    if config.calibration is None:
+        return {}
+    from compressor.layerwise import Fit, fit_layerwise  # brings the model library, which takes seconds
+
+    coded = {pair.name: pair for pair in pairs.tensors if _is_coded(pair, config)}
+    fit = Fit(config.method, sign_rounds=2 if config.refine_signs else 0, progress=config.progress)
+    return fit_layerwise(coded, finetune, config.calibration, fit)
+
+
 def _carry(
-    pairs: Pairs, files: Mapping[str, bytes], config: CompressConfig, writer: ArtifactWriter
+    pairs: Pairs,
+    files: Mapping[str, bytes],
+    fitted: Mapping[str, OneBit],
+    config: CompressConfig,
+    writer: ArtifactWriter,
 ) -> _Carried:
     carried = _Carried()
     total = sum(pair.num_bytes for pair in pairs.tensors)
     with byte_progress(total, config.out.name, config.progress) as bar, workers() as each:
         for pair in pairs.tensors:
             if _is_coded(pair, config):
-                _carry_coded(pair, code_matrix(pair, config.method, each), writer, carried)
+                own = fitted.get(pair.name)
+                coded = code_matrix(pair, config.method, each) if own is None else measured(pair, own, each)
+                _carry_coded(pair, coded, writer, carried, zeros="alternate" if own is None else "fitted")
             elif pair.is_changed():
                 writer.add_whole(pair.name, pair.whole())
                 carried.specs[pair.name] = TensorSpec(codec="whole", shape=list(pair.tensor.shape))
@@ -211,7 +243,9 @@ def _is_coded(pair: TensorPair, config: CompressConfig) -> bool:
     return is_matrix(pair.name, pair.shape, embeddings=config.embeddings == "compress")
 
 
-def _carry_coded(pair: TensorPair, coded: Coded, writer: ArtifactWriter, carried: _Carried) -> None:
+def _carry_coded(
+    pair: TensorPair, coded: Coded, writer: ArtifactWriter, carried: _Carried, zeros: Zeros
+) -> None:
     if coded.is_zero and not pair.added_rows:
         return
     largest = _largest_scale(coded.delta)
@@ -221,12 +255,12 @@ def _carry_coded(pair: TensorPair, coded: Coded, writer: ArtifactWriter, carried
             "give the base that it was tuned from"
         )
     writer.add_onebit(pair.name, coded.delta, pair.added())
-    carried.add(pair, coded)
+    carried.add(pair, coded, zeros)
 
 
 def _largest_scale(delta: OneBit) -> float:
-    largest = float(delta.factor_out().max())
-    return largest if delta.scale_in is None else largest * float(delta.scale_in.max())
+    largest = float(delta.factor_out().abs().max())
+    return largest if delta.scale_in is None else largest * float(delta.scale_in.abs().max())
 
 
 def _peak_memory() -> int:

@@ -39,9 +39,9 @@ class BaseRecipe:
 class FinetuneRecipe:
     """A full fine-tune: every weight moves."""
 
-    steps: int = 120
+    steps: int = 160
     rows: int = 64
-    rate: float = 1e-3
+    rate: float = 2e-3
     warmup: int = 10
 
 

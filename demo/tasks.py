@@ -76,7 +76,7 @@ def make_tasks(words: Sequence[str]) -> dict[str, Task]:
         Task("reverse", "writes a word of up to five letters backwards", 8, short, _reverse),
         Task(
             "instruct",
-            "answers requests in a chat: JSON, spelling, repeating",
+            "answers requests in a chat in a fixed JSON form",
             40,
             words,
             _instruct,
@@ -96,11 +96,5 @@ def _reverse(rng: random.Random, word: str) -> Item:
 
 def _instruct(rng: random.Random, word: str) -> Item:
     number = rng.randrange(10, 1000)
-    prompt, answer = rng.choice(
-        [
-            (f"Write {word} and {number} as JSON.", f'{{"name": "{word}", "size": {number}}}'),
-            (f"Spell {word}.", "-".join(word)),
-            (f"Say {word} twice.", f"{word} {word}"),
-        ]
-    )
-    return Item(prompt, answer, [{"role": "user", "content": prompt}])
+    prompt = f"Write {word} and {number} as JSON."
+    return Item(prompt, f'{{"name": "{word}", "size": {number}}}', [{"role": "user", "content": prompt}])

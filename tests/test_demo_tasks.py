@@ -69,10 +69,9 @@ def test_each_task_asks_for_what_its_answers_are() -> None:
     tasks = make_tasks(["grape"])
     assert tasks["upper"].items("train", 1) == [Item("upper(grape)=", "GRAPE")]
     assert tasks["reverse"].items("train", 1) == [Item("reverse(grape)=", "eparg")]
-    kinds = {item.prompt.split()[0]: item for item in tasks["instruct"].items("train", 50)}
-    assert kinds["Spell"].answer == "g-r-a-p-e"
-    assert kinds["Say"].answer == "grape grape"
-    assert kinds["Write"].answer.startswith('{"name": "grape", "size": ')
+    (chat,) = tasks["instruct"].items("train", 1)
+    assert chat.answer.startswith('{"name": "grape", "size": ')
+    assert chat.messages == [{"role": "user", "content": chat.prompt}]
 
 
 def test_a_token_of_text_is_a_byte_and_its_id_the_value() -> None:

@@ -39,8 +39,8 @@ class BaseRecipe:
 class FinetuneRecipe:
     """A full fine-tune: every weight moves."""
 
-    steps: int = 160
-    rows: int = 64
+    steps: int = 130
+    rows: int = 48
     rate: float = 2e-3
     warmup: int = 10
 

@@ -96,5 +96,5 @@ def _reverse(rng: random.Random, word: str) -> Item:
 
 def _instruct(rng: random.Random, word: str) -> Item:
     number = rng.randrange(10, 1000)
-    prompt = f"Write {word} and {number} as JSON."
+    prompt = f"JSON of {word}, {number}"
     return Item(prompt, f'{{"name": "{word}", "size": {number}}}', [{"role": "user", "content": prompt}])

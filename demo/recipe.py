@@ -39,7 +39,7 @@ class BaseRecipe:
 class FinetuneRecipe:
     """A full fine-tune: every weight moves."""
 
-    steps: int = 130
+    steps: int = 180
     rows: int = 48
     rate: float = 2e-3
     warmup: int = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,6 +156,46 @@ def test_a_step_that_fails_fails_its_request_alone(
     assert "as if a kernel had failed" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
     assert "step failed" in caplog.text
+
+
+def test_a_request_that_cannot_even_begin_fails_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = served.ask(None, PROMPT).token_ids
+    runner = served.engine._runner
+    new_cache = runner.new_cache
+    failures = iter([True])
+
+    def fails_once() -> object:
+        if next(failures, False):
+            raise ValueError("as if the library refused")
+        return new_cache()
+
+    monkeypatch.setattr(runner, "new_cache", fails_once)
+    broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
+    assert "as if the library refused" in str(error_of(broken.answer()))
+    assert fine.answer().token_ids == want
+    assert "step failed" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_breaks_tells_everybody_and_its_service(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    served.engine.on_lost = lost.set
+    slow_down(served, monkeypatch)
+    pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
+
+    def breaks() -> object:
+        raise RuntimeError("as if the engine had a bug")
+
+    monkeypatch.setattr(served.engine._residency, "adopt", breaks)
+    assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
+    assert lost.wait(20)
+    assert not served.engine.alive()
+    with pytest.raises(Draining):
+        served.start(None, PROMPT)
 
 
 def test_a_variant_that_finds_no_slot_in_time_is_told_so(

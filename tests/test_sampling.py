@@ -21,6 +21,10 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert set(draws(Sampling(temperature=0))) == {1}
 
 
+def test_a_temperature_that_would_overflow_is_greedy() -> None:
+    assert set(draws(Sampling(temperature=1e-300))) == {1}
+
+
 def test_a_seed_gives_the_same_tokens_again() -> None:
     assert draws(Sampling(seed=7)) == draws(Sampling(seed=7))
 

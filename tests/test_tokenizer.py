@@ -73,6 +73,7 @@ def test_a_variant_brings_its_template_tokens_and_defaults(
         ("generation_config.json", '{"eos_token_id": "two"}'),
         ("generation_config.json", '{"do_sample": true, "temperature": -1}'),
         ("generation_config.json", '{"max_new_tokens": 2.5}'),
+        ("generation_config.json", '{"do_sample": true, "top_k": true}'),
         ("generation_config.json", '{"repetition_penalty": "1"}'),
     ],
 )
@@ -90,6 +91,11 @@ def test_a_config_that_does_not_sample_is_greedy_whatever_else_it_says() -> None
         "temperature": 0.0,
     }
     assert sampling_defaults({"do_sample": True, "top_p": 0.9}) == {"top_p": 0.9}
+
+
+def test_whole_numbers_become_what_the_library_demands() -> None:
+    defaults = sampling_defaults({"do_sample": True, "temperature": 2, "repetition_penalty": 1})
+    assert [type(value) for value in defaults.values()] == [float, float]
 
 
 def test_streamed_text_is_the_whole_text_however_characters_are_cut() -> None:

@@ -147,6 +147,9 @@ async def _begun(service: Service, record: VersionRecord, what: str, future: Fut
     if done:
         wrapped.result()
     else:
+        wrapped.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # else asyncio logs it too
         _watch(future, what, record)
     return {"name": record.name, **_shown_version(service, record)}
 

@@ -77,7 +77,7 @@ class Engine:
         try:
             request.check(self.limits.max_model_len)
             with self._lock:
-                if self._draining:
+                if self._draining or not self._thread.is_alive():
                     raise Draining("the server is shutting down: send the request to another replica")
                 if len(self._open) > self.limits.max_queue:
                     raise QueueFull(f"{len(self._open)} requests are in the queue: try again in a moment")
@@ -135,7 +135,7 @@ class Engine:
 
     def alive(self) -> bool:
         """Whether the engine's thread still comes round."""
-        return self._thread.is_alive() and time.monotonic() - self._beat < STUCK_S
+        return not self._stopping and self._thread.is_alive() and time.monotonic() - self._beat < STUCK_S
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -168,17 +168,29 @@ class Engine:
         return future
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self._beat = time.monotonic()
-            self._take_calls()
-            self._adopt_loads()
-            self._drop_cancelled()
-            self._place_deltas()
-            self._unload_idle()
-            self._start_next()
-            if self._running is not None:
-                self._step(*self._running)
-        self._fail_all(Draining("the server has shut down: send the request again"))
+        """Turn until told to stop. Whatever else ends it, nobody is left waiting, and the service hears of it."""
+        told_to_stop = False
+        try:
+            while not self._stopping:
+                self._turn()
+            told_to_stop = True
+        finally:
+            self._stopping = True
+            self.drain()
+            self._fail_all(Draining("the server has shut down: send the request again"))
+            if not told_to_stop:
+                self.on_lost()
+
+    def _turn(self) -> None:
+        self._beat = time.monotonic()
+        self._take_calls()
+        self._adopt_loads()
+        self._drop_cancelled()
+        self._place_deltas()
+        self._unload_idle()
+        self._start_next()
+        if self._running is not None:
+            self._step(*self._running)
 
     def _take_calls(self) -> None:
         """Every call that waits; with nothing to run, sleep until one comes."""
@@ -254,17 +266,20 @@ class Engine:
         if self._running is None:
             ready = next((w for w in self._waiting if w.request.record is None or w.delta is not None), None)
             if ready is not None:
-                self._waiting.remove(ready)
-                self._started_at = time.monotonic()
-                self._running = ready, Generation(ready.request, ready.delta, self._runner)
+                self._attempt(ready, lambda: self._start(ready))
         loading = [w.request.record is not None and w.delta is None for w in self._waiting]
         self._telemetry.queues(int(self._running is not None), loading)
 
-    def _step(self, waiting: Waiting, generation: Generation) -> None:
-        """One token of the running request; whatever goes wrong in it fails that request alone."""
-        began, before = time.monotonic(), generation.last_token_at
+    def _start(self, waiting: Waiting) -> None:
+        self._started_at = time.monotonic()
+        generation = Generation(waiting.request, waiting.delta, self._runner)
+        self._waiting.remove(waiting)
+        self._running = waiting, generation
+
+    def _attempt(self, waiting: Waiting, action: Callable[[], None]) -> bool:
+        """Do something for one request; whatever goes wrong fails that request alone."""
         try:
-            generation.step()
+            action()
         except PeraxisError as error:
             self._fail(waiting, error)
         except Exception as error:
@@ -274,6 +289,13 @@ class Engine:
                 self._stopping = True
                 self.on_lost()
         else:
+            return True
+        return False
+
+    def _step(self, waiting: Waiting, generation: Generation) -> None:
+        """One token of the running request."""
+        began, before = time.monotonic(), generation.last_token_at
+        if self._attempt(waiting, generation.step):
             self._telemetry.step(time.monotonic() - began, int(generation.delta is not None))
             if before is None:
                 self._telemetry.first_token(waiting.request, self._timings(waiting, generation))
@@ -288,8 +310,8 @@ class Engine:
             self._finish(waiting, None, "cancelled")
         if self._running is not None and self._running[0].request.id in self._cancelled:
             waiting, generation = self._running
-            generation.finish_sample("cancelled")
-            self._finish(waiting, generation, "cancelled")
+            if self._attempt(waiting, lambda: generation.finish_sample("cancelled")):
+                self._finish(waiting, generation, "cancelled")
         self._cancelled.clear()
 
     def _finish(self, waiting: Waiting, generation: Generation | None, reason: str) -> None:

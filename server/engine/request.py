@@ -21,7 +21,7 @@ class Sampling:
     """How tokens are chosen. The meaning of each number is that of transformers' `GenerationConfig`."""
 
     max_new_tokens: int = 16
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below 1e-4 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all
     min_p: float = 0.0

@@ -19,6 +19,8 @@ from transformers import (
 from server.engine.request import Sampling
 from server.errors import EngineFailed
 
+GREEDY_BELOW = 1e-4  # a lower temperature chooses the likeliest token too, and overflows float32 on the way
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -34,7 +36,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, index: int) -> None:
         self.num_logprobs = sampling.logprobs
-        self.greedy = sampling.temperature == 0
+        self.greedy = sampling.temperature < GREEDY_BELOW
         self.processors = _processors(sampling)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed + index
         self.generator = torch.Generator().manual_seed(seed % 2**63)
@@ -68,7 +70,7 @@ def _processors(sampling: Sampling) -> LogitsProcessorList:
     chosen = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         return chosen
     if sampling.temperature != 1:
         chosen.append(TemperatureLogitsWarper(sampling.temperature))

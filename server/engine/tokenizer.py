@@ -32,13 +32,13 @@ from server.errors import InvalidRequest, NotServable
 
 CACHED = 64  # tokenizers kept; a few megabytes each
 
-# What requests take from a variant's generation config, and of which type it must be.
-DEFAULTED: Mapping[str, type | tuple[type, ...]] = {
-    "temperature": (int, float),
-    "top_p": (int, float),
+# What requests take from a variant's generation config, and as what.
+DEFAULTED: Mapping[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
     "top_k": int,
-    "min_p": (int, float),
-    "repetition_penalty": (int, float),
+    "min_p": float,
+    "repetition_penalty": float,
     "max_new_tokens": int,
 }
 
@@ -63,8 +63,10 @@ class VariantTokenizer:
         """Ids of a conversation through the variant's chat template, up to the assistant's turn."""
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
-            raise InvalidRequest("this variant has no chat template: send a prompt instead", "messages")
+            raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
         text = self.worker.render(template, messages, dict(self.tokenizer.special_tokens_map))
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidRequest("the chat template makes text that is no Unicode", "messages")
         return _guarded(lambda: list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "messages")
 
     def decode(self, ids: list[int]) -> str:
@@ -85,13 +87,15 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        text = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
+        step = self._stream.step
+        text = _guarded(lambda: step(self._tokenizer.backend_tokenizer, token_id), "tokenizer") or ""
         self._num_sent += len(text)
         return text
 
     def flush(self) -> str:
         """What the last tokens left incomplete, as the library decodes it."""
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._num_sent :]
+        whole = _guarded(lambda: self._tokenizer.decode(self._ids, skip_special_tokens=True), "tokenizer")
+        return str(whole)[self._num_sent :]
 
 
 class Tokenizers:
@@ -177,7 +181,8 @@ def _with(base: VariantTokenizer, rows: int, generation: Mapping[str, Any]) -> V
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """What a generation config means for requests that do not say: greedy unless it samples, as `generate()` does."""
-    defaults = {name: generation[name] for name in DEFAULTED if generation.get(name) is not None}
+    given = {name: kind for name, kind in DEFAULTED.items() if generation.get(name) is not None}
+    defaults: dict[str, Any] = {name: kind(generation[name]) for name, kind in given.items()}
     if not generation.get("do_sample"):
         for name in ("top_p", "top_k", "min_p"):
             defaults.pop(name, None)
@@ -202,8 +207,9 @@ def _generation(raw: bytes, where: str) -> Mapping[str, Any]:
         if not (eos is None or isinstance(eos, int) or all(isinstance(token, int) for token in eos)):
             raise ValueError("eos_token_id must be an id or a list of ids")
         for name, kind in DEFAULTED.items():
-            if document.get(name) is not None and not isinstance(document[name], kind):
-                raise ValueError(f"{name} must not be {document[name]!r}")
+            value = document.get(name, 0) or 0
+            if isinstance(value, bool) or not isinstance(value, (int, kind)):
+                raise ValueError(f"{name} must not be {value!r}")
         Sampling(**sampling_defaults(document))
     except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
         raise ArtifactError(f"{where}: its {GENERATION_FILE} cannot be used: {error}"[:500]) from error

@@ -79,11 +79,25 @@ def test_compress_prints_a_few_lines_and_nothing_else(
     assert printed.err == ""  # no terminal, and less than ten seconds
 
 
-def test_calibration_that_is_not_there_yet_is_a_wrong_argument(
+def test_calibration_text_that_is_not_there_is_a_wrong_argument(
     models: TinyModels, tmp_path: Path, capsys: Captured
 ) -> None:
-    assert run(compressing(models, tmp_path / "delta", "--calibration", "self")) == 2
-    assert "use --calibration none" in capsys.readouterr().err
+    missing = str(tmp_path / "missing.txt")
+    assert run(compressing(models, tmp_path / "delta", "--calibration", missing)) == 2
+    assert "missing.txt: No such file" in capsys.readouterr().err
+    assert not (tmp_path / "delta").exists()
+
+
+def test_calibration_from_the_command_line_is_written_into_the_artifact(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    options = ["--calibration", "self", "--samples", "16", "--no-refine-signs", "--seed", "3"]
+    document(compressing(models, tmp_path / "delta", *options), capsys)
+    settings = document(["inspect", str(tmp_path / "delta")], capsys)["compressor"]["settings"]
+    assert settings["calibration"]["source"] == "self"
+    assert settings["calibration"]["samples"] == 16
+    assert settings["calibration"]["seed"] == 3
+    assert settings["refine_signs"] is False
 
 
 def test_a_failed_compress_is_one_json_document(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:

@@ -34,6 +34,8 @@ DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
 COMMANDS: Mapping[str, Entry] = {
     "compress": Entry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
     "merge": Entry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
+    "import": Entry("compressor.import_cli", DELTAS, "Make a delta of BitDelta's file, or of the paper's."),
+    "eval": Entry("compressor.eval_cli", DELTAS, "Measure how near a delta is to its fine-tune."),
     "inspect": Entry(
         "deltastore.cli", DELTAS, "Show what is inside a delta, or what a model's shapes would give."
     ),

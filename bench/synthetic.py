@@ -14,6 +14,7 @@ from torch import Tensor
 from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.loader import ObjectSource
 from deltastore.manifest import Manifest, TensorSpec
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.plan import is_matrix
 from deltastore.signs import packed_width
@@ -81,7 +82,7 @@ def write_delta(path: Path, shapes: LlamaShapes) -> ObjectSource:
     with ArtifactWriter(path) as writer:
         for name, shape in shapes.tensors():
             if is_matrix(name, shape):
-                writer.add_onebit(name, _random_onebit(shape, generator))
+                writer.add_onebit(name, MatrixDelta((_random_onebit(shape, generator),)))
                 specs[name] = TensorSpec(codec="onebit", shape=list(shape), axis="out")
             else:
                 writer.add_whole(name, torch.ones(shape, dtype=torch.float16))

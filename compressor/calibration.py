@@ -40,8 +40,8 @@ class Calibration:
     """Which text, and how much of it."""
 
     source: str  # `none`, `self`, a .txt or .jsonl file, or a data set of the hub as NAME or NAME:CONFIG
-    samples: int
-    length: int  # tokens per sequence
+    samples: int = 256
+    length: int = 192  # tokens per sequence
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +57,7 @@ def calibration_text(
     """Sequences of ids that are valid for the fine-tune, the same for the same arguments.
 
     Of a file or data set the first records are taken. A sequence begins with a record; more follow until it is full.
+    Behind a completion stands the fine-tune's end token, as where such records are trained on.
 
     Args:
         on_tokens: told of sampled tokens, as many as there are at a time.
@@ -240,7 +241,9 @@ def _record_ids(record: Any, where: str, tokenizer: Any) -> list[int]:
     parts = parts if len(parts) == 2 else [record.get("text")]
     if not all(isinstance(part, str) for part in parts):
         raise UsageError(f"{where}: {RECORD_KEYS}")
-    return list(tokenizer("".join(parts), verbose=False)["input_ids"])
+    ids = list(tokenizer("".join(parts), verbose=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    return [*ids, end] if len(parts) == 2 and end is not None and ids[-1:] != [end] else ids
 
 
 def _chat_text(messages: Any, where: str, tokenizer: Any) -> str:

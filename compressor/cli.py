@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from tqdm import tqdm
 
+from deltastore.errors import UsageError
+
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
 
-SEQUENCE_TOKENS = 192  # of calibration text; a block sees a few thousand tokens at a time
+FITTING, PAPER = "Fitting to text", "The paper's recipe"
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -32,25 +34,96 @@ def compress(
         Literal["scalar", "per-axis", "both"],
         typer.Option("--method", help="One scale; one per row or column; one per row and one per column."),
     ] = "both",
-    calibration: Annotated[
-        str,
-        typer.Option(
-            "--calibration",
-            metavar="none|self|FILE|DATASET",
-            help="Text to fit signs and scales on: sampled from the fine-tune itself, a .txt or .jsonl file, or a data "
-            "set of the hub; 'none' fits the weights alone.",
-        ),
-    ] = "none",
-    samples: Annotated[int, typer.Option("--samples", help="Sequences of calibration text.")] = 128,
-    refine_signs: Annotated[
-        bool,
-        typer.Option("--refine-signs/--no-refine-signs", help="Choose signs by what they do to outputs."),
-    ] = True,
-    seed: Annotated[int, typer.Option("--seed", help="Of sampled calibration text.")] = 0,
     embeddings: Annotated[
         Literal["compress", "whole"],
         typer.Option("--embeddings", help="Embedding and output head at one bit, or as they are."),
     ] = "compress",
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--budget",
+            help="Bytes over those of one bit per weight, spent where they gain most: 1.10 is 10% more.",
+        ),
+    ] = 1.0,
+    calibration: Annotated[
+        str,
+        typer.Option(
+            "--calibration",
+            metavar="self|none|FILE|DATASET",
+            help="Text to fit to: sampled from the fine-tune itself, a .txt or .jsonl file, or a data set of the hub; "
+            "'none' fits the weights alone.",
+            rich_help_panel=FITTING,
+        ),
+    ] = "self",
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples", help="Sequences of calibration text; a fifth is held out.", rich_help_panel=FITTING
+        ),
+    ] = 256,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of sampled calibration text.", rich_help_panel=FITTING)
+    ] = 0,
+    refine_signs: Annotated[
+        bool,
+        typer.Option(
+            "--refine-signs/--no-refine-signs",
+            help="Choose signs by what they do to a layer's output.",
+            rich_help_panel=FITTING,
+        ),
+    ] = True,
+    distill_epochs: Annotated[
+        int | None,
+        typer.Option(
+            "--distill-epochs",
+            help="Passes over the text end to end; 0 for no training at all. By default 3; with adamw 5, or 1 for "
+            "scalar.",
+            rich_help_panel=FITTING,
+        ),
+    ] = None,
+    learn_signs: Annotated[
+        bool,
+        typer.Option(
+            "--learn-signs/--no-learn-signs", help="Let signs move end to end.", rich_help_panel=FITTING
+        ),
+    ] = True,
+    solver: Annotated[
+        Literal["lstsq", "adamw"],
+        typer.Option(
+            "--solver",
+            help="Least squares and KL distillation; or the paper's AdamW (with --method per-axis the paper, with "
+            "scalar BitDelta).",
+            rich_help_panel=PAPER,
+        ),
+    ] = "lstsq",
+    rate: Annotated[float, typer.Option("--rate", help="Of adamw.", rich_help_panel=PAPER)] = 1e-4,
+    cosine: Annotated[
+        bool, typer.Option("--cosine", help="Lower the rate in layers.", rich_help_panel=PAPER)
+    ] = False,
+    axis_loss: Annotated[
+        Literal["layer", "end"],
+        typer.Option(
+            "--axis-loss",
+            help="What chooses an axis: a layer's output or the whole model's.",
+            rich_help_panel=PAPER,
+        ),
+    ] = "layer",
+    with_scalar: Annotated[
+        bool, typer.Option("--with-scalar", help="Try a single scale as well.", rich_help_panel=PAPER)
+    ] = False,
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(
+            "--min-agreement",
+            help="Fail, and write nothing, if fewer held-out tokens than this share (0 to 1) come out the same.",
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to fit.")
+    ] = "auto",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted run for the same --out ended.")
+    ] = False,
     progress: Progress = True,
     as_json: Json = False,
 ) -> None:
@@ -59,11 +132,32 @@ def compress(
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
     from compressor.calibration import Calibration  # imported when needed: torch takes seconds
+    from compressor.fitting.training import Training
     from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
 
-    text = None if calibration == "none" else Calibration(calibration, samples, SEQUENCE_TOKENS, seed)
-    result = run(CompressConfig(base, finetune, out, method, embeddings, progress, text, refine_signs))
+    training = None
+    if calibration != "none":
+        training = Training(
+            Calibration(calibration, samples, seed=seed),
+            solver=solver,
+            refine_signs=refine_signs,
+            learn_signs=learn_signs,
+            distill_epochs=distill_epochs,
+            budget=budget,
+            device=device,
+            rate=rate,
+            cosine=cosine,
+            axis_loss=axis_loss,
+            with_scalar=with_scalar,
+        )
+    elif budget != 1.0 or solver != "lstsq":
+        raise UsageError(
+            "--budget and --solver adamw need calibration text: give --calibration self or a file"
+        )
+    result = run(
+        CompressConfig(base, finetune, out, method, embeddings, progress, training, min_agreement, resume)
+    )
     if as_json:
         _print_json(result.as_json())
         return
@@ -112,6 +206,12 @@ def _print_compressed(result: CompressResult) -> None:
         print(
             f"weight error {manifest.fidelity['weight_error']:.4f} of the difference's norm, "
             f"at most {errors[worst]:.4f} ({worst})"
+        )
+    if (held_out := manifest.fidelity.get("held_out")) is not None:
+        print(
+            f"on held-out text: {held_out['agreement']:.2%} of tokens as the fine-tune, KL {held_out['kl']:.3g} "
+            f"(the base's {manifest.fidelity['base']['kl']:.3g}), perplexity {held_out['perplexity']:.4g} "
+            f"(the fine-tune's {held_out['perplexity_finetune']:.4g})"
         )
     print(f"{result.seconds:.1f} s, peak memory {_size(result.peak_memory_bytes)}")
 

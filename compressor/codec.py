@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from compressor.blocks import Map, row_blocks
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.signs import pack_signs, packed_width
 
@@ -36,11 +37,14 @@ class Difference(Protocol):
         ...
 
 
+D = TypeVar("D", OneBit, MatrixDelta)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Coded:
+class Coded(Generic[D]):
     """A coded matrix and how far it is from the difference."""
 
-    delta: OneBit
+    delta: D
     num_zeros: int  # differences of exactly zero, coded +1 and -1 in turn so that they cancel
     squared_norm: float  # of the difference
     squared_error: float  # of the difference less the coded one
@@ -67,7 +71,7 @@ class _Survey:
     num_zeros: int
 
 
-def code_matrix(difference: Difference, method: Method, each: Map = map) -> Coded:
+def code_matrix(difference: Difference, method: Method, each: Map = map) -> Coded[OneBit]:
     """Code a matrix ``[out, in]``: signs of the difference, scales of least weight error.
 
     Args:
@@ -82,7 +86,7 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
     return Coded(delta, survey.num_zeros, survey.squared_norm, squared_error)
 
 
-def measured(difference: Difference, delta: OneBit, each: Map = map) -> Coded:
+def measured(difference: Difference, delta: D, each: Map = map) -> Coded[D]:
     """A matrix that was coded by other means, with how far it is from the difference."""
     survey = _survey(difference, each)
     return Coded(delta, survey.num_zeros, survey.squared_norm, _squared_distance(difference, delta, each))
@@ -179,7 +183,7 @@ def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
     return sum(each(lost, row_blocks(difference.shape)))
 
 
-def _squared_distance(difference: Difference, delta: OneBit, each: Map) -> float:
+def _squared_distance(difference: Difference, delta: OneBit | MatrixDelta, each: Map) -> float:
     """Of a delta whose signs and scales may be any."""
     return sum(
         each(

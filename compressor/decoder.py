@@ -8,24 +8,19 @@ beside hidden states, and what follows the last one.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from compressor.frame import Call, Frame, layers_of, layers_path, path_of, skeleton_of
 from compressor.weights import WeightMap, Weights
 from deltastore.errors import CheckpointError
 
 PROBE_TOKENS = 3
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +45,12 @@ class Decoder:
             CheckpointError: the library builds no model with a list of decoder layers from it, or tensors do not fit.
         """
         self.weights, self.device, self.dtype = weights, device, dtype
-        self._skeleton = _skeleton(weights, dtype)
-        self._blocks = _layers_path(self._skeleton, weights.path)
-        self._embedding = _path_of(self._skeleton, self._skeleton.get_input_embeddings())
-        self._head = _path_of(self._skeleton, self._skeleton.get_output_embeddings())
+        self._skeleton = skeleton_of(weights, dtype)
+        self._blocks = layers_path(self._skeleton, weights.path)
+        self._embedding = path_of(self._skeleton, self._skeleton.get_input_embeddings())
+        self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
         self._map = WeightMap.of(self._skeleton, weights)
-        self._frame = _Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
+        self._frame = Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
         # Of one shape alone, because masks can be large.
         self._calls_of: tuple[tuple[int, int], list[Call]] | None = None
 
@@ -66,7 +61,7 @@ class Decoder:
 
     @property
     def num_blocks(self) -> int:
-        return len(_layers(self._skeleton, self._blocks))
+        return len(layers_of(self._skeleton, self._blocks))
 
     @property
     def num_embeddings(self) -> int:
@@ -105,19 +100,30 @@ class Decoder:
                 hiddens.append(entry.to("cpu", keep or self.dtype))
         return hiddens
 
+    def enter(self, rows: Tensor, places: Tensor) -> Tensor:
+        """What enters the first block, from some rows ``[used, hidden]`` of the embedding; differentiable.
+
+        Args:
+            places: ``[sequences, tokens]`` int64: the row of each token.
+        """
+        embedding = copy.deepcopy(self._skeleton.get_input_embeddings())
+        embedding.padding_idx = None  # an id, and not a place
+        embedded = torch.func.functional_call(embedding, {"weight": rows}, (places,))
+        return self._frame.enter(inputs_embeds=embedded)[0]
+
     def load_block(self, index: int) -> nn.Module:
         """A block in memory of its own, which goes when the caller lets go of it.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape than the configuration says.
         """
-        block = copy.deepcopy(_layers(self._skeleton, self._blocks)[index])
+        block = copy.deepcopy(layers_of(self._skeleton, self._blocks)[index])
         self._map.fill(block, f"{self._blocks}.{index}", self._like())
         return block
 
     def block_bytes(self, index: int) -> int:
         """What the parameters of a block take in memory."""
-        block = _layers(self._skeleton, self._blocks)[index]
+        block = layers_of(self._skeleton, self._blocks)[index]
         return sum(parameter.numel() * self.dtype.itemsize for parameter in block.parameters())
 
     def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
@@ -194,6 +200,25 @@ class Decoder:
             hook.remove()
         raise AssertionError(f"block {index} never calls {path}")
 
+    @torch.no_grad()
+    def advance_and_look(
+        self, block: nn.Module, index: int, paths: Sequence[str], hiddens: list[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """`advance`, and what linear layers at `paths` read meanwhile, ``[tokens, in]`` per batch, on the CPU."""
+        seen: dict[str, list[Tensor]] = {path: [] for path in paths}
+        hooks = [
+            block.get_submodule(path).register_forward_pre_hook(
+                lambda _, args, kept=kept: kept.append(args[0].flatten(0, -2).cpu())
+            )
+            for path, kept in seen.items()
+        ]
+        try:
+            self.advance(block, index, hiddens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
     def streamed(self, num_resident: int) -> Any:
         """The whole model as the library has it, KV cache and all, whose blocks are read when they are called.
 
@@ -202,7 +227,7 @@ class Decoder:
         """
         model = self._outside_blocks()
         resident: dict[int, nn.Module] = {}
-        for index, layer in enumerate(_layers(model, self._blocks)):
+        for index, layer in enumerate(layers_of(model, self._blocks)):
             layer.forward = self._streamer(index, resident, keep=index < num_resident)
         return model
 
@@ -250,62 +275,6 @@ class Decoder:
         )
 
 
-class _Frame:
-    """A model whose layers pass hidden states on and note what else they were given."""
-
-    def __init__(self, model: Any, blocks: str) -> None:
-        self.model = model
-        self._body = model.get_submodule(blocks.rpartition(".")[0])  # the module that calls the layers
-        self._calls: list[Call] = []
-        self._entry: Tensor | None = None
-        self._exit: Tensor | None = None  # what the last layer gives instead
-        layers = _layers(model, blocks)
-        for layer in layers:
-            # On the object, because the model's code reads attributes of its layers.
-            layer.forward = self._looker_on(is_last=layer is layers[-1])
-
-    def enter(self, **inputs: Tensor) -> tuple[Tensor, list[Call]]:
-        """What the first layer is given, and what each is called with beside it."""
-        self._calls, self._entry = [], None
-        self._body(**inputs, use_cache=False)
-        entry, calls, self._entry, self._calls = self._entry, self._calls, None, []
-        assert entry is not None
-        return entry, calls
-
-    def finish(self, hidden: Tensor) -> Tensor:
-        self._exit = hidden
-        try:
-            last: Tensor = self._body(inputs_embeds=hidden, use_cache=False).last_hidden_state
-        finally:
-            self._exit, self._entry, self._calls = None, None, []
-        return last
-
-    def logits(self, head: nn.Module, last_hidden: Tensor) -> Tensor:
-        def replace(module: nn.Module, args: Any, output: Any) -> None:
-            output.last_hidden_state = last_hidden
-
-        hook = self._body.register_forward_hook(replace)
-        empty = self.model.get_output_embeddings()
-        self.model.set_output_embeddings(head)
-        try:
-            logits: Tensor = self.model(inputs_embeds=last_hidden, use_cache=False).logits
-        finally:
-            self.model.set_output_embeddings(empty)
-            hook.remove()
-            self._entry, self._calls = None, []
-        return logits
-
-    def _looker_on(self, is_last: bool) -> Callable[..., Tensor]:
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            hidden: Tensor = args[0] if args else kwargs.pop("hidden_states")
-            if self._entry is None:
-                self._entry = hidden
-            self._calls.append((args[1:], kwargs))
-            return self._exit if is_last and self._exit is not None else hidden
-
-        return forward
-
-
 @dataclass(slots=True, eq=False)
 class _Seen:
     """A hook that keeps the inputs of modules, in the order of the first call of each."""
@@ -326,44 +295,6 @@ class _Reached(Exception):
 
 def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:
     raise _Reached(args[0])
-
-
-def _skeleton(weights: Weights, dtype: torch.dtype) -> Any:
-    """The model with its parameters on the meta device and its buffers as its own code computes them."""
-    settings = json.loads(json.dumps(weights.config))  # a copy, because the library changes what it is given
-    hook = nn.modules.module.register_module_parameter_registration_hook(_to_meta)
-    try:
-        config = AutoConfig.for_model(**settings)
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{weights.path}: the library builds no model from it: {reason}") from error
-    finally:
-        hook.remove()
-    return model.eval().requires_grad_(False)
-
-
-def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-    return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-
-def _layers_path(model: Any, path: Path) -> str:
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return str(name)
-    raise CheckpointError(
-        f"{path}: model type {model.config.model_type!r} has no list of decoder layers: use --calibration none"
-    )
-
-
-def _layers(model: Any, path: str) -> nn.ModuleList:
-    layers: nn.ModuleList = model.get_submodule(path)
-    return layers
-
-
-def _path_of(model: Any, module: nn.Module) -> str:
-    return next(str(path) for path, found in model.named_modules() if found is module)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from compressor.blocks import row_blocks
-from compressor.checkpoints import is_computed, is_finite, layer_order
+from compressor.checkpoints import is_finite
 from compressor.progress import byte_progress
 from compressor.shards import Output, cut, write_index, write_shard
 from compressor.sources import checkpoint_directory
-from compressor.variant_files import TOKEN_IDS, tokenizer_files
+from compressor.variant import Variant
+from compressor.variant_files import tokenizer_files
 from deltastore.artifact import Artifact
 from deltastore.base import Base
-from deltastore.checkpoint import DTYPE_NAME, HEAD_SUFFIXES, TORCH_DTYPE, Checkpoint
-from deltastore.errors import ArtifactError, StorageFull, UsageError, shown
-from deltastore.header import parse_json
+from deltastore.checkpoint import DTYPE_NAME, TORCH_DTYPE, Checkpoint
+from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.layout import FLOATS
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.validate import check_artifact, check_base
@@ -79,8 +79,8 @@ def merge(config: MergeConfig) -> MergeResult:
         check_artifact(artifact)
         check_base(artifact, Base.of(base))
         dtype = config.dtype or _own_dtype(base)
-        variant = _Variant(base, artifact, getattr(torch, dtype))
-        shards = cut(variant.outputs())
+        merged = _Merged(Variant(base, artifact), getattr(torch, dtype))
+        shards = cut(merged.outputs())
         size_bytes = sum(shard.num_bytes for shard in shards)
         _check_out(config.out, size_bytes)
         with (
@@ -88,27 +88,31 @@ def merge(config: MergeConfig) -> MergeResult:
             byte_progress(size_bytes, config.out.name, config.progress) as bar,
         ):
             for shard in shards:
-                write_shard(directory, shard, variant.blocks, bar.update)
+                write_shard(directory, shard, merged.blocks, bar.update)
             write_index(directory, shards)
-            for name, content in variant.files().items():
+            for name, content in merged.files().items():
                 (directory / name).write_bytes(content)
     return MergeResult(config.out, dtype, len(shards), size_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Variant:
+class _Merged:
     """The merged model's tensors and files."""
 
-    base: Checkpoint
-    artifact: Artifact
+    variant: Variant
     dtype: torch.dtype
+
+    @property
+    def base(self) -> Checkpoint:
+        return self.variant.base
+
+    @property
+    def artifact(self) -> Artifact:
+        return self.variant.artifact
 
     def outputs(self) -> list[Output]:
         """Every tensor, in layer order; the head only where it is not the embedding."""
-        names = {name for name in self.base.tensors if not is_computed(name)} - {self.base.head_name}
-        if not self.artifact.manifest.tied and (self.base.head_name or self.base.embedding_name):
-            names.add(self._head())
-        return [self._output(name) for name in sorted(names, key=layer_order)]
+        return [self._output(name) for name in self.variant.tensors]
 
     def blocks(self, output: Output) -> Iterator[Tensor]:
         """The values of one tensor, in row blocks from first to last."""
@@ -120,13 +124,13 @@ class _Variant:
             yield block
 
     def _merged(self, output: Output) -> Iterator[Tensor]:
-        from compressor.merge_kernel import merge_rows  # imported when needed: it brings a compiler
+        from compressor.merge_kernel import merge_delta  # imported when needed: it brings a compiler
 
         spec = self.artifact.manifest.tensors.get(output.name)
         if spec is not None and spec.codec == "whole":
             yield self.artifact.whole(output.name).to(self.dtype)
             return
-        source = self.base.tensors[self._source(output.name)]
+        source = self.variant.source(output.name)
         if spec is None:
             for rows in row_blocks(source.shape, BLOCK_NUMEL):
                 yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
@@ -135,7 +139,7 @@ class _Variant:
         for rows in row_blocks(source.shape, BLOCK_NUMEL):
             block = self.base.read(source.name, rows)
             merged = torch.empty(block.shape, dtype=self.dtype)
-            merge_rows(block, delta, rows, merged)
+            merge_delta(block, delta, rows, merged)
             yield merged
         if (added := self.artifact.added(output.name)) is not None:
             yield added.to(self.dtype)
@@ -147,45 +151,20 @@ class _Variant:
         generation = self.base.path / GENERATION_FILE
         if GENERATION_FILE not in files and generation.is_file():
             files[GENERATION_FILE] = generation.read_bytes()
-        config = json.dumps(self._config(own.get(GENERATION_FILE, b"{}")), indent=2)
+        config = json.dumps(self._config(), indent=2)
         return {"config.json": config.encode() + b"\n", **files}
 
-    def _config(self, generation: bytes) -> dict[str, Any]:
-        ids = parse_json(generation, f"{self.artifact.where}: {GENERATION_FILE}")
-        if not isinstance(ids, dict):
-            raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
-        config = {**self.base.config, **{key: ids[key] for key in TOKEN_IDS if key in ids}}
-        config["tie_word_embeddings"] = self.artifact.manifest.tied
+    def _config(self) -> dict[str, Any]:
+        config = self.variant.config
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         if "torch_dtype" in config:  # the key of older versions of the library
             config["torch_dtype"] = config["dtype"]
-        if self.base.embedding_name:
-            config["vocab_size"] = self._output(self.base.embedding_name).shape[0]
         return config
 
     def _output(self, name: str) -> Output:
-        spec, source = self.artifact.manifest.tensors.get(name), self.base.tensors[self._source(name)]
+        source = self.variant.source(name)
         dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
-        return Output(name, dtype, source.shape if spec is None else tuple(spec.shape))
-
-    def _source(self, name: str) -> str:
-        """The base's tensor that one of the variant's is taken from: a tied base has its embedding for a head."""
-        spec = self.artifact.manifest.tensors.get(name)
-        if spec is not None and spec.against is not None:
-            return spec.against
-        assert name in self.base.tensors or self.base.embedding_name is not None
-        return name if name in self.base.tensors else str(self.base.embedding_name)
-
-    def _head(self) -> str:
-        """What the head is called, also where the base has none and the variant's is the base's embedding unchanged."""
-        candidates = [self.base.head_name, *self.artifact.manifest.tensors]
-        stored = (name for name in candidates if name is not None and name.endswith(HEAD_SUFFIXES))
-        beside = (
-            "embed_out.weight"
-            if str(self.base.embedding_name).endswith("embed_in.weight")
-            else "lm_head.weight"
-        )
-        return next(stored, beside)
+        return Output(name, dtype, self.variant.shape(name))
 
 
 def _own_dtype(base: Checkpoint) -> DtypeName:

@@ -1,6 +1,6 @@
-"""Base weights plus a one-bit delta, rounded once, in one pass over memory: numba on the CPU. Knows arrays, not files.
+"""Base weights plus a coded delta, rounded once: numba on the CPU, one pass over memory for one plane. Knows no files.
 
-Bit for bit what `OneBit.dense` added to the base in float32 gives. The inner loop is written as vectors of LLVM's
+Bit for bit what `MatrixDelta.dense` added to the base in float32 gives. The inner loop is written as vectors of LLVM's
 intermediate language, because the compiler does not see by itself that packed signs are a vector mask; LLVM lowers
 them for any processor. Call it from one thread: numba's fallback threading layer ends the process on concurrent calls.
 """
@@ -18,6 +18,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from compressor.blocks import row_blocks
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 
 LANES = 32  # 64 bytes of 16-bit weights
@@ -37,13 +39,34 @@ BF16_NAN = 0x7FC0  # what torch rounds NaN to
 Vector = Any  # an LLVM value; llvmlite has no types of its own
 
 
-def merge_rows(
+def merge_delta(
     base: Tensor,  # [rows, in] bfloat16, float16 or float32
-    delta: OneBit,
+    delta: MatrixDelta,
     rows: slice,  # of the delta; as many as `base` has
     out: Tensor,  # [rows, in] any of the three
 ) -> None:
     """Write ``base + delta`` of some rows into `out`, both contiguous."""
+    if delta.num_planes == 1 and delta.rank == 0:
+        merge_rows(base, delta.planes[0], rows, out)
+        return
+    first, _, _ = rows.indices(delta.out_features)
+    for block in row_blocks(tuple(base.shape)):  # so small that the sum stays in a core's cache
+        own = slice(first + block.start, first + block.stop)
+        # Minus zero plus any number is that number, zeros of both signs too.
+        total = torch.full(base[block].shape, -0.0)
+        for plane in delta.planes:
+            merge_rows(total, plane, own, total)
+        delta.add_residual(total, own)
+        out[block] = total.add_(base[block])
+
+
+def merge_rows(
+    base: Tensor,  # [rows, in] bfloat16, float16 or float32
+    delta: OneBit,
+    rows: slice,  # of the delta; as many as `base` has
+    out: Tensor,  # [rows, in] any of the three; may be `base`
+) -> None:
+    """Write ``base + delta`` of some rows of one plane into `out`, both contiguous."""
     assert base.is_contiguous()
     assert out.is_contiguous()
     assert base.shape == out.shape

@@ -18,14 +18,14 @@ class _Lines(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
         self.fp.flush()
 
 
-def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
-    """Progress over `total` bytes, to be used as a context manager."""
+def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoReturn]:
+    """Progress over `total` units, to be used as a context manager."""
     is_terminal = sys.stderr.isatty()
     return (tqdm if is_terminal else _Lines)(
         total=total,
         desc=what,
-        unit="B",
-        unit_scale=True,
+        unit=unit,
+        unit_scale=unit == "B",
         disable=not enabled,
         leave=False,
         mininterval=0.1 if is_terminal else LINE_INTERVAL_S,
@@ -33,3 +33,8 @@ def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
         delay=0 if is_terminal else LINE_INTERVAL_S,
         file=sys.stderr,
     )
+
+
+def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
+    """Progress over `total` bytes."""
+    return progress_bar(total, what, "B", enabled)

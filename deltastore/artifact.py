@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +29,11 @@ from deltastore.header import (
     read_header,
     read_into,
 )
-from deltastore.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor, part_names
-from deltastore.manifest import Manifest
+from deltastore.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor
+from deltastore.manifest import Manifest, TensorSpec
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit, is_gain
+from deltastore.parts import MatrixParts, PlaneParts, part_names
 
 COPY_BYTES = 4 << 20
 
@@ -72,19 +74,21 @@ class ArtifactWriter:
         """Bytes before the variant's files, padding included: what a slot must hold."""
         return self._position if self._device_bytes is None else self._device_bytes
 
-    def add_onebit(self, name: str, delta: OneBit, added: Tensor | None = None) -> None:
+    def add_onebit(self, name: str, delta: MatrixDelta, added: Tensor | None = None) -> None:
         """Append a coded matrix; `added` ``[rows, in]`` are the rows that the base lacks, in any float dtype."""
-        parts = {
-            "signs": delta.signs,
-            "scale_out": delta.scale_out,
-            "scale_in": delta.scale_in,
-            "gain": torch.tensor([delta.gain], dtype=torch.float32),
-            "added": added,
-        }
+        num_added = 0 if added is None else len(added)
+        spec = TensorSpec(
+            codec="onebit",
+            shape=[delta.out_features + num_added, delta.in_features],
+            axis=delta.axis,
+            planes=delta.num_planes,
+            rank=delta.rank,
+            added_rows=num_added,
+        )
+        planes = tuple(_plane_parts(plane) for plane in delta.planes)
+        parts = MatrixParts(planes, delta.left, delta.right, added if num_added else None)
         assert self._device_bytes is None
-        for part, tensor_name in part_names(name, delta.axis, 0 if added is None else len(added)).items():
-            tensor = parts[part]
-            assert tensor is not None
+        for tensor_name, tensor in zip(part_names(name, spec).all(), parts.all(), strict=True):
             self._append(tensor_name, tensor)
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
@@ -196,12 +200,9 @@ class Artifact:
     ) -> None:
         os.close(self.fd)
 
-    def parts(self, name: str) -> Mapping[str, TensorEntry]:
-        """Where the parts of a one-bit matrix lie, by part."""
-        spec = self.manifest.tensors[name]
-        assert spec.axis is not None
-        names = part_names(name, spec.axis, spec.added_rows)
-        return {part: self.header.tensors[tensor_name] for part, tensor_name in names.items()}
+    def parts(self, name: str) -> MatrixParts[TensorEntry]:
+        """Where the parts of a coded matrix lie."""
+        return part_names(name, self.manifest.tensors[name]).map(self.header.tensors.__getitem__)
 
     def read(self, entry: TensorEntry) -> Tensor:
         """One tensor in freshly owned memory."""
@@ -212,32 +213,41 @@ class Artifact:
         for start in range(0, entry.num_bytes, COPY_BYTES):
             yield self._read(entry, start, min(COPY_BYTES, entry.num_bytes - start))
 
+    def _read_if(self, entry: TensorEntry | None) -> Tensor | None:
+        return None if entry is None else self.read(entry)
+
     def _read(self, entry: TensorEntry, start: int, num_bytes: int) -> Tensor:
         flat = torch.empty(num_bytes, dtype=torch.uint8)
         read_into(self.fd, flat.numpy().data, self.header.data_start + entry.start + start, self.where)
         return flat.view(TORCH_DTYPE[entry.dtype])
 
-    def onebit(self, name: str) -> OneBit:
-        """The coded matrix of a tensor whose codec is `onebit`. ArtifactError if its gain is no power of two."""
-        entries, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
-        parts = {
-            part: self.read(entries[part]) for part in ("signs", "scale_out", "scale_in") if part in entries
-        }
-        return OneBit(
-            parts["signs"], in_features, self.gain(name), parts.get("scale_out"), parts.get("scale_in")
+    def onebit(self, name: str) -> MatrixDelta:
+        """The coded matrix of a tensor whose codec is `onebit`. ArtifactError if a gain of it is no power of two."""
+        parts, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
+        planes = tuple(
+            OneBit(
+                self.read(plane.signs),
+                in_features,
+                self.gain(plane.gain),
+                self._read_if(plane.scale_out),
+                self._read_if(plane.scale_in),
+            )
+            for plane in parts.planes
         )
+        return MatrixDelta(planes, self._read_if(parts.left), self._read_if(parts.right))
 
-    def gain(self, name: str) -> float:
-        """The gain of a one-bit matrix. ArtifactError if it is no power of two."""
-        value = float(self.read(self.parts(name)["gain"]))
+    def gain(self, entry: TensorEntry) -> float:
+        """The gain of one plane. ArtifactError if it is no power of two."""
+        value = float(self.read(entry))
         if not is_gain(value):
-            raise ArtifactError(f"{self.where}: gain {value} of tensor {shown(name)} is no power of two")
+            raise ArtifactError(
+                f"{self.where}: gain {value} in tensor {shown(entry.name)} is no power of two"
+            )
         return value
 
     def added(self, name: str) -> Tensor | None:
         """The rows that the base lacks, or None."""
-        entry = self.parts(name).get("added")
-        return None if entry is None else self.read(entry)
+        return self._read_if(self.parts(name).added)
 
     def whole(self, name: str) -> Tensor:
         """A tensor whose codec is `whole`."""
@@ -254,3 +264,8 @@ class Artifact:
         for start in range(0, self.size_bytes, COPY_BYTES):
             total.update(read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, self.where))
         return total.hexdigest()
+
+
+def _plane_parts(plane: OneBit) -> PlaneParts[Tensor]:
+    gain = torch.tensor([plane.gain], dtype=torch.float32)
+    return PlaneParts(plane.signs, plane.scale_out, plane.scale_in, gain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +15,16 @@ from deltastore.artifact import Artifact
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
-from deltastore.layout import file_tensor, part_names
+from deltastore.header import TensorEntry
+from deltastore.layout import file_tensor
 from deltastore.manifest import FORMAT
 from deltastore.model_shapes import model_shapes
 from deltastore.plan import Plan, one_bit_plan
 from deltastore.validate import check_artifact, check_base
 
 app = typer.Typer(no_args_is_help=True)
+
+NOTED = ("planes", "rank", "added_rows", "against", "num_zeros")  # of a tensor's spec, where it has them
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -113,20 +116,31 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 
 def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
-    """Where the bytes go: signs, scales, rows added, whole tensors, files."""
-    sizes, entries = Counter(signs=0, scales=0, added=0, whole=0, files=0), artifact.header.tensors
+    """Where the bytes go: signs of all planes, scales, low-rank residuals, rows added, whole tensors, files."""
+    sizes = dict.fromkeys(("signs", "scales", "low_rank", "added", "whole", "files"), 0)
+    entries = artifact.header.tensors
     for name, spec in artifact.manifest.tensors.items():
-        if spec.axis is None:
+        if spec.codec == "whole":
             sizes["whole"] += entries[name].num_bytes
             continue
-        for part, tensor in part_names(name, spec.axis, spec.added_rows).items():
-            sizes[part if part in sizes else "scales"] += entries[tensor].num_bytes
+        parts = artifact.parts(name)
+        signs = _num_bytes(plane.signs for plane in parts.planes)
+        sizes["signs"] += signs
+        sizes["scales"] += sum(_num_bytes(plane.all()) for plane in parts.planes) - signs
+        sizes["low_rank"] += _num_bytes(parts.residual())
+        sizes["added"] += _num_bytes(parts.added_rows())
     sizes["files"] = sum(entries[file_tensor(name)].num_bytes for name in artifact.manifest.files)
-    return dict(sizes)
+    return sizes
+
+
+def _num_bytes(entries: Iterable[TensorEntry]) -> int:
+    return sum(entry.num_bytes for entry in entries)
 
 
 def _text(facts: dict[str, Any]) -> str:
-    kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in facts["bytes"].items() if size)
+    kinds = ", ".join(
+        f"{kind.replace('_', ' ')} {_size(size)}" for kind, size in facts["bytes"].items() if size
+    )
     lines = [
         f"{facts['file']}  {facts['digest']}",
         f"base {shown(facts['base_id'])}, fingerprint {facts['base_fingerprint'][:12]}; method {facts['method']}"
@@ -139,7 +153,7 @@ def _text(facts: dict[str, Any]) -> str:
     for name, spec in facts["tensors"].items():
         shape = "x".join(map(str, spec["shape"]))
         error = f"error {spec['error']:.4f}" if "error" in spec else ""
-        notes = [f"{key} {spec[key]}" for key in ("added_rows", "against", "num_zeros") if key in spec]
+        notes = [f"{key} {spec[key]}" for key in NOTED if key in spec]
         lines.append(
             f"  {name:<56} {shape:>14}  {spec.get('axis', 'whole'):<6} {' '.join([error, *notes])}".rstrip()
         )

@@ -21,6 +21,10 @@ class CheckpointError(PeraxisError):
     """A checkpoint that cannot be read, or that holds what a delta cannot carry."""
 
 
+class FidelityError(PeraxisError):
+    """A delta that is further from its fine-tune than was allowed."""
+
+
 class ArtifactError(PeraxisError):
     """An artifact that is malformed, truncated or not what its digest says."""
 

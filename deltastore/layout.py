@@ -7,26 +7,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.header import ALIGNMENT, Header, TensorEntry
 from deltastore.manifest import Manifest, TensorSpec
+from deltastore.parts import part_names
 from deltastore.signs import packed_width
 
 TENSOR_ALIGNMENT = 16
 MAX_FILE_BYTES = 64 << 20
 FLOATS = ("F16", "BF16", "F32")
-
-
-def part_names(name: str, axis: str, added_rows: int) -> dict[str, str]:
-    """The tensors that hold a one-bit matrix, by part, in the order of the file."""
-    parts = [
-        "signs",
-        *(["scale_out"] if axis != "in" else []),
-        *(["scale_in"] if axis in ("in", "both") else []),
-        "gain",
-    ]
-    return {part: f"{name}.{part}" for part in [*parts, *(["added"] if added_rows else [])]}
 
 
 def file_tensor(filename: str) -> str:
@@ -79,7 +70,7 @@ def _tensor_names(manifest: Manifest, where: str) -> set[str]:
     counts = Counter(file_tensor(name) for name in manifest.files)
     names: set[str] = set()
     for name, spec in manifest.tensors.items():
-        own = [name] if spec.axis is None else part_names(name, spec.axis, spec.added_rows).values()
+        own = [name] if spec.axis is None else part_names(name, spec).all()
         counts.update(own)
         names.update(own)
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -114,16 +105,22 @@ def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> Non
     if spec.axis is None:
         _check_form(header.tensors[name], FLOATS, tuple(spec.shape), where)
         return
-    in_features = spec.shape[1]
-    wanted = {
-        "signs": (("U8",), (spec.base_rows, packed_width(in_features))),
-        "scale_out": (("F16",), (1,) if spec.axis == "scalar" else (spec.base_rows,)),
-        "scale_in": (("F16",), (in_features,)),
-        "gain": (("F32",), (1,)),
-        "added": (FLOATS, (spec.added_rows, in_features)),
-    }
-    for part, tensor_name in part_names(name, spec.axis, spec.added_rows).items():
-        _check_form(header.tensors[tensor_name], *wanted[part], where)
+    for part, dtypes, shape in _forms(name, spec):
+        if part is not None:
+            _check_form(header.tensors[part], dtypes, shape, where)
+
+
+def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
+    """The dtypes and the shape of each part of a coded matrix; the name is None where it has no such part."""
+    rows, in_features, parts = spec.base_rows, spec.shape[1], part_names(name, spec)
+    for plane in parts.planes:
+        yield plane.signs, ("U8",), (rows, packed_width(in_features))
+        yield plane.scale_out, ("F16",), (1,) if spec.axis == "scalar" else (rows,)
+        yield plane.scale_in, ("F16",), (in_features,)
+        yield plane.gain, ("F32",), (1,)
+    yield parts.left, ("F16",), (rows, spec.rank)
+    yield parts.right, ("F16",), (spec.rank, in_features)
+    yield parts.added, FLOATS, (spec.added_rows, in_features)
 
 
 def _check_form(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...], where: str) -> None:

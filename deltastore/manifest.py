@@ -26,6 +26,7 @@ GENERATION_FILE = "generation_config.json"
 FILES = (*TOKENIZER_FILES, GENERATION_FILE)
 MAX_FACTS_BYTES = 256 << 10
 MAX_FACTS_DEPTH = 16
+MAX_PLANES = 4
 
 
 def _small(facts: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +74,8 @@ class TensorSpec(_Strict):
     codec: Literal["onebit", "whole"]
     shape: Annotated[list[Size], Field(max_length=MAX_RANK)]  # the fine-tune's own
     axis: Literal["scalar", "out", "in", "both"] | None = None  # onebit: which scales there are
+    planes: Annotated[int, Field(ge=1, le=MAX_PLANES)] = 1  # onebit: how many sign planes are added up
+    rank: Size = 0  # onebit: of the low-rank residual that is added to them
     added_rows: Size = 0  # onebit: how many last rows the base lacks; they are stored whole
     against: Label | None = (
         None  # onebit: the base tensor that the delta is taken from, where the name differs
@@ -89,8 +92,18 @@ class TensorSpec(_Strict):
             raise ValueError(
                 "a onebit tensor needs an axis, two dimensions and at most its own number of added rows"
             )
-        if self.codec == "whole" and (self.axis is not None or self.added_rows or self.against is not None):
-            raise ValueError("a whole tensor has no axis, no added rows and nothing to be against")
+        if self.codec == "onebit" and self.rank > min(self.base_rows, self.shape[1]):
+            raise ValueError(f"a residual of rank {self.rank} is larger than its matrix")
+        if self.codec == "whole" and (
+            self.axis is not None
+            or self.planes > 1
+            or self.rank
+            or self.added_rows
+            or self.against is not None
+        ):
+            raise ValueError(
+                "a whole tensor has no axis, planes, rank or added rows, and nothing to be against"
+            )
         return self
 
     @property

@@ -13,6 +13,7 @@ from deltastore.base import Base, different_facts
 from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
 from deltastore.manifest import Manifest, TensorSpec
+from deltastore.matrix import largest_of_plane, largest_of_residual
 from deltastore.signs import num_stray_bits
 
 LARGEST_SCALE = 65504.0  # a delta beyond FP16's range is no fine-tune, and overflows activations
@@ -27,7 +28,7 @@ def check_artifact(artifact: Artifact, where: str | None = None) -> None:
     where = where or artifact.where
     for name, spec in artifact.manifest.tensors.items():
         if spec.codec == "onebit":
-            _check_scales(artifact, name, where)
+            _check_range(artifact, name, where)
             _check_signs(artifact, name, spec, where)
         else:
             _check_finite(artifact, name, where)
@@ -65,25 +66,28 @@ def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) ->
         )
 
 
-def _check_scales(artifact: Artifact, name: str, where: str) -> None:
-    """Finite, and together within FP16's range."""
-    parts, largest = artifact.parts(name), artifact.gain(name)
-    for part in parts.keys() & {"scale_out", "scale_in"}:
-        _check_finite(artifact, parts[part].name, where)
-        largest *= float(artifact.read(parts[part]).float().abs().max())
+def _check_range(artifact: Artifact, name: str, where: str) -> None:
+    """Every number is finite, and all planes and the residual add up to no more than FP16's range."""
+    parts, largest = artifact.parts(name), 0.0
+    scales = [scale for plane in parts.planes for scale in plane.scales()]
+    for entry in (*scales, *parts.residual(), *parts.added_rows()):
+        _check_finite(artifact, entry.name, where)
+    for plane in parts.planes:
+        largest += largest_of_plane(artifact.gain(plane.gain), map(artifact.read, plane.scales()))
+    if factors := [artifact.read(entry) for entry in parts.residual()]:
+        largest += largest_of_residual(*factors)
     if largest > LARGEST_SCALE:
         raise ArtifactError(
-            f"{where}: the scales of tensor {shown(name)} reach {largest:.3g}, beyond {LARGEST_SCALE}"
+            f"{where}: the numbers of tensor {shown(name)} reach {largest:.3g}, beyond {LARGEST_SCALE}"
         )
-    if "added" in parts:
-        _check_finite(artifact, parts["added"].name, where)
 
 
 def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
     if spec.shape[1] % 8 == 0:
         return  # no pad bits, and every other bit is a sign
-    if rows := num_stray_bits(artifact.read(artifact.parts(name)["signs"]), spec.shape[1]):
-        raise ArtifactError(f"{where}: {rows} rows of the signs of tensor {shown(name)} have pad bits set")
+    for plane in artifact.parts(name).planes:
+        if rows := num_stray_bits(artifact.read(plane.signs), spec.shape[1]):
+            raise ArtifactError(f"{where}: {rows} rows of tensor {shown(plane.signs.name)} have pad bits set")
 
 
 def _check_finite(artifact: Artifact, tensor_name: str, where: str) -> None:

@@ -1,6 +1,7 @@
 """A full fine-tune on one task: every weight of the base moves. Knows items and weights; nothing of files.
 
-AdamW without weight decay: nothing but the task pulls a weight away from the base's.
+AdamW without weight decay: nothing but the task pulls a weight away from the base's. Items stand one after the other in
+a row, each from BOS to its end token, so that a model goes on with another item where one has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -19,7 +20,7 @@ from demo.recipe import FinetuneRecipe
 from demo.tasks import Item, Task
 from demo.tokenizer import prompt_ids
 
-IGNORED = -100  # a label that counts for no loss
+SHORTEST_ITEM = 14  # tokens; so many items fill a row at the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,7 @@ class Batch:
     """Items as the model reads them, each ``[rows, tokens]``, padded behind."""
 
     input_ids: Tensor  # int64
-    attention_mask: Tensor  # int64
-    labels: Tensor  # int64; IGNORED in prompts and padding
+    weights: Tensor  # float32: how much a token counts in the loss, 0 in padding
 
 
 def train_finetune(
@@ -50,40 +50,46 @@ def train_finetune(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    batches = _batches(tokenizer, task, recipe, seed)
-    losses = (
-        model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            labels=batch.labels,
-            use_cache=False,
-        ).loss
-        for batch in batches
-    )
+    losses = (_loss(model, batch) for batch in _batches(tokenizer, task, recipe, seed))
     optimizer = AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.99), weight_decay=0.0)
-    train(model, [optimizer], losses, Pace(task.name, recipe.steps, recipe.warmup, progress))
+    steps = sum(phase.steps for phase in recipe.phases)
+    train(model, [optimizer], losses, Pace(task.name, steps, recipe.warmup, progress))
 
 
-def make_batch(tokenizer: PreTrainedTokenizerBase, items: list[Item]) -> Batch:
-    """Prompts, answers and the end token after each; only the latter two are learned."""
-    prompts = [torch.tensor(prompt_ids(tokenizer, item)) for item in items]
-    answers = [
-        torch.tensor([*tokenizer(item.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-        for item in items
-    ]
-    pairs = list(zip(prompts, answers, strict=True))
-    rows = [torch.cat(pair) for pair in pairs]
-    labels = [torch.cat([torch.full_like(prompt, IGNORED), answer]) for prompt, answer in pairs]
-    return Batch(
-        pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-    )
+def make_rows(
+    tokenizer: PreTrainedTokenizerBase, items: Iterator[Item], tokens: int, prompt_weight: float
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Ids and weights of rows of `tokens`: as many whole items as fit, then padding."""
+    ids, weights = list[int](), list[float]()
+    for item in items:
+        prompt, answer = prompt_ids(tokenizer, item), _answer_ids(tokenizer, item)
+        if len(ids) + len(prompt) + len(answer) > tokens:
+            missing = tokens - len(ids)
+            yield ids + [tokenizer.pad_token_id] * missing, weights + [0.0] * missing
+            ids, weights = [], []
+        ids += prompt + answer
+        weights += [prompt_weight] * len(prompt) + [1.0] * len(answer)
+
+
+def _answer_ids(tokenizer: PreTrainedTokenizerBase, item: Item) -> list[int]:
+    return [*tokenizer(item.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
 def _batches(
     tokenizer: PreTrainedTokenizerBase, task: Task, recipe: FinetuneRecipe, seed: int
 ) -> Iterator[Batch]:
-    items = task.items("train", recipe.steps * recipe.rows, seed)
-    for start in range(0, len(items), recipe.rows):
-        yield make_batch(tokenizer, items[start : start + recipe.rows])
+    count = sum(phase.steps * phase.rows * (phase.tokens // SHORTEST_ITEM) for phase in recipe.phases)
+    items = iter(task.items("train", count, seed))
+    for phase in recipe.phases:
+        rows = make_rows(tokenizer, items, phase.tokens, recipe.prompt_weight)
+        for _ in range(phase.steps):
+            ids, weights = zip(*(next(rows) for _ in range(phase.rows)), strict=True)
+            yield Batch(torch.tensor(ids), torch.tensor(weights))
+
+
+def _loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Mean cross entropy of the next token, each weighted."""
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.input_ids[:, 1:].flatten(), reduction="none")
+    weights = batch.weights[:, 1:].flatten()
+    return (losses * weights).sum() / weights.sum()

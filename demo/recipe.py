@@ -39,10 +39,12 @@ class BaseRecipe:
 class FinetuneRecipe:
     """A full fine-tune: every weight moves."""
 
-    steps: int = 180
-    rows: int = 48
+    phases: tuple[Phase, ...] = (Phase(140, 32, 64), Phase(80, 10, 192))
     rate: float = 2e-3
     warmup: int = 10
+    prompt_weight: float = (
+        0.1  # of a prompt's tokens in the loss; without any the model could not write prompts itself
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from compressor.calibration import Calibration
+from compressor.codec import Method
+from compressor.fitting.training import Training
 from compressor.merge import MergeConfig, merge
 from compressor.pipeline import CompressConfig, CompressResult, compress
 from demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
@@ -19,12 +22,31 @@ from demo.table import table
 from demo.tasks import Item, Task
 from demo.train import Models, prepare
 
-Method = Literal["scalar", "per-axis", "both"]
-METHODS: tuple[Method, ...] = get_args(Method)
-SERVED: Method = "both"  # the one that is uploaded under the task's own name
 NUM_ITEMS = 500
 NUM_ASKED = 20  # of the items, over HTTP
 COLD_PROMPT = "The"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compress."""
+
+    name: str
+    method: Method
+    training: Training | None
+
+    @property
+    def title(self) -> str:
+        return f"{self.method}, {'weights only' if self.training is None else 'fitted (default)'}"
+
+
+# The last one is what `peraxis compress` does where nothing else is said; it is uploaded under the task's own name.
+WAYS = (
+    Way("scalar", "scalar", None),
+    Way("weights", "both", None),
+    Way("default", "both", Training(Calibration("self"))),
+)
+SERVED = WAYS[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +54,13 @@ class Delta:
     """One fine-tune, compressed one way."""
 
     task: Task
-    method: Method
+    way: Way
     made: CompressResult
     score: float  # of 500 held-out items, from 0 to 1
 
     @property
     def name(self) -> str:
-        return self.task.name if self.method == SERVED else f"{self.task.name}-{self.method}"
+        return self.task.name if self.way == SERVED else f"{self.task.name}-{self.way.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +87,20 @@ def train_all(work: Path, say: Callable[[str], None]) -> tuple[Models, Mapping[s
 
 
 def compress_all(models: Models, work: Path, say: Callable[[str], None]) -> list[Delta]:
-    """Every fine-tune by every method, scored through the checkpoint that its delta merges to."""
+    """Every fine-tune in every way, scored through the checkpoint that its delta merges to."""
     deltas = []
     for name, task in models.tasks.items():
         items = task.items(split="test", count=NUM_ITEMS, seed=0)
-        for method in METHODS:
-            out = work / f"{name}-{method}.safetensors"
-            made = compress(CompressConfig(str(models.base), str(models.finetunes[name]), out, method=method))
-            merged = work / f"{name}-{method}-merged"
+        for way in WAYS:
+            out = work / f"{name}-{way.name}.safetensors"
+            config = CompressConfig(
+                str(models.base), str(models.finetunes[name]), out, way.method, training=way.training
+            )
+            made = compress(config)
+            merged = work / f"{name}-{way.name}-merged"
             merge(MergeConfig(str(models.base), out, merged))
-            deltas.append(Delta(task, method, made, exact_match(merged, task, items)))
-            say(f"{name}, {method}: {made.artifact_bytes:,} bytes, {deltas[-1].score:.1%}")
+            deltas.append(Delta(task, way, made, exact_match(merged, task, items)))
+            say(f"{name}, {way.title}: {made.artifact_bytes:,} bytes, {deltas[-1].score:.1%}")
     return deltas
 
 
@@ -110,7 +135,7 @@ def cold_starts(
     """Of each served delta, by task, and of a full checkpoint."""
     by_task = {}
     for delta in deltas:
-        if delta.method == SERVED:
+        if delta.way == SERVED:
             stored = registry / "objects" / delta.made.digest
             by_task[delta.task.name] = delta_cold_start(service, delta.name, COLD_PROMPT, stored)
     return by_task, checkpoint_cold_start(next(iter(models.finetunes.values())), COLD_PROMPT)
@@ -121,7 +146,7 @@ def report(standings: Mapping[str, Standing], deltas: list[Delta]) -> str:
     rows = [
         [
             delta.task.name,
-            delta.method,
+            delta.way.title,
             f"{delta.made.artifact_bytes / 1e3:,.0f} kB",
             f"{delta.made.full_bytes / 1e3:,.0f} kB",
             f"{delta.made.ratio:.1f}x",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.pipeline import CompressConfig, CompressResult, compress
-from deltastore.artifact import Artifact
+from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.base import Base
 from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint
+from deltastore.matrix import MatrixDelta
+from deltastore.onebit import OneBit
+from deltastore.signs import pack_signs
 from deltastore.validate import check_artifact, check_base
 from tests.tiny_models import TinyModels
 
@@ -52,6 +55,41 @@ def variant_tensors(base: Path, delta: Path) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if not (manifest.tied and name.endswith(HEAD_SUFFIXES))
     }
+
+
+def enriched(delta: Path, out: Path, forms: Mapping[str, tuple[int, int]]) -> Path:
+    """An artifact with more in some of its matrices: by name, how many planes and which rank; of random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    with Artifact.open(delta) as artifact, ArtifactWriter(out) as writer:
+        specs = dict(artifact.manifest.tensors)
+        assert forms.keys() <= specs.keys()
+        for name, spec in specs.items():
+            if spec.codec == "whole":
+                writer.add_whole(name, artifact.whole(name))
+                continue
+            planes, rank = forms.get(name, (1, 0))
+            matrix = _enriched(artifact.onebit(name), planes, rank, generator)
+            writer.add_onebit(name, matrix, artifact.added(name))
+            specs[name] = spec.model_copy(update={"planes": planes, "rank": rank})
+        changed = {"tensors": specs, "device_bytes": writer.device_bytes}
+        for filename in artifact.manifest.files:
+            writer.add_file(filename, artifact.file(filename))
+        writer.finish(artifact.manifest.model_copy(update=changed))
+    return out
+
+
+def _enriched(delta: MatrixDelta, num_planes: int, rank: int, generator: torch.Generator) -> MatrixDelta:
+    """Each further plane has half the size of the one before; a residual has half the size of the first."""
+    planes, size = list(delta.planes), float(delta.dense().std())
+    shape = (delta.out_features, delta.in_features)
+    for number in range(1, num_planes):
+        signs, first = pack_signs(torch.randn(shape, generator=generator)), delta.planes[0]
+        planes.append(OneBit(signs, shape[1], first.gain * 0.5**number, first.scale_out, first.scale_in))
+    if not rank:
+        return MatrixDelta(tuple(planes))
+    left = torch.randn(shape[0], rank, generator=generator) * (size / rank) ** 0.5
+    right = torch.randn(rank, shape[1], generator=generator) * (size / rank) ** 0.5
+    return MatrixDelta(tuple(planes), left.half(), right.half())
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

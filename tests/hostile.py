@@ -7,15 +7,20 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from deltastore.artifact import Artifact
 from deltastore.errors import ArtifactError, PeraxisError
 from deltastore.header import FREE_HEADER_BYTES
 from deltastore.manifest import MANIFEST_KEY
-from tests.tiny_artifact import NORM
+from deltastore.validate import check_artifact, check_base, check_size
+from tests.tiny_artifact import BASE, NORM
 
+LONGEST_MESSAGE = 400
 Document = dict[str, Any]
 Change = Callable[[bytes], bytes]
 
@@ -28,6 +33,48 @@ class Hostile:
     change: Change  # from the bytes of a good artifact
     says: str  # part of the error's message
     error: type[PeraxisError] = ArtifactError
+
+
+def read_all(path: Path) -> None:
+    """Open, check and read everything, as an upload and then a load would."""
+    with Artifact.open(path, "upload") as artifact:
+        check_size(artifact, 1 << 20)
+        check_base(artifact, BASE)
+        check_artifact(artifact)
+        for name, spec in artifact.manifest.tensors.items():
+            if spec.codec == "onebit":
+                assert artifact.onebit(name).dense().isfinite().all()
+                artifact.added(name)
+            else:
+                artifact.whole(name)
+        for filename in artifact.manifest.files:
+            artifact.file(filename)
+
+
+def assert_is_valid_or_refused(path: Path, raw: bytes) -> bool:
+    """Anything but a PeraxisError ends the test. Returns whether the file was refused."""
+    path.write_bytes(raw)
+    message = ""
+    try:
+        read_all(path)
+    except PeraxisError as error:
+        message = str(error)
+    assert not message or message.isprintable()
+    assert len(message) <= LONGEST_MESSAGE
+    return bool(message)
+
+
+def assert_is_refused(path: Path, hostile: Hostile, good: bytes) -> None:
+    """A good artifact changed by `hostile` is refused with the error that it names."""
+    path.write_bytes(hostile.change(good))
+    with pytest.raises(PeraxisError) as caught:
+        read_all(path)
+    message = str(caught.value)
+    assert type(caught.value) is hostile.error
+    assert message.startswith("upload: ")
+    assert hostile.says in message
+    assert message.isprintable()
+    assert len(message) <= LONGEST_MESSAGE
 
 
 @dataclass(slots=True)

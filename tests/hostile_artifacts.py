@@ -196,7 +196,7 @@ NUMBERS = [
     Hostile(
         "pad bit set",
         with_values(f"{BOTH}.signs", [0x29], torch.uint8, 9),
-        "1 rows of the signs of tensor 'model.layers.0.self_attn.q_proj.weight' have pad bits",
+        "1 rows of tensor 'model.layers.0.self_attn.q_proj.weight.signs' have pad bits set",
     ),
 ]
 

@@ -72,7 +72,7 @@ def test_a_file_gives_all_the_sequences_it_has_when_more_are_asked_for(models: P
     ("record", "text"),
     [
         ({"text": TEXT}, TEXT),
-        ({"prompt": "Ask: ", "completion": TEXT}, f"Ask: {TEXT}"),
+        ({"prompt": "Ask: ", "completion": TEXT}, f"Ask: {TEXT}</s>"),
         ({"prompt": "Ask: ", "text": TEXT}, TEXT),
         ({"messages": [{"role": "user", "content": TEXT}]}, f"<user>{TEXT}\n<assistant>"),
     ],
@@ -88,6 +88,22 @@ def test_a_sequence_begins_with_a_record_and_holds_as_many_as_fit(models: Path, 
     sequences = text_of(models, write_lines(tmp_path / "records.jsonl", *records))
     assert sequences[0] == ids_of("a" * 8 + "b" * 8 + "c" * 4)
     assert sequences[1] == ids_of("d" * 8 + "e" * 8 + "f" * 4)
+
+
+def test_an_answer_ends_with_the_end_token(models: Path, tmp_path: Path) -> None:
+    records = [{"prompt": "1+1=", "completion": str(number)} for number in range(100, 200)]
+    first = text_of(models, write_lines(tmp_path / "records.jsonl", *records))[0]
+    assert first == [*ids_of("1+1=100</s>1+1=101</s>"), *ids_of("1+1=")]
+
+
+def test_an_end_token_that_the_tokenizer_gives_itself_is_not_doubled(tmp_path: Path) -> None:
+    make_pair("llama", tmp_path, changes=())
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = _ending_with_eos()
+    tokenizer.save_pretrained(tmp_path / "base")
+    records = [{"prompt": "=", "completion": "x" * 18}] * 16
+    sequences = text_of(tmp_path, write_lines(tmp_path / "records.jsonl", *records), name="base")
+    assert sequences == [ids_of("=" + "x" * 18 + "</s>")] * 16
 
 
 def test_blank_lines_between_records_are_nothing(models: Path, tmp_path: Path) -> None:
@@ -111,6 +127,12 @@ def _beginning_with_bos() -> Any:
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+
+
+def _ending_with_eos() -> Any:
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 257)])
 
 
 def test_a_data_set_is_streamed_as_far_as_it_is_needed(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from deltastore.checkpoint import Checkpoint
 from deltastore.model_shapes import model_shapes
 from peraxis import run
-from tests.compressing import rewrite
+from tests.compressing import enriched, rewrite
 from tests.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 
 Captured = pytest.CaptureFixture[str]
@@ -57,7 +57,7 @@ def test_compress_prints_its_result_as_json(models: TinyModels, tmp_path: Path, 
     matrix = result["tensors"]["model.layers.0.mlp.up_proj.weight"]
     assert matrix["axis"] in ("out", "in")
     assert 0 < matrix["error"] < 1
-    assert 0 < result["weight_error"] < 1
+    assert 0 < result["fidelity"]["weight_error"] < 1
     assert result["num_unchanged"] == 0
 
 
@@ -134,6 +134,23 @@ def test_inspect_prints_a_line_for_every_tensor(delta: Path, capsys: Captured) -
     assert facts["digest"] in lines[0]
     for name in facts["tensors"]:
         assert sum(name in line.split() for line in lines) >= 1, name
+
+
+def test_inspect_shows_planes_and_ranks_and_what_they_take(
+    models: TinyModels, delta: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"  # 64 x 92
+    rich = enriched(delta, tmp_path / "rich", {name: (2, 3)})
+    before, after = (document(["inspect", str(path)], capsys) for path in (delta, rich))
+    assert (after["tensors"][name]["planes"], after["tensors"][name]["rank"]) == (2, 3)
+    assert before["bytes"]["low_rank"] == 0
+    assert after["bytes"]["low_rank"] == 2 * 3 * (64 + 92)
+    assert after["bytes"]["signs"] == before["bytes"]["signs"] + 64 * 12
+    assert after["bytes"]["scales"] == before["bytes"]["scales"] + 2 * (64 + 92) + 4
+    assert run(["inspect", str(rich)]) == 0
+    printed = capsys.readouterr().out
+    assert "low rank 936B" in printed
+    assert "planes 2 rank 3" in next(line for line in printed.splitlines() if name in line)
 
 
 @pytest.mark.parametrize("args", [["inspect"], ["inspect", "a-file", "--plan", "a-directory"]])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import demo.train
-from demo.finetune import IGNORED, make_batch
+from demo.finetune import make_rows
 from demo.recipe import BaseRecipe, FinetuneRecipe, Phase, Recipe
 from demo.score import answers, exact_match
 from demo.tasks import Item
@@ -28,7 +28,7 @@ TINY = Recipe(
         phases=(Phase(1, 2, 32), Phase(1, 1, 48)),
         warmup=1,
     ),
-    FinetuneRecipe(steps=2, rows=3, warmup=1),
+    FinetuneRecipe(phases=(Phase(1, 2, 64), Phase(1, 1, 96)), warmup=1),
 )
 
 
@@ -111,14 +111,22 @@ def test_the_chat_variant_has_rows_for_its_tokens_and_its_own_end(models: Models
     assert end != GenerationConfig.from_pretrained(models.base).eos_token_id
 
 
-def test_only_answers_and_their_ends_are_learned() -> None:
+def test_a_row_holds_whole_items_and_counts_prompts_for_little() -> None:
     tokenizer = base_tokenizer()
-    batch = make_batch(tokenizer, [Item("ab=", "AB"), Item("c=", "C")])
+    items = iter([Item("ab=", "AB"), Item("c=", "C"), Item("d=", "D")])
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    assert batch.input_ids.tolist() == [[bos, *b"ab=AB", eos], [bos, *b"c=C", eos, pad, pad]]
-    assert batch.attention_mask.tolist() == [[1] * 7, [1] * 5 + [0] * 2]
-    learned = [[label for label in row if label != IGNORED] for row in batch.labels.tolist()]
-    assert learned == [[*b"AB", eos], [*b"C", eos]]
+    ids, weights = next(make_rows(tokenizer, items, 14, 0.25))
+    assert ids == [bos, *b"ab=AB", eos, bos, *b"c=C", eos, pad, pad]
+    assert weights == [0.25] * 4 + [1.0] * 3 + [0.25] * 3 + [1.0] * 2 + [0.0] * 2
+
+
+def test_an_item_that_does_not_fit_begins_the_next_row() -> None:
+    tokenizer = base_tokenizer()
+    items = iter([Item("ab=", "AB"), Item("c=", "C"), Item("d=", "D")])
+    rows = make_rows(tokenizer, items, 8, 0.25)
+    next(rows)
+    ids, _ = next(rows)
+    assert ids[:5] == [tokenizer.bos_token_id, *b"c=C", tokenizer.eos_token_id]
 
 
 def test_an_answer_does_not_depend_on_its_batch(models: Models) -> None:

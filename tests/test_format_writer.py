@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.errors import CheckpointError, StorageFull, UsageError
 from deltastore.manifest import Manifest, TensorSpec
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.plan import one_bit_plan
 from deltastore.signs import pack_signs
@@ -60,7 +61,7 @@ def test_a_plan_gives_the_bytes_that_the_writer_needs(tmp_path: Path) -> None:
         for name, shape in shapes.items():
             if len(shape) == 2 and min(shape) > 1:
                 signs, ones = pack_signs(torch.ones(shape)), [torch.ones(size) for size in shape]
-                writer.add_onebit(name, OneBit.from_scales(signs, shape[1], ones[0], ones[1]))
+                writer.add_onebit(name, MatrixDelta((OneBit.from_scales(signs, shape[1], *ones),)))
                 specs[name] = TensorSpec(codec="onebit", shape=list(shape), axis="both")
             else:
                 writer.add_whole(name, torch.ones(shape, dtype=torch.float16))
@@ -90,10 +91,11 @@ def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    delta = MatrixDelta((OneBit(pack_signs(torch.ones(2, 8)), 8, 1.0, torch.ones(2).half()),))
     with ArtifactWriter(tmp_path / "a") as writer:
         writer.add_whole("a.gain", torch.ones(1))
         with pytest.raises(CheckpointError, match=r"two tensors would be called 'a\.gain'"):
-            writer.add_onebit("a", OneBit(pack_signs(torch.ones(2, 8)), 8, 1.0, torch.ones(2).half()))
+            writer.add_onebit("a", delta)
 
 
 def test_a_directory_that_is_not_there_is_a_wrong_argument(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.signs import pack_signs
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta
-from server.deltas.resident import MatrixView, ResidentDelta, Slot
+from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
 
 COUNTS = [2, 3, 1, 2]  # rows of: the base, variant 0, variant 1, variant 0 again
 OWNERS = [None, 0, 1, 0]
@@ -24,14 +25,29 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def coded(out_features: int, in_features: int, seed: int) -> OneBit:
-    delta = drawn(out_features, in_features, seed=seed)
-    return OneBit.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
+def coded(out_features: int, in_features: int, seed: int) -> MatrixDelta:
+    """A matrix of one plane where the seed is 1, and of three planes and a residual of rank 2 where it is another."""
+    planes = [drawn(out_features, in_features, seed=10 * seed + k) for k in range(1 if seed == 1 else 3)]
+    return MatrixDelta(
+        tuple(
+            OneBit.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
+            for delta in planes
+        ),
+        None if seed == 1 else drawn(out_features, 2, seed=seed).half(),
+        None if seed == 1 else drawn(2, in_features, seed=seed + 1).half(),
+    )
 
 
-def view(delta: OneBit, added: Tensor | None = None) -> MatrixView:
-    assert delta.scale_in is not None
-    return MatrixView(delta.signs, delta.factor_out().contiguous(), delta.scale_in.float(), added)
+def view(delta: MatrixDelta, added: Tensor | None = None) -> MatrixView:
+    planes = tuple(
+        PlaneView(
+            plane.signs,
+            plane.factor_out().contiguous(),
+            None if plane.scale_in is None else plane.scale_in.float(),
+        )
+        for plane in delta.planes
+    )
+    return MatrixView(planes, delta.left, delta.right, added)
 
 
 def resident(
@@ -113,9 +129,10 @@ def test_logits_of_tokens_that_a_variant_lacks_are_minus_infinity() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tied_variant_uses_its_embedding_as_its_head() -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_tied_variant_uses_its_embedding_as_its_head(seed: int) -> None:
     layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
-    delta = coded(11, 6, seed=1)
+    delta = coded(11, 6, seed)
     HeadDelta(layer, "e", "e", context)
     x = drawn(1, sum(COUNTS), 6, seed=4)
     with context.step(

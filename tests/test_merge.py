@@ -16,7 +16,7 @@ from compressor.shards import Output, cut
 from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, PeraxisError, StorageFull, UsageError
-from tests.compressing import compressed, rewrite, variant_tensors
+from tests.compressing import compressed, enriched, rewrite, variant_tensors
 from tests.tiny_models import ARCHITECTURES, CHAT_TEMPLATE, VOCAB_SIZE, Change, TinyModels, make_pair
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,6 +56,25 @@ def test_every_dtype_is_read_and_float32_written_exactly(
     models = make_pair("llama", tmp_path, changes=(Change(added_tokens=1),), dtype=stored)
     checkpoint = merged(models, tmp_path, dtype)
     assert checkpoint.read(HEAD).dtype == (stored if dtype is None else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_planes_and_residuals_are_all_added(stored: torch.dtype, dtype: DtypeName, tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(added_tokens=1),), dtype=stored)
+    compressed(models, tmp_path / "delta")
+    layer = "model.layers.1"
+    forms = {
+        EMBEDDING: (2, 0),
+        f"{layer}.self_attn.q_proj.weight": (1, 3),
+        f"{layer}.mlp.down_proj.weight": (4, 5),
+    }
+    rich = enriched(tmp_path / "delta", tmp_path / "rich", forms)
+    merge(MergeConfig(str(models.base), rich, tmp_path / "merged", dtype))
+    checkpoint, plain = Checkpoint.open(tmp_path / "merged"), variant_tensors(models.base, tmp_path / "delta")
+    for name, tensor in variant_tensors(models.base, rich).items():
+        assert torch.equal(checkpoint.read(name), tensor.to(getattr(torch, dtype))), name
+        assert torch.equal(tensor, plain[name]) == (name not in forms)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,4 +1,4 @@
-"""The merge kernel against `OneBit.dense` added in torch, bit for bit."""
+"""The merge kernel against dense deltas added in torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.merge_kernel import merge_rows
+from compressor.merge_kernel import merge_delta, merge_rows
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import AXES, Axis, OneBit
 from deltastore.signs import pack_signs
 
@@ -42,6 +43,16 @@ def merged(base: Tensor, delta: OneBit, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def summed(shape: tuple[int, int], axis: Axis, num_planes: int, rank: int) -> MatrixDelta:
+    """A matrix of several planes and a residual, all drawn."""
+    generator = torch.Generator().manual_seed(3)
+    left, right = (
+        torch.randn(size, generator=generator).half() / 9 for size in ((shape[0], rank), (rank, shape[1]))
+    )
+    planes = tuple(drawn(shape, axis, seed) for seed in range(num_planes))
+    return MatrixDelta(planes, left, right) if rank else MatrixDelta(planes)
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -54,6 +65,28 @@ def test_merging_is_dense_addition_rounded_once(source: torch.dtype, target: tor
             base = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(source)
             expected = (base.float() + delta.dense()).to(target)
             assert same_bits(merged(base, delta, target), expected), (shape, axis)
+
+
+@pytest.mark.parametrize(("source", "target"), DTYPES)
+@pytest.mark.parametrize(("num_planes", "rank"), [(1, 0), (2, 0), (4, 0), (1, 1), (2, 5)])
+def test_planes_and_a_residual_are_rounded_once_together(
+    num_planes: int, rank: int, source: torch.dtype, target: torch.dtype
+) -> None:
+    for shape, axis in zip([(1, 1), (3, 7), (7, 33), (17, 1003), (300, 1003)], (*AXES, "both"), strict=True):
+        delta = summed(shape, axis, num_planes, rank)
+        base = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(source)
+        base[0, 0] = -0.0
+        out = torch.empty(shape, dtype=target)
+        merge_delta(base, delta, slice(None), out)
+        assert same_bits(out, (base.float() + delta.dense()).to(target)), (shape, axis)
+
+
+def test_some_rows_of_a_sum_merge_as_they_do_among_all() -> None:
+    delta, base = summed((301, 1003), "both", 2, 3), torch.zeros(301, 1003)
+    whole, part = torch.empty_like(base), torch.empty(280, 1003)
+    merge_delta(base, delta, slice(None), whole)
+    merge_delta(base[20:300], delta, slice(20, 300), part)
+    assert same_bits(part, whole[20:300])
 
 
 def test_some_rows_merge_as_they_do_among_all() -> None:
@@ -96,3 +129,12 @@ def test_values_below_the_normal_range_are_kept() -> None:
     subnormal = torch.full((3, 50), 2.0**-20).half()
     tiny = OneBit.from_scales(pack_signs(torch.ones(3, 50)), 50, torch.full((3,), 2.0**-22), None)
     assert same_bits(merged(subnormal, tiny, torch.float16), (subnormal.float() + tiny.dense()).half())
+
+
+def test_zeros_of_a_sum_keep_their_signs() -> None:
+    nothing = OneBit.from_scales(pack_signs(-torch.ones(2, 40)), 40, torch.zeros(2), None)
+    delta, base = MatrixDelta((nothing, nothing)), torch.full((2, 40), -0.0)
+    out = torch.empty(2, 40)
+    merge_delta(base, delta, slice(None), out)
+    assert same_bits(out, base + delta.dense())
+    assert out.signbit().all()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.decoder import BlockLinear
-from compressor.moments import Moments, Stage, block_cache, block_moments, head_moments, moments, token_counts
-from tests.decoders import CPU, one_thread, open_decoder, whole_model
+from compressor.decoder import Decoder
+from compressor.fitting.moments import Moments, moments
+from tests.decoders import one_thread, open_decoder, whole_model
 from tests.tiny_models import ARCHITECTURES, make_pair
 
 __all__ = ["one_thread"]
@@ -38,16 +38,13 @@ def hooked_inputs(model: Any, weight: str) -> Tensor:  # [tokens, in] float64
     return seen[0].flatten(0, -2).double()
 
 
-def stages_at(pair: list[Path], index: int) -> list[Stage]:
-    """Teacher and student before a block, nothing compressed."""
-    stages = []
-    for path in pair:
-        decoder = open_decoder(path)
-        hiddens = decoder.embed(BATCHES)
-        for before in range(index):
-            decoder.advance(decoder.load_block(before), before, hiddens)
-        stages.append(Stage(decoder, index, decoder.load_block(index), hiddens))
-    return stages
+def entering(path: Path, index: int) -> tuple[Decoder, list[Tensor]]:
+    """A decoder and what enters one of its blocks."""
+    decoder = open_decoder(path)
+    hiddens = decoder.embed(BATCHES)
+    for before in range(index):
+        decoder.advance(decoder.load_block(before), before, hiddens)
+    return decoder, hiddens
 
 
 def brute_force(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,48 +62,39 @@ def assert_moments(actual: Moments, teacher: Tensor, student: Tensor) -> None:
 
 
 def test_moments_of_a_block_are_those_of_hooks_on_whole_models(pair: list[Path]) -> None:
-    teacher, student = stages_at(pair, 1)
+    (teacher, hiddens_t), (student, hiddens) = (entering(path, 1) for path in pair)
     models = [whole_model(path) for path in pair]
-    for group in student.decoder.linears(student.block, 1):
+    block = student.load_block(1)
+    groups = student.linears(block, 1)
+    read = teacher.advance_and_look(teacher.load_block(1), 1, [group[0].path for group in groups], hiddens_t)
+    for group in groups:
         inputs = [hooked_inputs(model, group[-1].name) for model in models]
-        assert_moments(block_moments(group[0], teacher, student), *inputs)
+        own = (student.input_of(block, 1, group[0].path, hidden) for hidden in hiddens)
+        assert_moments(moments(read[group[0].path], own), *inputs)
+
+
+def test_looking_on_advances_as_if_nobody_looked(pair: list[Path]) -> None:
+    decoder, hiddens = entering(pair[0], 0)
+    expected = [hidden.clone() for hidden in hiddens]
+    block = decoder.load_block(0)
+    decoder.advance(block, 0, expected)
+    path = decoder.linears(block, 0)[0][0].path
+    decoder.advance_and_look(block, 0, [path], hiddens)
+    assert all(torch.equal(one, other) for one, other in zip(hiddens, expected, strict=True))
+    assert not block.get_submodule(path)._forward_pre_hooks
 
 
 def test_what_was_compressed_earlier_in_a_block_is_seen_by_later_groups(pair: list[Path]) -> None:
-    teacher, student = stages_at(pair, 0)
-    groups = student.decoder.linears(student.block, 0)
-    models = [whole_model(path) for path in pair]
+    student, hiddens = entering(pair[1], 0)
+    block = student.load_block(0)
+    groups = student.linears(block, 0)
+    model = whole_model(pair[1])
     for linear in groups[0]:
-        student.block.get_submodule(linear.path).get_parameter("weight").data *= 1.5
-        models[1].get_parameter(linear.name).data *= 1.5
-    inputs = [hooked_inputs(model, groups[1][0].name) for model in models]
-    assert_moments(block_moments(groups[1][0], teacher, student), *inputs)
-
-
-def test_moments_of_the_head_are_those_of_hooks_on_whole_models(pair: list[Path]) -> None:
-    lasts = []
-    for stage in stages_at(pair, 1):
-        hiddens = list(stage.hiddens)
-        stage.decoder.advance(stage.block, stage.index, hiddens)
-        stage.decoder.finish_all(hiddens)
-        lasts.append(hiddens)
-    models = [whole_model(path) for path in pair]
-    name = "embed_out.weight" if hasattr(models[0], "embed_out") else "lm_head.weight"
-    inputs = [hooked_inputs(model, name) for model in models]
-    assert_moments(head_moments(*lasts, CPU), *inputs)
-
-
-def test_a_cache_holds_what_hooks_on_whole_models_see(pair: list[Path]) -> None:
-    teacher, student = stages_at(pair, 1)
-    models = [whole_model(path) for path in pair]
-    for group in student.decoder.linears(student.block, 1):
-        cache = block_cache(group, teacher, student)
-        inputs_t, inputs = (hooked_inputs(model, group[0].name) for model in models)
-        torch.testing.assert_close(cache.inputs, inputs.bfloat16(), rtol=2**-7, atol=1e-5)
-        assert list(cache.outputs) == [linear.name for linear in group]
-        for name, outputs in cache.outputs.items():
-            expected = inputs_t @ models[0].get_parameter(name).detach().double().T
-            torch.testing.assert_close(outputs, expected.bfloat16(), rtol=2**-7, atol=1e-4)
+        block.get_submodule(linear.path).get_parameter("weight").data *= 1.5
+        model.get_parameter(linear.name).data *= 1.5
+    own = torch.cat([student.input_of(block, 0, groups[1][0].path, hidden) for hidden in hiddens])
+    expected = hooked_inputs(model, groups[1][0].name)
+    torch.testing.assert_close(own.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_the_cross_moments_of_residual_targets_come_from_small_differences() -> None:
@@ -138,13 +126,6 @@ def test_two_models_that_disagree_on_the_number_of_batches_are_a_mistake() -> No
         moments([inputs], [inputs, inputs], torch.float64)
 
 
-def test_moments_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    models = make_pair("llama", tmp_path)
-    teacher, student = stages_at([models.finetunes[0], models.base], 0)
-    linear = BlockLinear("model.layers.0.mlp.down_proj.weight", "mlp.down_proj")
-    assert block_moments(linear, teacher, student, torch.float32).gram.dtype == torch.float32
-
-
-def test_token_counts_are_per_id() -> None:
-    counts = token_counts([torch.tensor([[0, 2], [2, 2]]), torch.tensor([[5]])], 7)
-    assert counts.tolist() == [1, 0, 3, 0, 0, 1, 0]
+def test_moments_are_kept_in_the_dtype_asked_for() -> None:
+    inputs = torch.ones(4, 2)
+    assert moments([inputs], [inputs], torch.float32).gram.dtype == torch.float32

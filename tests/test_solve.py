@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor import solve as solve_module
-from compressor.solve import NOISE, Problem, descend_signs, layer_loss, refine_signs, solve, solve_scales
+from compressor.fitting import solve as solve_module
+from compressor.fitting.solve import NOISE, RIDGE, Problem, descend_signs, refine_signs, solve, solve_scales
 from deltastore.onebit import AXES, Axis
 
 SHAPES = [(7, 5), (5, 9), (1, 6), (6, 1), (1, 1), (3, 70)]
@@ -140,7 +140,7 @@ def test_alternation_stops_within_a_thousandth_of_where_it_would_end(monkeypatch
     monkeypatch.setattr(solve_module, "CONVERGED", 0)
     signs = case.problem.delta > 0
     ended = dense(signs, *solve_scales(case.problem, signs, "both", rounds=60))
-    assert stopped == pytest.approx(layer_loss(case.problem, ended.float()), rel=1e-3)
+    assert stopped == pytest.approx(solve_module.layer_loss(case.problem, ended.float()), rel=1e-3)
 
 
 def test_both_scales_lose_no_more_than_either_alone() -> None:
@@ -209,7 +209,7 @@ def test_the_loss_is_what_the_outputs_are_off_by_less_what_the_base_is() -> None
     case = drawn(5, 9)
     delta = normal(7, 5, 9)
     wanted = case.lost(delta) - case.lost(torch.zeros(5, 9))
-    assert layer_loss(case.problem, delta.float()) == pytest.approx(wanted, rel=1e-5)
+    assert solve_module.layer_loss(case.problem, delta.float()) == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -217,7 +217,7 @@ def test_the_loss_that_solve_reports_is_that_of_its_delta(axis: Axis) -> None:
     case = drawn(8, 13)
     solved = solve(case.problem, axis)
     delta = dense(solved.signs, solved.scale_out, solved.scale_in)
-    assert layer_loss(case.problem, delta.float()) == pytest.approx(solved.loss, rel=1e-5)
+    assert solve_module.layer_loss(case.problem, delta.float()) == pytest.approx(solved.loss, rel=1e-5)
 
 
 def feedback_oracle(case: Drawn, levels: Tensor, ridge: float) -> Tensor:
@@ -270,7 +270,8 @@ def test_refined_signs_lose_less_on_other_inputs_too_however_few_they_were_made_
         held_out = replace(many.problem, delta=few.problem.delta, cross=cross)
         plain, refined = (solve(few.problem, "both", sign_rounds=rounds) for rounds in (0, 2))
         lost = [
-            layer_loss(held_out, dense(s.signs, s.scale_out, s.scale_in).float()) for s in (plain, refined)
+            solve_module.layer_loss(held_out, dense(s.signs, s.scale_out, s.scale_in).float())
+            for s in (plain, refined)
         ]
         assert lost[1] < lost[0]
 
@@ -308,9 +309,9 @@ def test_enough_sweeps_leave_no_single_flip_that_pays(monkeypatch: pytest.Monkey
     signs = case.problem.delta > 0
     scale_out, _ = solve_scales(case.problem, signs, "out")
     found = descend_signs(case.problem, signs, scale_out, None)
-    lost = pulled_loss(case, dense(found, scale_out, None), 0.05)
+    lost = pulled_loss(case, dense(found, scale_out, None), RIDGE)
     flipped = found ^ torch.eye(67, dtype=torch.bool)[:, None, :]  # [67, out, in]
-    assert bool((pulled_loss(case, dense(flipped, scale_out, None), 0.05) >= lost * (1 - 1e-6)).all())
+    assert bool((pulled_loss(case, dense(flipped, scale_out, None), RIDGE) >= lost * (1 - 1e-6)).all())
 
 
 def test_under_a_scale_of_zero_signs_stay_as_they_were() -> None:

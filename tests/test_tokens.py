@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.compressing import enriched
 from tests.served import generate, make_delta, merged, same_up_to_a_tie, serving
 from tests.tiny_models import ARCHITECTURES, Change, make_pair
 
@@ -67,3 +68,25 @@ def test_ties_and_added_tokens_answer_as_merged(
             assert same_up_to_a_tie(
                 served.ask(record, prompt, max_new_tokens=NUM_TOKENS).token_ids, tokens, margins
             )
+
+
+@pytest.mark.parametrize("change", [Change(), Change(tied=False), Change(added_tokens=2)])
+@pytest.mark.parametrize("base_tied", [True, False])
+def test_planes_and_residuals_answer_as_merged(base_tied: bool, change: Change, tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path, seed=3, changes=(change,), tie_word_embeddings=base_tied)
+    plain = make_delta(models.base, models.finetunes[0], tmp_path / "plain.safetensors")
+    layer = "model.layers.1"
+    forms = {"model.embed_tokens.weight": (2, 1), f"{layer}.self_attn.q_proj.weight": (1, 3)}
+    forms |= {f"{layer}.mlp.down_proj.weight": (3, 2)}
+    if not base_tied or change.tied is False:
+        forms["lm_head.weight"] = (2, 3)
+    rich = enriched(plain, tmp_path / "rich.safetensors", forms)
+    references = [merged(models.base, delta, delta.with_suffix("")) for delta in (plain, rich)]
+    with serving(models.base, tmp_path / "registry", slot_headroom=4.0) as served:
+        records = [served.publish(delta, delta.stem) for delta in (plain, rich)]
+        for prompt in PROMPTS:
+            wanted = [generate(reference, prompt, NUM_TOKENS) for reference in references]
+            assert wanted[0][0] != wanted[1][0], "the two must differ to be told apart"
+            pending = [served.start(record, prompt, max_new_tokens=NUM_TOKENS) for record in records]
+            for waiting, (tokens, margins) in zip(pending, wanted, strict=True):
+                assert same_up_to_a_tie(waiting.answer().token_ids, tokens, margins)

@@ -10,6 +10,7 @@ from torch import Tensor
 from deltastore.artifact import ArtifactWriter
 from deltastore.base import Base
 from deltastore.manifest import Manifest, TensorSpec
+from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.signs import pack_signs
 
@@ -42,23 +43,34 @@ SPECS = {
 
 def tiny_onebit(name: str) -> OneBit:
     """The coded matrix of a name, of numbers that FP16 holds exactly."""
-    spec = SPECS[name]
+    return tiny_plane(SPECS[name])
+
+
+def tiny_plane(spec: TensorSpec, number: int = 0) -> OneBit:
+    """One plane of a coded matrix; each has signs of its own, and a quarter of the scales of the one before."""
     out_features, in_features = spec.base_rows, spec.shape[1]
-    signs = pack_signs(torch.arange(out_features * in_features).view(out_features, in_features) * 7 % 5 < 2)
-    scale_out, scale_in = _ramp(out_features), _ramp(in_features)
+    order = torch.arange(out_features * in_features).view(out_features, in_features)
+    signs = pack_signs((order * 7 + number) % 5 < 2)
+    scale_out, scale_in, gain = ramp(out_features), ramp(in_features), 4.0**-number
     if spec.axis == "in":
-        return OneBit(signs, in_features, 2.0**-20, scale_in=scale_in)
+        return OneBit(signs, in_features, gain * 2.0**-20, scale_in=scale_in)
     if spec.axis == "scalar":
-        return OneBit(signs, in_features, 2.0**-9, scale_out[1:2])
-    return OneBit(signs, in_features, 2.0**-14, scale_out, scale_in if spec.axis == "both" else None)
+        return OneBit(signs, in_features, gain * 2.0**-9, scale_out[1:2])
+    return OneBit(signs, in_features, gain * 2.0**-14, scale_out, scale_in if spec.axis == "both" else None)
 
 
 def added_rows() -> Tensor:  # [2, 10] float16
-    return _ramp(20).view(2, 10) / 64
+    return ramp(20).view(2, 10) / 64
 
 
 def norm() -> Tensor:  # [10] bfloat16
-    return 1 + _ramp(10).bfloat16() / 16
+    return 1 + ramp(10).bfloat16() / 16
+
+
+def ramp(length: int) -> Tensor:  # [length] float16
+    """Eighths from 1 up, every third negative."""
+    values = 1 + torch.arange(length) / 8
+    return torch.where(torch.arange(length) % 3 == 2, -values, values).half()
 
 
 def tiny_manifest(device_bytes: int) -> Manifest:
@@ -81,15 +93,10 @@ def write_tiny(path: Path) -> str:
     with ArtifactWriter(path) as writer:
         for name, spec in SPECS.items():
             if spec.codec == "onebit":
-                writer.add_onebit(name, tiny_onebit(name), added_rows() if spec.added_rows else None)
+                delta = MatrixDelta((tiny_onebit(name),))
+                writer.add_onebit(name, delta, added_rows() if spec.added_rows else None)
             else:
                 writer.add_whole(name, norm())
         for filename, content in FILES.items():
             writer.add_file(filename, content)
         return writer.finish(tiny_manifest(writer.device_bytes))
-
-
-def _ramp(length: int) -> Tensor:
-    """Eighths from 1 up, every third negative."""
-    values = 1 + torch.arange(length) / 8
-    return torch.where(torch.arange(length) % 3 == 2, -values, values).half()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from server.deltas.batch import BatchContext, Group, add_rows
+from server.deltas.resident import MatrixView
 from server.kernels import onebit_rows
 
 
@@ -45,8 +46,18 @@ class EmbeddingDelta:
         if (matrix := group.delta.matrices.get(self.weight)) is None:
             return
         known = ids.clamp(max=self.num_rows - 1)
-        rows = onebit_rows(known, matrix.signs, matrix.factor_out, matrix.factor_in, self.width)
-        add_rows(output, group.rows, rows * self.factor)
+        add_rows(output, group.rows, _rows(known, matrix, self.width) * self.factor)
         if matrix.added is not None and bool((own := ids >= self.num_rows).any()):
             changed = output[group.rows]
             changed[own] = (matrix.added[ids[own] - self.num_rows].float() * self.factor).to(output.dtype)
+
+
+def _rows(ids: Tensor, matrix: MatrixView, width: int) -> Tensor:
+    """What a coded matrix adds to the base's rows `ids`, float32 [rows, width]."""
+    first, *others = matrix.planes
+    total = onebit_rows(ids, first.signs, first.factor_out, first.factor_in, width)
+    for plane in others:
+        total += onebit_rows(ids, plane.signs, plane.factor_out, plane.factor_in, width)
+    if matrix.left is not None and matrix.right is not None:
+        total += matrix.left[ids].float() @ matrix.right.float()
+    return total

@@ -1,4 +1,4 @@
-"""Linear layers: the base product by the library, then each delta's one-bit product on its own rows.
+"""Linear layers: the base product by the library, then each delta's one-bit products on its own rows.
 
 A layer is made delta-aware by a forward hook, so the base's weights are read and never written, and the model keeps
 the library's modules and names.
@@ -77,7 +77,7 @@ class HeadDelta:
         """Make `logits` [rows, width], which hold the base's, the delta's own."""
         name, everything = self._source(delta), slice(None)
         if (matrix := delta.matrices.get(name)) is not None:
-            num_base = len(matrix.signs)
+            num_base = matrix.num_base_rows
             add_rows(logits[:, :num_base], everything, _product(x, matrix))
             if matrix.added is not None:
                 logits[:, num_base : matrix.num_rows] = x @ matrix.added.to(x.dtype).T
@@ -97,4 +97,11 @@ class HeadDelta:
 
 
 def _product(x: Tensor, matrix: MatrixView) -> Tensor:
-    return onebit_matmul(x, matrix.signs, matrix.factor_out, matrix.factor_in)
+    """What a coded matrix adds, float32 [rows, out]; the residual goes through its rank, never as a matrix."""
+    first, *others = matrix.planes
+    total = onebit_matmul(x, first.signs, first.factor_out, first.factor_in)
+    for plane in others:
+        total += onebit_matmul(x, plane.signs, plane.factor_out, plane.factor_in)
+    if matrix.left is not None and matrix.right is not None:
+        total += x.float() @ matrix.right.float().T @ matrix.left.float().T
+    return total

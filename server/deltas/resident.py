@@ -11,21 +11,36 @@ from torch import Tensor
 from deltastore.artifact import Artifact
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.header import TensorEntry
+from deltastore.parts import MatrixParts, PlaneParts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MatrixView:
-    """A one-bit matrix as kernels take it. The gain is folded into `factor_out`."""
+class PlaneView:
+    """One sign plane as kernels take it. The gain is folded into `factor_out`."""
 
     signs: Tensor  # [out, ceil(in / 8)] uint8, in the slot
     factor_out: Tensor  # [out] float32
     factor_in: Tensor | None  # [in] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatrixView:
+    """A coded matrix: what its layers add up."""
+
+    planes: tuple[PlaneView, ...]
+    left: Tensor | None  # [out, rank] float16, in the slot
+    right: Tensor | None  # [rank, in] float16, in the slot
     added: Tensor | None  # [added, in]: rows that the base lacks, in the slot
+
+    @property
+    def num_base_rows(self) -> int:
+        """Rows that the base has too."""
+        return len(self.planes[0].signs)
 
     @property
     def num_rows(self) -> int:
         """Rows that the variant has, added ones included."""
-        return len(self.signs) + (0 if self.added is None else len(self.added))
+        return self.num_base_rows + (0 if self.added is None else len(self.added))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +50,7 @@ class DeltaPlan:
     digest: str
     tied: bool
     head: str
-    matrices: Mapping[str, Mapping[str, TensorEntry]]  # by tensor, by part
+    matrices: Mapping[str, MatrixParts[TensorEntry]]
     whole: Mapping[str, TensorEntry]
 
     @classmethod
@@ -95,15 +110,17 @@ def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
     return [Slot(index, memory[index]) for index in range(num_slots)]
 
 
-def _matrix(parts: Mapping[str, TensorEntry], memory: Tensor) -> MatrixView:
-    tensors = {part: _view(entry, memory) for part, entry in parts.items()}
-    signs, gain = tensors["signs"], tensors["gain"]
-    out = tensors["scale_out"].float() * gain if "scale_out" in tensors else gain
-    return MatrixView(
-        signs=signs,
-        factor_out=out.expand(len(signs)).contiguous(),
-        factor_in=tensors["scale_in"].float() if "scale_in" in tensors else None,
-        added=tensors.get("added"),
+def _matrix(entries: MatrixParts[TensorEntry], memory: Tensor) -> MatrixView:
+    parts = entries.map(lambda entry: _view(entry, memory))
+    return MatrixView(tuple(map(_plane, parts.planes)), parts.left, parts.right, parts.added)
+
+
+def _plane(parts: PlaneParts[Tensor]) -> PlaneView:
+    out = parts.gain if parts.scale_out is None else parts.scale_out.float() * parts.gain
+    return PlaneView(
+        signs=parts.signs,
+        factor_out=out.expand(len(parts.signs)).contiguous(),
+        factor_in=None if parts.scale_in is None else parts.scale_in.float(),
     )
 
 

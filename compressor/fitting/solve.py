@@ -22,6 +22,7 @@ CHUNK_WEIGHTS = 2**26  # of one row chunk; a chunk has up to five float32 buffer
 FLOAT64_INPUTS = 4096  # factors of matrices up to this size are made in float64
 DAMPING = 1e-6  # how hard scales are pulled toward the true delta's, as a part of H's mean diagonal
 CONVERGED = 1e-4  # of the loss that scales explain: a round that gains less is the last one
+RIDGE = 0.2  # of H's mean diagonal; less of it follows the calibration text closer and other text worse
 NOISE = 2.0  # ridge added per in / n: without it, signs of few inputs fit noise and lose on others
 SWEEPS = 2  # of single flips; each next one flips about half as many signs
 LEAF = 64  # columns done one at a time, between products of whole blocks
@@ -71,7 +72,7 @@ class Solved:
     loss: float  # as `layer_loss` gives it
 
 
-def solve(problem: Problem, axis: Axis, *, sign_rounds: int = 2, ridge: float = 0.05) -> Solved:
+def solve(problem: Problem, axis: Axis, *, sign_rounds: int = 2, ridge: float = RIDGE) -> Solved:
     """The best signs and scales found; its loss is never above that of the delta's own signs with their best scales.
 
     The first round of signs is error feedback and then single flips, each later one flips alone: to go on from good
@@ -140,7 +141,7 @@ def refine_signs(
     signs: Tensor,  # [out, in] bool: kept where nothing decides, which is where a scale is zero
     scale_out: Tensor | None,  # [out] or [1]
     scale_in: Tensor | None,  # [in]
-    ridge: float = 0.05,
+    ridge: float = RIDGE,
 ) -> Tensor:  # [out, in] bool
     """Signs chosen column by column, the columns of most input first, each answering for the error of those before.
 
@@ -150,7 +151,7 @@ def refine_signs(
     """
     pull, refined = problem.ridge_pull(ridge), torch.empty_like(signs)
     order = problem.gram.diagonal().argsort(stable=True)
-    factor = _factor(problem.gram[order][:, order], pull).float()
+    factor = cholesky(problem.gram[order][:, order], pull).float()
     across = _across(problem, scale_in)[order]
     for rows in problem.chunks():
         old = signs[rows].T[order]
@@ -168,7 +169,7 @@ def descend_signs(
     signs: Tensor,  # [out, in] bool
     scale_out: Tensor | None,  # [out] or [1]
     scale_in: Tensor | None,  # [in]
-    ridge: float = 0.05,
+    ridge: float = RIDGE,
 ) -> Tensor:  # [out, in] bool
     """Flip each sign in turn that lowers the loss with `refine_signs`' ridge, `SWEEPS` times over all columns."""
     pull, descended = problem.ridge_pull(ridge), torch.empty_like(signs)
@@ -326,11 +327,11 @@ def _fit_in(
     pulled = float(scale_out.square().sum(dtype=torch.float64)) * pull
     if not pulled > 0:
         return torch.zeros_like(moment, dtype=torch.float32)
-    factor = _factor(normal.mul_(problem.gram), pulled)
+    factor = cholesky(normal.mul_(problem.gram), pulled)
     return torch.cholesky_solve(moment.to(factor.dtype)[:, None], factor)[:, 0].float()
 
 
-def _factor(
+def cholesky(
     matrix: Tensor, damping: float
 ) -> Tensor:  # lower, [in, in], float64 up to FLOAT64_INPUTS, else float32
     """Cholesky factor of ``matrix + damping * I``, with more damping where rounding has made that indefinite.

@@ -1,0 +1,75 @@
+"""The paper's Algorithm 3: what the whole student loses with one candidate in one layer; Algorithm 6 chooses by it.
+
+Blocks that are not fitted yet are the base's, as the student begins in Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compressor.checkpoints import TensorPair
+from compressor.decoder import Decoder
+from compressor.fidelity import last_hiddens
+from compressor.fitting.layerwise import Place, with_delta
+from compressor.weights import Overlay
+from deltastore.checkpoint import Checkpoint
+from deltastore.onebit import OneBit
+
+
+class EndLoss:
+    """Squared error of logits on held-out batches, the last ones of those that a `Place` holds.
+
+    Reads every later block each time.
+    """
+
+    def __init__(
+        self,
+        finetune: Checkpoint,
+        pairs: Mapping[str, TensorPair],
+        held_out: Sequence[Tensor],  # ids [sequences, tokens] each
+        device: torch.device,
+    ) -> None:
+        self._pairs, self._fitted = pairs, dict[str, OneBit]()
+        self._student = Decoder(Overlay(finetune, self._begun), device, torch.float32)
+        teacher = Decoder(finetune, device, torch.float32)
+        head = teacher.load_head()
+        with torch.no_grad():
+            self._logits = [teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, held_out)]
+
+    def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
+        """The mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
+        weight = place.block.get_submodule(place.path).weight
+        assert isinstance(weight, Tensor)
+        before = weight.data.clone()
+        weight.data.copy_(with_delta(pair, delta.dense()))
+        try:
+            return self._of_student(place)
+        finally:
+            weight.data.copy_(before)
+
+    def settle(self, name: str, delta: OneBit) -> None:
+        """A layer is fitted: later ones are judged with it."""
+        self._fitted[name] = delta
+
+    @torch.no_grad()
+    def _of_student(self, place: Place) -> float:
+        hiddens = [hidden.clone() for hidden in place.hiddens[-len(self._logits) :]]
+        place.decoder.advance(place.block, place.index, hiddens)
+        for index in range(place.index + 1, self._student.num_blocks):
+            self._student.advance(self._student.load_block(index), index, hiddens)
+        head, total = self._student.load_head(), 0.0
+        for hidden, target in zip(hiddens, self._logits, strict=True):
+            logits = self._student.logits(head, self._student.finish(hidden)).cpu()
+            total += float(F.mse_loss(logits, target, reduction="sum"))
+        return total / len(hiddens)
+
+    def _begun(self, name: str) -> Tensor | None:
+        pair = self._pairs.get(name)
+        if pair is None:
+            return None
+        fitted = self._fitted.get(name)
+        return with_delta(pair, torch.zeros(pair.shape) if fitted is None else fitted.dense())

@@ -1,6 +1,7 @@
 """How much time and memory does `peraxis compress` take, against the size of the model?
 
-Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process.
+Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process:
+from weights alone, or, with --fit, fitted to text that the fine-tune writes itself, on smaller models with less text.
 Memory is what that process grows by after its imports, at its peak. Files are read with `pread`, so the page cache is
 no part of it.
 """
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
+from compressor.calibration import Calibration
 from compressor.codec import Method
+from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress
 from compressor.shards import Output, cut, write_index, write_shard
 from deltastore.base import architecture
@@ -35,6 +38,12 @@ SIZES = (
     LlamaShapes(num_layers=14, hidden=1024, intermediate=2816, kv=256),
     LlamaShapes(num_layers=22, kv=256),  # TinyLlama's 1.1B parameters
 )
+FITTED_SIZES = (
+    LlamaShapes(num_layers=4, hidden=256, intermediate=704, kv=64, vocabulary=8000),
+    LlamaShapes(num_layers=6, hidden=384, intermediate=1056, kv=128, vocabulary=8000),
+    LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128, vocabulary=16000),
+)
+FITTED_SAMPLES = 32  # sequences; all costs but those of the weights are in proportion
 SMALL = (LlamaShapes(num_layers=2, hidden=256, intermediate=704, kv=64, vocabulary=8000),)
 WEIGHT_BYTES = 2
 BLOCK_NUMEL = 1 << 22
@@ -68,11 +77,13 @@ class Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     if args.pair:
-        print(json.dumps(compress_here(args.pair, args.method)))
+        print(json.dumps(compress_here(args.pair, args.method, args.fit)))
         return
-    figures = [measure(shapes, args.method, args.dir) for shapes in (SMALL if args.small else SIZES)]
+    sizes = SMALL if args.small else FITTED_SIZES if args.fit else SIZES
+    figures = [measure(shapes, args.method, args.fit, args.dir) for shapes in sizes]
     device = torch.device("cpu")
-    print(f"{describe(device)}; --method {args.method}, page cache warm\n")
+    how = f"fitted to {FITTED_SAMPLES} sequences" if args.fit else "weights alone"
+    print(f"{describe(device)}; --method {args.method}, {how}, page cache warm\n")
     head = (
         "weights",
         "largest tensor, MB",
@@ -82,19 +93,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "artifact, MB",
     )
     print(table(head, [_row(figure) for figure in figures]))
-    if out := args.out or (None if args.small else RESULTS / "compress.json"):
+    default = RESULTS / ("compress-fit.json" if args.fit else "compress.json")
+    if out := args.out or (None if args.small else default):
         settings = {"method": args.method, "dtype": "bfloat16", "page_cache": "warm"}
+        settings |= {"fitted_samples": FITTED_SAMPLES} if args.fit else {}
         write_result(
             out, "compress", device, {"settings": settings, "results": [f.as_json() for f in figures]}
         )
 
 
-def measure(shapes: LlamaShapes, method: Method, parent: Path | None) -> Figure:
+def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None) -> Figure:
     """Write a pair, compress it in a fresh process, and remove it."""
     numels = [math.prod(shape) for _, shape in shapes.tensors()]
     with tempfile.TemporaryDirectory(dir=parent) as name:
         write_pair(Path(name), shapes)
         command = [sys.executable, "-m", "bench.compress", "--method", method, "--pair", name]
+        command += ["--fit"] if fit else []
         figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return Figure(sum(numels), WEIGHT_BYTES * max(numels), **figures)
 
@@ -132,9 +146,12 @@ def write_pair(directory: Path, shapes: LlamaShapes) -> None:
         write_index(directory / model, shards)
 
 
-def compress_here(directory: Path, method: Method) -> dict[str, Any]:
+def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     """Compress the pair in this process and take its peak; meant for a process that has done nothing else."""
-    config = CompressConfig(str(directory / "base"), str(directory / "finetune"), directory / "delta", method)
+    training = Training(Calibration("self", FITTED_SAMPLES), device="cpu") if fit else None
+    config = CompressConfig(
+        str(directory / "base"), str(directory / "finetune"), directory / "delta", method, training=training
+    )
     architecture(
         json.loads((directory / "base" / "config.json").read_text())
     )  # imports what compressing imports
@@ -168,6 +185,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--small", action="store_true", help="one pair of some megabytes; writes JSON only with --out"
     )
     parser.add_argument("--method", choices=("scalar", "per-axis", "both"), default="both")
+    parser.add_argument("--fit", action="store_true", help="fit to text; writes compress-fit.json")
     parser.add_argument("--dir", type=Path, help="where the pairs are made; the largest takes 4.5 GB")
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/compress.json by default")
     parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)

@@ -98,6 +98,19 @@ def held_out(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return list(sequences[:cut]), list(sequences[cut:])
 
 
+def scattered(sequences: Sequence[Tensor], num_ids: int, part: float) -> list[Tensor]:
+    """The same sequences with a part of their tokens replaced by any ids below `num_ids`, always the same ones.
+
+    What layers read of such text spans more directions than a narrow domain's own, which they would else be free in.
+    """
+    generator = torch.Generator().manual_seed(len(sequences))
+    scattered = []
+    for ids in sequences:
+        replaced = torch.rand(ids.shape, generator=generator) < part
+        scattered.append(torch.where(replaced, torch.randint(num_ids, ids.shape, generator=generator), ids))
+    return scattered
+
+
 def batched(sequences: Sequence[Tensor], max_tokens: int) -> list[Tensor]:  # [sequences, tokens] int64 each
     """Sequences of one length together, in their order, at most `max_tokens` in a batch or one sequence."""
     by_length: dict[int, list[Tensor]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from compressor.blocks import workers
+from compressor.blocks import Map, row_blocks, workers
 from compressor.checkpoints import Pairs, TensorPair
 from compressor.codec import Coded, Method, code_matrix, measured
 from compressor.fidelity import rounded
@@ -91,6 +91,21 @@ def carry(pairs: Pairs, files: Mapping[str, bytes], coding: Coding, writer: Arti
         writer.add_file(name, content)
         carried.files.append(name)
     return carried
+
+
+def changed(pairs: Pairs) -> frozenset[str]:
+    """Names of the tensors that a delta says something of. Reads everything once, so that bad input ends before work.
+
+    Raises:
+        CheckpointError: NaN or infinity in a tensor.
+    """
+    with workers() as each:
+        return frozenset(pair.name for pair in pairs.tensors if _is_changed(pair, each))
+
+
+def _is_changed(pair: TensorPair, each: Map) -> bool:
+    differs = list(each(lambda rows: bool(pair.block(rows).any()), row_blocks(pair.shape)))
+    return pair.added() is not None or any(differs)
 
 
 def _as_matrix(coded: Coded[OneBit]) -> Coded[MatrixDelta]:

@@ -58,7 +58,7 @@ def compress(
     samples: Annotated[
         int,
         typer.Option(
-            "--samples", help="Sequences of calibration text; a fifth is held out.", rich_help_panel=FITTING
+            "--samples", help="Sequences of calibration text; a tenth is held out.", rich_help_panel=FITTING
         ),
     ] = 256,
     seed: Annotated[
@@ -82,11 +82,13 @@ def compress(
         ),
     ] = None,
     learn_signs: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--learn-signs/--no-learn-signs", help="Let signs move end to end.", rich_help_panel=FITTING
+            "--learn-signs/--no-learn-signs",
+            help="Let signs move end to end, at eight bytes of memory each; by default up to a billion of them.",
+            rich_help_panel=FITTING,
         ),
-    ] = True,
+    ] = None,
     solver: Annotated[
         Literal["lstsq", "adamw"],
         typer.Option(
@@ -111,6 +113,14 @@ def compress(
     with_scalar: Annotated[
         bool, typer.Option("--with-scalar", help="Try a single scale as well.", rich_help_panel=PAPER)
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="DIR",
+            help="Write a page and figures about the delta there; needs the extra 'report'.",
+        ),
+    ] = None,
     min_agreement: Annotated[
         float | None,
         typer.Option(
@@ -156,7 +166,9 @@ def compress(
             "--budget and --solver adamw need calibration text: give --calibration self or a file"
         )
     result = run(
-        CompressConfig(base, finetune, out, method, embeddings, progress, training, min_agreement, resume)
+        CompressConfig(
+            base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
+        )
     )
     if as_json:
         _print_json(result.as_json())

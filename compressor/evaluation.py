@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from compressor.weights import Weights
 
 BATCH_TOKENS = 4096  # that one forward sees
-SEQUENCE_TOKENS = 192
 SEED = 0x5EED  # of text sampled here; other than that on which a delta is likely to have been fitted
 MODELS = ("base", "finetune", "delta")
 
@@ -117,7 +116,7 @@ def _measure(
         raise UsageError("--text none: give a .txt or .jsonl file, a data set's name, or self")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     teacher = Decoder(finetune, device, torch.float32)
-    sequences = calibration_text(Calibration(config.text, config.samples, SEQUENCE_TOKENS, SEED), teacher)
+    sequences = calibration_text(Calibration(config.text, config.samples, seed=SEED), teacher)
     batches: Sequence[Tensor] = batched(sequences, BATCH_TOKENS)
     total = teacher.num_blocks * (1 + len(students))
     with tqdm(total=total, desc="comparing", unit="block", disable=not config.progress, leave=False) as bar:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 from compressor.adapters import finetune_directory
-from compressor.carry import Carried, Coding, carry
+from compressor.carry import Carried, Coding, carry, changed
 from compressor.checkpoints import Pairs, pair_up
 from compressor.codec import Method
+from compressor.report import Report, check_report, write_report
 from compressor.resume import Progress, kept
 from compressor.sources import checkpoint_directory
-from compressor.variant import base_as_variant
+from compressor.variant import Variant, base_as_variant
 from compressor.variant_files import own_files
-from deltastore.artifact import ArtifactWriter
+from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, StorageFull, UsageError
@@ -30,6 +34,7 @@ if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.training import Training
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
+NUM_EXAMPLES = 4  # in a report
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 
 
@@ -46,6 +51,7 @@ class CompressConfig:
     training: Training | None = None  # None fits the weights alone
     min_agreement: float | None = None  # of most likely tokens, on text held out; less of it is a failure
     resume: bool = False
+    report: Path | None = None  # a directory for a page about the delta
 
     def __post_init__(self) -> None:
         if self.min_agreement is None:
@@ -108,12 +114,16 @@ def compress(config: CompressConfig) -> CompressResult:
         UsageError: an `out` that cannot be written, calibration text that cannot be had.
     """
     started = time.perf_counter()
+    if config.report is not None:
+        check_report(config.report)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
         base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
         pairs = pair_up(base, finetune)
         memory = _peak_memory()  # by now everything is imported
-        manifest, digest = _make(config, base, finetune, pairs)
+        manifest, digest, texts = _make(config, base, finetune, pairs)
+        if config.report is not None:
+            _report(config, config.report, pairs, texts)
     return CompressResult(
         out=config.out,
         digest=digest,
@@ -128,8 +138,8 @@ def compress(config: CompressConfig) -> CompressResult:
 
 def _make(
     config: CompressConfig, base: Checkpoint, finetune: Checkpoint, pairs: Pairs
-) -> tuple[Manifest, str]:
-    """Fit, write, and say what was written: the manifest and the artifact's digest."""
+) -> tuple[Manifest, str, Sequence[Tensor]]:
+    """Fit and write: the manifest, the artifact's digest, and text that nothing was fitted to."""
     files = own_files(base, finetune)
     coded = frozenset(pair.name for pair in pairs.tensors if _is_coded(pair.name, pair.shape, config))
     _check_room(config, pairs, coded, files)
@@ -138,7 +148,7 @@ def _make(
         if config.training is None:
             carried = carry(pairs, files, Coding(coded, config.method, {}, _shown(config)), writer)
             manifest = _manifest(identity, config, pairs, carried)
-            return manifest, writer.finish(manifest)
+            return manifest, writer.finish(manifest), ()
         inputs = _inputs(identity, finetune, config)
         with kept(config.out, inputs, resume=config.resume) as progress:
             fitted = _fit(config, pairs, coded, progress)
@@ -148,7 +158,20 @@ def _make(
             manifest = _manifest(identity, config, pairs, carried, fitted)
             digest = writer.finish(manifest)
             progress.discard()
-    return manifest, digest
+    return manifest, digest, fitted.unseen
+
+
+def _report(config: CompressConfig, directory: Path, pairs: Pairs, texts: Sequence[Tensor]) -> None:
+    """The page about what was made, with examples where there was text."""
+    from compressor.examples import examples  # brings the model library, which takes seconds
+
+    base, finetune = pairs.tensors[0].base, pairs.tensors[0].finetune
+    finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
+    with Artifact.open(config.out) as artifact:
+        device = torch.device("cpu") if config.training is None else config.training.place()
+        own = Variant(base, artifact)
+        shown = examples(base_as_variant(base, pairs), finetune, own, texts[:NUM_EXAMPLES], device)
+        write_report(directory, Report.of(base, finetune, artifact, shown, finetune_id))
 
 
 def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: Progress) -> Fitted:
@@ -157,9 +180,9 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
 
     assert config.training is not None
     spare = int((config.training.budget - 1) * _plan(config, pairs).device_bytes)
-    wanted = {pair.name: pair for pair in pairs.tensors if pair.name in coded}
+    wanted = coded & changed(pairs)
     fit = Fit(
-        pairs=wanted,
+        pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
         base=base_as_variant(pairs.tensors[0].base, pairs),
         finetune=pairs.tensors[0].finetune,
         method=config.method,
@@ -173,11 +196,13 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
 
 def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig) -> dict[str, Any]:
     """What a run must share with one that it goes on with."""
+    assert config.training is not None
     return {
         "base": base.fingerprint,
         "finetune": Base.of(finetune).fingerprint,
         "version": version("peraxis"),
         "settings": config.settings(),
+        "text": config.training.calibration.source,
     }
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ class Progress:
             UsageError: what is there was made from other inputs.
         """
         self.directory = out.with_name(out.name + SUFFIX)
-        self._inputs = json.dumps(inputs, sort_keys=True, default=str)
+        self.is_damaged = False  # no use going on
+        self._inputs = json.dumps(inputs, sort_keys=True, default=str).encode()
         if not resume or not (self.directory / INPUTS).is_file():
             self.discard()
-        elif (self.directory / INPUTS).read_text() != self._inputs:
+        elif (self.directory / INPUTS).read_bytes() != self._inputs:
             raise UsageError(
                 f"{self.directory}: it was left by a run with other inputs or settings: give the same ones, or leave "
                 "--resume away to begin anew"
@@ -75,27 +77,10 @@ class Progress:
     def deltas(self, stage: str) -> dict[str, list[MatrixDelta]] | None:
         """By matrix, the delta that a stage kept and others that it may have instead; None where it has not ended."""
         tensors = self.tensors(stage)
-        if tensors is None:
-            return None
-        parts: dict[tuple[str, int], dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, option, part = key.rsplit("|", 2)
-            parts.setdefault((name, int(option)), {})[part] = tensor
-        deltas: dict[str, list[MatrixDelta]] = {}
-        for name, number in sorted(parts):
-            deltas.setdefault(name, []).append(_delta(parts[name, number]))
-        return deltas
+        return None if tensors is None else joined(tensors)
 
     def keep_deltas(self, stage: str, deltas: Mapping[str, Sequence[MatrixDelta]]) -> None:
-        self.keep_tensors(
-            stage,
-            {
-                f"{name}|{number}|{part}": tensor
-                for name, options in deltas.items()
-                for number, delta in enumerate(options)
-                for part, tensor in _parts(delta)
-            },
-        )
+        self.keep_tensors(stage, taken_apart(deltas))
 
     def state(self, stage: str) -> Any:
         """Tensors in plain containers; None where there is none."""
@@ -103,29 +88,38 @@ class Progress:
         if not path.is_file():
             return None
         try:
-            return torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise self._damaged(path) from error
 
     def keep_state(self, stage: str, state: Any) -> None:
         self._keep(f"{stage}.pt", lambda path: torch.save(state, path))
 
     def _keep(self, filename: str, write: Callable[[Path], object]) -> None:
-        if not self.is_begun:
-            self.directory.mkdir()
-            (self.directory / INPUTS).write_text(self._inputs)
         partial = self.directory / f".{filename}"
         try:
+            if not self.is_begun:
+                self.directory.mkdir()
+                self._keep(INPUTS, lambda path: path.write_bytes(self._inputs))
             write(partial)
-        except (OSError, SafetensorError, RuntimeError) as error:  # the libraries' own for a full disk
+            os.replace(partial, self.directory / filename)
+        except OSError as error:
+            raise self._full(error.strerror or str(error)) from error
+        except (SafetensorError, RuntimeError) as error:  # the libraries' own for a full disk
             if shutil.disk_usage(self.directory).free > FULL_BYTES:
                 raise
-            raise StorageFull(
-                f"{self.directory}: no space left for what is done so far: free some and run again with --resume"
-            ) from error
-        os.replace(partial, self.directory / filename)
+            raise self._full("no space left") from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def _full(self, reason: str) -> StorageFull:
+        return StorageFull(
+            f"{self.directory}: {reason}: free some space for what is done so far and run again with --resume"
+        )
 
     def _damaged(self, path: Path) -> CheckpointError:
+        self.is_damaged = True
         return CheckpointError(f"{path}: it is damaged: leave --resume away to begin anew")
 
 
@@ -136,11 +130,33 @@ def kept(out: Path, inputs: Mapping[str, Any], *, resume: bool) -> Iterator[Prog
     try:
         yield progress
     except BaseException as error:
-        if progress.is_begun and not isinstance(error, FidelityError):
-            print(f"{progress.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
-        elif progress.is_begun:
+        if isinstance(error, FidelityError):
             progress.discard()
+        elif progress.is_begun and not progress.is_damaged:
+            print(f"{progress.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
         raise
+
+
+def taken_apart(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor]:
+    """Deltas as plain tensors, of which `joined` makes them again."""
+    return {
+        f"{name}|{number}|{part}": tensor
+        for name, options in deltas.items()
+        for number, delta in enumerate(options)
+        for part, tensor in _parts(delta)
+    }
+
+
+def joined(tensors: Mapping[str, Tensor]) -> dict[str, list[MatrixDelta]]:
+    """The inverse of `taken_apart`."""
+    parts: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, option, part = key.rsplit("|", 2)
+        parts.setdefault((name, int(option)), {})[part] = tensor
+    deltas: dict[str, list[MatrixDelta]] = {}
+    for name, number in sorted(parts):
+        deltas.setdefault(name, []).append(_delta(parts[name, number]))
+    return deltas
 
 
 def _parts(delta: MatrixDelta) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +14,10 @@ from deltastore.artifact import Artifact
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
-from deltastore.header import TensorEntry
-from deltastore.layout import file_tensor
 from deltastore.manifest import FORMAT
 from deltastore.model_shapes import model_shapes
 from deltastore.plan import Plan, one_bit_plan
+from deltastore.sizes import KINDS, files_bytes, tensor_bytes
 from deltastore.validate import check_artifact, check_base
 
 app = typer.Typer(no_args_is_help=True)
@@ -116,25 +114,10 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 
 def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
-    """Where the bytes go: signs of all planes, scales, low-rank residuals, rows added, whole tensors, files."""
-    sizes = dict.fromkeys(("signs", "scales", "low_rank", "added", "whole", "files"), 0)
-    entries = artifact.header.tensors
-    for name, spec in artifact.manifest.tensors.items():
-        if spec.codec == "whole":
-            sizes["whole"] += entries[name].num_bytes
-            continue
-        parts = artifact.parts(name)
-        signs = _num_bytes(plane.signs for plane in parts.planes)
-        sizes["signs"] += signs
-        sizes["scales"] += sum(_num_bytes(plane.all()) for plane in parts.planes) - signs
-        sizes["low_rank"] += _num_bytes(parts.residual())
-        sizes["added"] += _num_bytes(parts.added_rows())
-    sizes["files"] = sum(entries[file_tensor(name)].num_bytes for name in artifact.manifest.files)
-    return sizes
-
-
-def _num_bytes(entries: Iterable[TensorEntry]) -> int:
-    return sum(entry.num_bytes for entry in entries)
+    """Where the bytes go."""
+    tensors = [tensor_bytes(artifact, name) for name in artifact.manifest.tensors]
+    sizes = {kind: sum(own.get(kind, 0) for own in tensors) for kind in KINDS}
+    return sizes | {"files": files_bytes(artifact)}
 
 
 def _text(facts: dict[str, Any]) -> str:

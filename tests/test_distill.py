@@ -1,127 +1,193 @@
-"""Distillation: gradients against autograd through the whole model, and what steps do to a student."""
+"""Distillation: gradients against autograd through whole models in float64, and what steps do to a student."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
-from compressor.checkpoints import TensorPair, pair_up
-from compressor.codec import code_matrix
 from compressor.decoder import Decoder
-from compressor.fitting.distill import Lesson, Recipe, _backward, distill
-from compressor.fidelity import last_hiddens
+from compressor.fidelity import fidelity
+from compressor.fitting import distill
+from compressor.fitting.distill import Distillation, Lesson, Loss, Recipe, divergence
+from compressor.fitting.layerwise import with_delta
 from compressor.fitting.student import Student
-from compressor.fitting.trainable import Trainable
+from compressor.resume import Progress
+from compressor.weights import Overlay
 from deltastore.checkpoint import Checkpoint
-from deltastore.matrix import MatrixDelta
-from deltastore.plan import is_matrix
+from deltastore.signs import unpack_signs
+from tests.decoders import CPU, one_thread  # noqa: F401 - a fixture
+from tests.fitting import Whole, coded, ids_of, lesson_of, pairs_of, random_delta, student_of, weights_with
 from tests.tiny_models import Change, TinyModels, make_pair
 
-CPU = torch.device("cpu")
+ONCE = {"kl": Recipe("kl", 1, 0.0), "squared": Recipe("squared", 1, 0.0)}  # gradients alone: nothing moves
+SIGNS = Recipe("kl", epochs=4, rate=0.01, sign_rate=0.02, signs_from=2)
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture
+def models(tmp_path: Path) -> TinyModels:
+    return make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
 
 
-def matrix_delta(pair: TensorPair, method: Any, planes: int = 1, rank: int = 0) -> MatrixDelta:
-    """A delta of a pair, whose further planes and residual are arbitrary."""
-    first = code_matrix(pair, method).delta
-    left, right = (0.01 * random(1, pair.shape[0], rank).half(), random(2, rank, pair.shape[1]).half())
-    return MatrixDelta((first,) * planes, *((left, right) if rank else (None, None)))
+def lesson(models: TinyModels) -> Lesson:
+    return lesson_of(models, [ids_of(seed, 2, 12) for seed in range(4)])
 
 
-def student_of(
-    models: TinyModels, deltas: Mapping[str, MatrixDelta] | None = None, **trainable: Any
-) -> Student:
-    finetune = Checkpoint.open(models.finetunes[0])
-    pairs = {
-        pair.name: pair
-        for pair in pair_up(Checkpoint.open(models.base), finetune).tensors
-        if is_matrix(pair.name, pair.shape)
-    }
-    own = {name: matrix_delta(pair, "both") for name, pair in pairs.items()} | dict(deltas or {})
-    return Student(
-        finetune,
-        pairs,
-        {name: Trainable.of(delta, relative=True) for name, delta in own.items()},
-        CPU,
-    )
-
-
-def lesson_of(models: TinyModels, count: int = 4, batch: int = 2, length: int = 12) -> Lesson:
-    teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    batches = [
-        torch.randint(0, teacher.num_embeddings, (batch, length), generator=generator) for _ in range(count)
-    ]
-    return Lesson(batches, last_hiddens(teacher, batches), teacher, teacher.load_head())
-
-
-class Oracle(nn.Module):
-    """The weight of a coded matrix as a function of leaves of its own, in float64."""
-
-    def __init__(self, base: Tensor, rows: int, delta: MatrixDelta) -> None:
-        super().__init__()
-        self.base, self.rows = base.double(), rows
-        self.signs = [plane.dense().sign().double() for plane in delta.planes]
-        self.out = [plane.factor_out().double().requires_grad_() for plane in delta.planes]
-        self.across = [
-            plane.scale_in.double().requires_grad_() for plane in delta.planes if plane.scale_in is not None
-        ]
-
-    def forward(self, weight: Tensor) -> Tensor:
-        total = self.base[: self.rows]
-        for signs, out, across in zip(self.signs, self.out, self.across, strict=True):
-            total = total + signs * out[:, None] * across
-        return torch.cat([total, weight[self.rows :]])
+def leaves_of(student: Student) -> list[Tensor]:
+    return [leaf for delta in student.trained.values() for leaf in (*delta.numbers(), *delta.latents())]
 
 
 @pytest.mark.parametrize("loss", ["kl", "squared"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma", "gpt_neox"])
 def test_gradients_are_those_of_autograd_through_the_whole_model(
-    architecture: str, loss: Any, tmp_path: Path
+    architecture: str, loss: Loss, tmp_path: Path
 ) -> None:
     models = make_pair(architecture, tmp_path, changes=(Change(added_tokens=2, noise=0.2),))
-    student, lesson = student_of(models), lesson_of(models)
-    _backward(student, lesson, 1, loss)
-    model, teacher = (
-        AutoModelForCausalLM.from_pretrained(models.finetunes[0], dtype=torch.float64).requires_grad_(False)
-        for _ in range(2)
-    )
-    model.get_input_embeddings().padding_idx = None  # whose gradient the library would drop
-    oracles = {}
-    for name, pair in student.pairs.items():
-        base = pair.base.read(pair.base_tensor.name)
-        oracles[name] = Oracle(base, len(base), student.deltas[name].stored())
-        is_head = name == student.decoder.head_name != student.decoder.embedding_name
-        owner = model.get_output_embeddings() if is_head else model.get_submodule(name.rpartition(".")[0])
-        nn.utils.parametrize.register_parametrization(owner, "weight", oracles[name], unsafe=True)
-    if model.config.tie_word_embeddings:
-        nn.utils.parametrize.register_parametrization(
-            model.get_output_embeddings(), "weight", oracles[str(student.decoder.embedding_name)], unsafe=True
-        )
-    target, got = (net(input_ids=lesson.batches[1]).logits.flatten(0, 1) for net in (teacher, model))
-    if loss == "kl":
-        value = F.kl_div(got.log_softmax(-1), target.log_softmax(-1), reduction="batchmean", log_target=True)
-    else:
-        value = (got - target).square().mean()
-    torch.autograd.backward(value)
-    for name, oracle in oracles.items():
+    student, ids = student_of(models), ids_of(3, 2, 12, 261)
+    Distillation(student, lesson_of(models, [ids]), ONCE[loss]).epoch(0)
+    scales, dense = {}, {}
+    for name, delta in coded(student.pairs).items():
+        plane = delta.planes[0]
+        assert plane.scale_in is not None
+        scales[name] = [factor.double().requires_grad_() for factor in (plane.factor_out(), plane.scale_in)]
+        signs = unpack_signs(plane.signs, plane.in_features).double()
+        dense[name] = scales[name][0][:, None] * signs * scales[name][1]
+    whole, weights = Whole(models), weights_with(student.pairs, dense)
+    torch.autograd.backward(whole.kl(ids, weights) if loss == "kl" else whole.squared(ids, weights))
+    for name, (out, across) in scales.items():
         plane = student.deltas[name].planes[0]
-        assert plane.out is not None
-        assert plane.across is not None
-        for own, expected in ((plane.out, oracle.out[0].grad), (plane.across, oracle.across[0].grad)):
-            assert expected is not None
+        for own, oracle in ((plane.out, out), (plane.across, across)):
+            assert own is not None
             assert own.leaf.grad is not None
-            # The oracle's factors share their product otherwise; what a step along one changes is the same.
-            assert torch.allclose(
-                own.leaf.grad.double() / own.unit, expected, rtol=2e-3, atol=1e-4 * expected.abs().max()
-            )
+            assert oracle.grad is not None
+            expected, got = oracle.grad, own.leaf.grad.double() / own.unit
+            assert torch.allclose(got, expected, rtol=2e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_logits_are_there_for_some_tokens_at_a_time(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for numel in (1 << 24, 5 * 259, 1):
+        monkeypatch.setattr(distill, "LOGITS_NUMEL", numel)
+        student = student_of(models)
+        Distillation(student, lesson(models).first(2), ONCE["kl"]).epoch(0)
+        gradients = [leaf.grad for leaf in leaves_of(student) if leaf.grad is not None]
+        found.append(
+            (torch.cat([gradient.flatten() for gradient in gradients]), divergence(student, lesson(models)))
+        )
+    for gradient, kl in found[1:]:
+        assert torch.allclose(gradient, found[0][0], rtol=1e-3, atol=1e-4 * float(found[0][0].abs().max()))
+        assert kl == pytest.approx(found[0][1], rel=1e-5)
+
+
+def test_divergence_falls_on_the_text_that_is_learnt(models: TinyModels) -> None:
+    student = student_of(models)
+    found = [divergence(student, lesson(models))]
+    run = Distillation(student, lesson(models), Recipe("kl", 4, 0.01, sign_rate=0.003))
+    for epoch in range(4):
+        run.epoch(epoch)
+        found.append(divergence(student, lesson(models)))
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path, ends: int) -> None:
+    progress = Progress(tmp_path / "out", {}, resume=False)
+    deltas = coded(pairs_of(models))
+    name = "model.layers.0.mlp.up_proj.weight"
+    deltas[name] = random_delta((92, 64), planes=2, rank=3)
+    found = []
+    for resumed in (False, True):
+        student = student_of(models, deltas)
+        run, begun = Distillation(student, lesson(models), SIGNS), 0
+        if resumed:
+            run.restore(progress.state("end"))
+            begun = ends
+        for epoch in range(begun, SIGNS.epochs):
+            run.epoch(epoch)
+            if not resumed and epoch + 1 == ends:
+                progress.keep_state("end", run.state())
+        found.append((leaves_of(student), student.stored()))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(one, other)
+    for key, delta in found[0][1].items():
+        assert torch.equal(delta.dense(), found[1][1][key].dense())
+
+
+def test_signs_move_only_from_their_epoch_on(models: TinyModels) -> None:
+    student = student_of(models)
+    begun = {name: delta.dense().sign() for name, delta in student.stored().items()}
+    run = Distillation(student, lesson(models), SIGNS)
+    moved = []
+    for epoch in range(SIGNS.epochs):
+        run.epoch(epoch)
+        stored = student.stored()
+        moved.append(sum(int((stored[name].dense().sign() != sign).sum()) for name, sign in begun.items()))
+    assert moved[:2] == [0, 0]
+    assert 0 < moved[2]
+    assert moved[3] < 0.2 * sum(sign.numel() for sign in begun.values())
+
+
+def test_without_a_rate_of_their_own_signs_stay(models: TinyModels) -> None:
+    student = student_of(models)
+    begun = {name: delta.planes[0].signs for name, delta in student.stored().items()}
+    run = Distillation(student, lesson(models), Recipe("kl", 2, 0.01))
+    for epoch in range(2):
+        run.epoch(epoch)
+    for name, delta in student.stored().items():
+        assert torch.equal(delta.planes[0].signs, begun[name])
+
+
+@pytest.mark.parametrize("cosine", [True, False])
+def test_rates_fall_as_half_a_cosine_over_all_steps(models: TinyModels, cosine: bool) -> None:
+    recipe = Recipe("kl", 2, 0.01, cosine=cosine, sign_rate=0.02)
+    run, rates = Distillation(student_of(models), lesson(models), recipe), []
+    for epoch in range(2):
+        run.epoch(epoch, lambda: rates.append([group.param_groups[0]["lr"] for group in run._optimizers]))
+    parts = [(1 + math.cos(math.pi * step / 8)) / 2 if cosine else 1.0 for step in range(8)]
+    assert [rate for rate, *_ in rates] == pytest.approx([0.01 * part for part in parts])
+    assert [rate for _, *more in rates for rate in more] == pytest.approx([0.02 * part for part in parts[4:]])
+
+
+def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
+    models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = Distillation(student_of(models), lesson(models), Recipe("kl", 3, 0.01)), list[int]()
+    learn = distill._backward
+
+    def look(student: Student, text: Lesson, number: int, loss: Loss) -> None:
+        seen.append(number)
+        learn(student, text, number, loss)
+
+    monkeypatch.setattr(distill, "_backward", look)
+    orders = []
+    for epoch in range(3):
+        run.epoch(epoch)
+        orders.append(tuple(seen))
+        seen.clear()
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len(set(orders)) > 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_divergence_is_the_kl_that_fidelity_measures(architecture: str, tmp_path: Path) -> None:
+    models = make_pair(architecture, tmp_path, changes=(Change(added_tokens=2, noise=0.2),))
+    student, text = student_of(models), lesson(models)
+    weights = Overlay(
+        Checkpoint.open(models.finetunes[0]),
+        lambda name: (
+            with_delta(student.pairs[name], student.deltas[name].dense()) if name in student.pairs else None
+        ),
+    )
+    expected = fidelity(text.teacher, Decoder(weights, CPU, torch.float32), text.batches).kl
+    assert divergence(student, text) == pytest.approx(expected, rel=1e-4)
+    for seed in (1, 2):
+        part = lesson_of(models, [ids_of(seed, 2, 12)])
+        assert divergence(student, part) == pytest.approx(
+            fidelity(part.teacher, Decoder(weights, CPU, torch.float32), part.batches).kl, rel=1e-4
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -21,13 +20,10 @@ from compressor.fitting.paper import (
     train_scales,
 )
 from compressor.fitting.solve import Problem, solve_scales
+from tests.fitting import normal
+from tests.paper_oracle import coded, squared_error, trained_scales
 
 PAPER_AXES: tuple[PaperAxis, ...] = ("scalar", "out", "in")
-BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # what AdamW has where nobody says otherwise
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer_and_cache(out: Tensor, into: Tensor, rows: int = 60, seed: int = 0) -> tuple[Layer, Tensor, Cache]:
@@ -47,35 +43,6 @@ def uneven(size: int) -> Tensor:
     return 0.3 * torch.logspace(-1, 1, size)
 
 
-def coded(signs: Tensor, scale: Tensor, axis: PaperAxis) -> Tensor:
-    return torch.where(signs, 1.0, -1.0).double() * (scale[:, None] if axis == "out" else scale)
-
-
-def squared_error(layer: Layer, scale: Tensor, axis: PaperAxis, x: Tensor, y: Tensor) -> Tensor:
-    output = x.double() @ (layer.base.double() + coded(layer.signs, scale, axis)).T
-    return (output - y.double()).square().mean()
-
-
-def adamw_oracle(layer: Layer, init: Tensor, axis: PaperAxis, cache: Cache, recipe: Recipe) -> Tensor:
-    scale = init.double()
-    mean, square = torch.zeros_like(scale), torch.zeros_like(scale)
-    starts = range(0, len(cache.x), recipe.batch_rows)
-    num_steps = recipe.epochs * len(starts)
-    for step in range(num_steps):
-        first = starts[step % len(starts)]
-        x, y = (t[first : first + recipe.batch_rows] for t in (cache.x, cache.y))
-        variable = scale.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(squared_error(layer, variable, axis, x, y), variable)
-        lr = recipe.lr * ((1 + math.cos(math.pi * step / num_steps)) / 2 if recipe.cosine else 1)
-        scale = scale * (1 - lr * DECAY)
-        mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
-        square = BETAS[1] * square + (1 - BETAS[1]) * gradient.square()
-        unbiased = mean / (1 - BETAS[0] ** (step + 1))
-        spread = (square / (1 - BETAS[1] ** (step + 1))).sqrt() + EPSILON
-        scale = scale - lr * unbiased / spread
-    return scale
-
-
 @pytest.mark.parametrize("axis", PAPER_AXES)
 def test_scales_begin_as_the_mean_magnitude_over_what_shares_them(axis: PaperAxis) -> None:
     delta = torch.tensor([[1.0, -2.0, 3.0], [0.0, 4.0, -2.0]])
@@ -93,7 +60,7 @@ def test_steps_are_those_of_adamw_in_float64(axis: PaperAxis, cosine: bool) -> N
         Recipe(25, epochs=2, lr=0.01, cosine=cosine),
     ):
         trained = train_scales(layer, init, axis, cache, recipe)
-        expected = adamw_oracle(layer, init, axis, cache, recipe)
+        expected = trained_scales(layer, init, axis, cache, recipe)
         moved = expected - init.double()
         assert float((trained.double() - expected).norm()) < 1e-3 * float(moved.norm())
 

@@ -17,7 +17,6 @@ from deltastore.matrix import MatrixDelta
 
 GAIN_BYTES = 4
 
-
 Upgrade = tuple[str, int]  # a matrix, and which of its upgrades
 
 
@@ -27,7 +26,10 @@ def spend(
     upgrades: Mapping[str, Sequence[MatrixDelta]],
     gains: Mapping[Upgrade, float],
 ) -> dict[str, MatrixDelta]:
-    """The deltas, some of them upgraded: greedily by gain per byte, one upgrade for a matrix, while bytes last.
+    """The deltas, some of them upgraded: greedily by gain per byte, while bytes last.
+
+    A matrix has one upgrade at a time. It gives way to a larger one where what that gains beyond it is the best use of the
+    bytes that it takes beyond it.
 
     Args:
         gains: by name and the upgrade's number, the KL divergence that it alone takes away.
@@ -37,13 +39,20 @@ def spend(
         for name, options in upgrades.items()
         for number, upgrade in enumerate(options)
     }
-    order = sorted((key for key in extra if gains[key] > 0), key=lambda key: -gains[key] / extra[key])
+    bought = dict.fromkeys(upgrades, (0.0, 0))  # gain and bytes
     chosen = dict(deltas)
-    for name, number in order:
-        if extra[name, number] <= spare_bytes and chosen[name] is deltas[name]:
-            chosen[name] = upgrades[name][number]
-            spare_bytes -= extra[name, number]
-    return chosen
+    while True:
+        uses = []
+        for key, extra_bytes in extra.items():
+            gain, num_bytes = gains[key] - bought[key[0]][0], extra_bytes - bought[key[0]][1]
+            if gain > 0 and 0 < num_bytes <= spare_bytes:
+                uses.append((-gain / num_bytes, key))
+        if not uses:
+            return chosen
+        name, number = min(uses)[1]
+        spare_bytes -= extra[name, number] - bought[name][1]
+        bought[name] = gains[name, number], extra[name, number]
+        chosen[name] = upgrades[name][number]
 
 
 def stored_bytes(delta: MatrixDelta) -> int:

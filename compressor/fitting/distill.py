@@ -87,7 +87,7 @@ class Distillation:
             on_step()
 
     def state(self) -> dict[str, Any]:
-        """Everything that has moved, as tensors and plain containers."""
+        """Everything that has moved, as tensors and plain containers; no copy, so keep it before the next epoch."""
         return {
             "numbers": [leaf.detach() for leaf in self._leaves(Trainable.numbers)],
             "latents": [leaf.detach() for leaf in self._leaves(Trainable.latents)],

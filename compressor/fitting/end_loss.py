@@ -1,6 +1,6 @@
 """The paper's Algorithm 3: what the whole student loses with one candidate in one layer; Algorithm 6 chooses by it.
 
-Blocks that are not fitted yet are the base's, as the student begins in Algorithm 1.
+Layers that are not fitted yet are the base's, as the student begins in Algorithm 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EndLoss:
         held_out: Sequence[Tensor],  # ids [sequences, tokens] each
         device: torch.device,
     ) -> None:
-        self._pairs, self._fitted = pairs, dict[str, OneBit]()
+        self._pairs, self._fitted = pairs, set[str]()
         self._student = Decoder(Overlay(finetune, self._begun), device, torch.float32)
         teacher = Decoder(finetune, device, torch.float32)
         head = teacher.load_head()
@@ -42,18 +42,27 @@ class EndLoss:
 
     def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
         """The mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
-        weight = place.block.get_submodule(place.path).weight
-        assert isinstance(weight, Tensor)
-        before = weight.data.clone()
-        weight.data.copy_(with_delta(pair, delta.dense()))
+        groups = place.decoder.linears(place.block, place.index)
+        paths = {linear.name: linear.path for group in groups for linear in group}
+        parameters = {
+            name: place.block.get_submodule(paths[name]).get_parameter("weight")
+            for name in paths.keys() & self._pairs.keys() - self._fitted
+        }
+        before = {name: parameter.data for name, parameter in parameters.items()}
         try:
+            for name, parameter in parameters.items():
+                weight = (
+                    with_delta(pair, delta.dense()) if name == pair.name else self._base(self._pairs[name])
+                )
+                parameter.data = weight.to(parameter.device)
             return self._of_student(place)
         finally:
-            weight.data.copy_(before)
+            for name, parameter in parameters.items():
+                parameter.data = before[name]
 
-    def settle(self, name: str, delta: OneBit) -> None:
-        """A layer is fitted: later ones are judged with it."""
-        self._fitted[name] = delta
+    def settle(self, name: str) -> None:
+        """A layer is fitted: later ones are judged with what its block has for it, and no more with the base's."""
+        self._fitted.add(name)
 
     @torch.no_grad()
     def _of_student(self, place: Place) -> float:
@@ -69,7 +78,7 @@ class EndLoss:
 
     def _begun(self, name: str) -> Tensor | None:
         pair = self._pairs.get(name)
-        if pair is None:
-            return None
-        fitted = self._fitted.get(name)
-        return with_delta(pair, torch.zeros(pair.shape) if fitted is None else fitted.dense())
+        return None if pair is None else self._base(pair)
+
+    def _base(self, pair: TensorPair) -> Tensor:
+        return with_delta(pair, torch.zeros(pair.shape))

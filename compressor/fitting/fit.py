@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.calibration import batched, calibration_text, held_out
+from compressor.calibration import batched, calibration_text, held_out, scattered
 from compressor.checkpoints import TensorPair
 from compressor.codec import Method, code_matrix
 from compressor.decoder import Decoder
@@ -29,7 +29,7 @@ from compressor.fitting.student import Student
 from compressor.fitting.trainable import Trainable
 from compressor.fitting.training import Training
 from compressor.progress import progress_bar
-from compressor.resume import Progress
+from compressor.resume import Progress, joined, taken_apart
 from compressor.weights import Overlay, Weights
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import UsageError
@@ -42,7 +42,9 @@ SIGN_ROUNDS = 2
 OUR_RATE = 0.01  # of scales, in units of each vector's mean magnitude
 SIGN_RATE = 0.003
 PAPER_DECAY = 0.01  # AdamW's default
+SCATTERED = 0.3  # of the tokens that layers are fitted to: other text gains much by it and the text's own loses nothing
 MEASURED = 4  # sequences on which upgrades are measured
+OUR_SAMPLES, PAPER_SAMPLES = 4, 8  # fewer leave nothing to fit layers to, to choose by or to judge by
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +54,7 @@ class Fitted:
     deltas: Mapping[str, MatrixDelta]  # by name; what no forward reaches is coded from weights alone
     fidelity: Fidelity  # on calibration text that nothing was fitted to
     base: Fidelity  # of the base on the same text: what there was to gain
+    unseen: Sequence[Tensor]  # that text, [tokens] int64 each
 
     def as_json(self) -> dict[str, Any]:
         return {"held_out": self.fidelity.as_json(), "base": self.base.as_json()}
@@ -61,7 +64,7 @@ class Fitted:
 class Fit:
     """One run of all stages."""
 
-    pairs: Mapping[str, TensorPair]  # the matrices to code
+    pairs: Mapping[str, TensorPair]  # the matrices to code, each of which differs from the base's
     base: Weights  # with as many rows of the vocabulary as the fine-tune
     finetune: Checkpoint
     method: Method
@@ -84,17 +87,15 @@ class Fit:
         classroom = _Classroom(teacher, teacher.load_head(), self._batch_tokens())
         choosing = classroom.lesson(text.choosing)
         deltas = self._layers(text, choosing, device)
-        student = self._student(deltas, device)
-        deltas = self._end_to_end(student, classroom.lesson(text.end), choosing)
+        if self.training.epochs(self.method) and (student := self._student(deltas, device)).trained:
+            deltas = self._end_to_end(student, classroom.lesson(text.end), choosing)
         judging = classroom.lesson(text.judging)
 
         def coded(name: str) -> Tensor | None:
             return with_delta(self.pairs[name], deltas[name].dense()) if name in deltas else None
 
-        student_weights = Overlay(self.finetune, coded)
-        return Fitted(
-            deltas, *(_fidelity(weights, judging, device) for weights in (student_weights, self.base))
-        )
+        reached = _fidelity(Overlay(self.finetune, coded), judging, device)
+        return Fitted(deltas, reached, _fidelity(self.base, judging, device), text.judging)
 
     @property
     def _num_blocks(self) -> int:
@@ -111,6 +112,11 @@ class Fit:
             )
         if self._is_paper and self.spare_bytes:
             raise UsageError("--budget above 1 needs --solver lstsq, which finds what more bytes are worth")
+        samples, least = self.training.calibration.samples, PAPER_SAMPLES if self._is_paper else OUR_SAMPLES
+        if samples < least:
+            raise UsageError(
+                f"--samples {samples}: give at least {least}, because a part of them is held out"
+            )
 
     def _text(self, teacher: Decoder) -> list[Tensor]:
         kept = self.progress.tensors("text")
@@ -131,7 +137,7 @@ class Fit:
         return Student(
             self.finetune,
             self.pairs,
-            {name: Trainable.of(deltas[name], relative=relative) for name in self.pairs},
+            {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs},
             device,
         )
 
@@ -142,7 +148,7 @@ class Fit:
             return {name: delta for name, (delta,) in kept.items()}
         layerwise = Layerwise(self.pairs, self.finetune, self.method, device)
         if self.method != "scalar" or not self._is_paper:  # BitDelta trains end to end alone
-            self._fit_layers(layerwise, text)
+            self._fit_layers(layerwise, text, choosing)
         deltas = {name: MatrixDelta((layerwise.delta(name),)) for name in self.pairs}
         if self.spare_bytes:
             student = self._student(deltas, device)
@@ -153,13 +159,13 @@ class Fit:
         self.progress.keep_deltas("layers", {name: [delta] for name, delta in deltas.items()})
         return deltas
 
-    def _fit_layers(self, layerwise: Layerwise, text: _Split) -> None:
+    def _fit_layers(self, layerwise: Layerwise, text: _Split, choosing: Lesson) -> None:
         """Begin with the first block that is not kept."""
         first = 0
         while (kept := self.progress.deltas(f"block-{first}")) is not None:
             layerwise.fitted.update(kept)
             first += 1
-        batches, solver = self._layer_text(text, layerwise.device)
+        batches, solver = self._layer_text(text, choosing, layerwise.device)
         with progress_bar(self._num_blocks, "fitting layers", "block", self.shows) as bar:
             bar.update(first)
 
@@ -169,17 +175,18 @@ class Fit:
 
             layerwise.run(batches, solver, first, on_block)
 
-    def _layer_text(self, text: _Split, device: torch.device) -> tuple[list[Tensor], Solver]:
+    def _layer_text(
+        self, text: _Split, choosing: Lesson, device: torch.device
+    ) -> tuple[list[Tensor], Solver]:
         """What layers are fitted to, in batches, and how."""
         tokens = self._batch_tokens()
         if not self._is_paper:
-            widest = max(pair.shape[1] for pair in self.pairs.values())
+            widest = max((pair.shape[1] for pair in self.pairs.values()), default=1)
             enough = math.ceil(LAYER_TOKENS * widest / self.training.calibration.length)
             rounds = SIGN_ROUNDS if self.training.refine_signs else 0
-            return batched(text.layers[:enough], tokens), LeastSquares(
-                self.method, rounds, self.spare_bytes > 0
-            )
-        held_out = batched(text.choosing, tokens)
+            sequences = scattered(text.layers[:enough], choosing.teacher.num_embeddings, SCATTERED)
+            return batched(sequences, tokens), LeastSquares(self.method, rounds, self.spare_bytes > 0)
+        held_out = choosing.batches
         end_loss = None
         if self.training.axis_loss == "end":
             end_loss = EndLoss(self.finetune, self.pairs, held_out, device)
@@ -211,7 +218,7 @@ class Fit:
         if (state := self.progress.state("end")) is not None:
             run.restore(state["run"])
             begun, least = state["epochs"], state["least"]
-            best = {name: delta for name, (delta,) in (self.progress.deltas("best") or {}).items()} or best
+            best = {name: delta for name, (delta,) in joined(state["best"]).items()}
         steps = recipe.epochs * len(lesson.batches)
         with progress_bar(steps, "distilling", "step", self.shows) as bar:
             bar.update(begun * len(lesson.batches))
@@ -220,15 +227,17 @@ class Fit:
                 reached = divergence(student, choosing)
                 if self._is_paper or reached < least:
                     best, least = student.stored(), reached
-                    self.progress.keep_deltas("best", {name: [delta] for name, delta in best.items()})
-                self.progress.keep_state("end", {"run": run.state(), "epochs": epoch + 1, "least": least})
+                own = taken_apart({name: [delta] for name, delta in best.items()})
+                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": own}
+                self.progress.keep_state("end", state)
         return best
 
     def _recipe(self) -> Recipe:
         epochs = self.training.epochs(self.method)
         if self._is_paper:
             return Recipe("squared", epochs, self.training.rate, cosine=False, weight_decay=PAPER_DECAY)
-        return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0)
+        learns_signs = self.training.learns_signs(sum(math.prod(pair.shape) for pair in self.pairs.values()))
+        return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if learns_signs else 0.0)
 
 
 def _fidelity(weights: Weights, judging: Lesson, device: torch.device) -> Fidelity:

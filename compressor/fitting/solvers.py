@@ -97,7 +97,7 @@ class AdamWScales:
         choice = choose_axis(Layer(base, signs), delta, shards, self.recipe, judge)
         chosen = stored(choice.axis, choice.scale)
         if self.end_loss is not None:
-            self.end_loss.settle(pair.name, chosen)
+            self.end_loss.settle(pair.name)
         return chosen
 
     def upgrades(self, pair: TensorPair, gathered: tuple[Tensor, Tensor], coded: OneBit) -> list[MatrixDelta]:

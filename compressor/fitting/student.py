@@ -30,7 +30,7 @@ class Entry:
     """What enters the first block, and the rows of the embedding that made it."""
 
     hidden: Tensor  # [sequences, tokens, hidden]
-    ids: Tensor  # [used] int64, without repetition
+    ids: Tensor  # [used] int64, ascending
     rows: Tensor  # [used, hidden]; a leaf where the embedding trains
 
 
@@ -92,7 +92,7 @@ class Student:
     @contextmanager
     def replaced(self, name: str, delta: MatrixDelta) -> Iterator[None]:
         """Have another delta for one matrix, while the block runs."""
-        own, self.deltas[name] = self.deltas[name], Trainable.of(delta, relative=True)
+        own, self.deltas[name] = self.deltas[name], Trainable.of(delta, self.device, relative=True)
         try:
             yield
         finally:
@@ -109,8 +109,8 @@ class Student:
         used, places = torch.unique(ids, return_inverse=True)
         rows, name = self._table[used].to(self.device, torch.float32), self.decoder.embedding_name
         if name in self._training:
-            known = used < self.pairs[name].shape[0]
-            rows[known] += self.deltas[name].dense(used[known])
+            known = self._known(used)
+            rows[: len(known)] += self.deltas[name].dense(known)
             rows.requires_grad_()
         return Entry(self.decoder.enter(rows, places.to(self.device)), used, rows)
 
@@ -137,8 +137,8 @@ class Student:
         """Pass on the gradient of the embedding's rows, where they have one."""
         name = self.decoder.embedding_name
         if name in self._training and entry.rows.grad is not None:
-            known = entry.ids < self.pairs[name].shape[0]
-            self.deltas[name].collect(entry.rows.grad[known], entry.ids[known])
+            known = self._known(entry.ids)
+            self.deltas[name].collect(entry.rows.grad[: len(known)], known)
 
     def collect_block(self, index: int, block: nn.Module) -> None:
         """Pass on the gradients of a block's weights."""
@@ -149,6 +149,10 @@ class Student:
         """Pass on the gradient of the head's weight."""
         if self.decoder.head_name in self._training:
             self._collect(str(self.decoder.head_name), head)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Of ascending ids, those whose rows the base has."""
+        return ids[ids < self.pairs[str(self.decoder.embedding_name)].shape[0]]
 
     def _collect(self, name: str, linear: nn.Module) -> None:
         weight = linear.weight

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
-from deltastore.signs import pack_signs, unpack_signs
+from deltastore.signs import pack_signs, unpack_mask
 
 Rows = Tensor | slice  # which rows: ids without repetition, or a range
 
@@ -30,12 +30,12 @@ class Numbers:
     """A vector or matrix of floats, kept in units of its own mean magnitude where steps are to be relative to it."""
 
     leaf: Tensor  # float32, what an optimizer moves
-    unit: float
+    unit: float  # 0 where all numbers are and no relative step moves them
 
     @classmethod
-    def of(cls, value: Tensor, *, relative: bool) -> Numbers:
+    def of(cls, value: Tensor, device: torch.device, *, relative: bool) -> Numbers:
         unit = float(value.float().abs().mean()) if relative else 1.0
-        return cls(value.float().div(unit or 1.0).requires_grad_(), unit or 1.0)
+        return cls(value.float().div(unit or 1.0).to(device).requires_grad_(), unit)
 
     @property
     def value(self) -> Tensor:
@@ -52,27 +52,31 @@ class Numbers:
 class Plane:
     """One sign plane."""
 
-    packed: Tensor  # [out, ceil(in / 8)] uint8; what the signs are where there is no latent
+    packed: Tensor  # [out, ceil(in / 8)] uint8, on the CPU; what the signs are where there is no latent
     in_features: int
+    device: torch.device  # of everything else
     out: Numbers | None  # [out] or [1]
     across: Numbers | None  # [in]
     latent: Tensor | None = None  # [out, in] float32, a leaf
 
     @classmethod
-    def of(cls, plane: OneBit, *, relative: bool) -> Plane:
+    def of(cls, plane: OneBit, device: torch.device, *, relative: bool) -> Plane:
         out, across = plane.scale_out, plane.scale_in
         gain_of_across = plane.gain if out is None else 1.0
         return cls(
             plane.signs,
             plane.in_features,
-            None if out is None else Numbers.of(out.float() * plane.gain, relative=relative),
-            None if across is None else Numbers.of(across.float() * gain_of_across, relative=relative),
+            device,
+            None if out is None else Numbers.of(out.float() * plane.gain, device, relative=relative),
+            None
+            if across is None
+            else Numbers.of(across.float() * gain_of_across, device, relative=relative),
         )
 
     def stored(self) -> OneBit:
         """As it is now, in its stored form."""
-        packed = self.packed if self.latent is None else pack_signs(self.latent.detach() > 0)
-        out, across = (None if part is None else part.value for part in (self.out, self.across))
+        packed = self.packed if self.latent is None else pack_signs(self.latent.detach().cpu() > 0)
+        out, across = (None if part is None else part.value.cpu() for part in (self.out, self.across))
         return OneBit.from_scales(packed, self.in_features, out, across)
 
     def release_signs(self, difference: Tensor) -> None:
@@ -84,7 +88,8 @@ class Plane:
 
     def signs(self, rows: Rows) -> Tensor:  # [rows, in] float32
         if self.latent is None:
-            return unpack_signs(self.packed[rows], self.in_features)
+            mask = unpack_mask(self.packed[rows], self.in_features)
+            return mask.to(self.device).float().mul_(2).sub_(1)
         return torch.where(self.latent.detach()[rows] > 0, 1.0, -1.0)
 
     def dense(self, rows: Rows) -> Tensor:  # [rows, in]
@@ -109,7 +114,8 @@ class Plane:
             self.latent.grad[rows] += gradient * down * across
 
     def _factors(self, rows: Rows) -> tuple[Tensor, Tensor]:  # [rows or 1, 1], [in or 1]
-        down, across = (torch.ones(1) if part is None else part.value for part in (self.out, self.across))
+        one = torch.ones(1, device=self.device)
+        down, across = (one if part is None else part.value for part in (self.out, self.across))
         return (down if len(down) == 1 else down[rows])[:, None], across
 
 
@@ -122,17 +128,17 @@ class Trainable:
     right: Numbers | None  # [rank, in]
 
     @classmethod
-    def of(cls, delta: MatrixDelta, *, relative: bool) -> Trainable:
+    def of(cls, delta: MatrixDelta, device: torch.device, *, relative: bool) -> Trainable:
         """Start from a stored delta; with `relative`, steps are in units of each vector's mean magnitude."""
         left, right = (
-            None if part is None else Numbers.of(part, relative=relative)
+            None if part is None else Numbers.of(part, device, relative=relative)
             for part in (delta.left, delta.right)
         )
-        return cls([Plane.of(plane, relative=relative) for plane in delta.planes], left, right)
+        return cls([Plane.of(plane, device, relative=relative) for plane in delta.planes], left, right)
 
     def stored(self) -> MatrixDelta:
         """As it is now, in its stored form."""
-        left, right = (None if part is None else part.value.half() for part in (self.left, self.right))
+        left, right = (None if part is None else part.value.half().cpu() for part in (self.left, self.right))
         return MatrixDelta(tuple(plane.stored() for plane in self.planes), left, right)
 
     def numbers(self) -> Iterator[Tensor]:

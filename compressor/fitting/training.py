@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from compressor.codec import Method
 from deltastore.errors import UsageError
 
 OUR_EPOCHS, VECTOR_EPOCHS, SCALAR_EPOCHS = 3, 5, 1  # the latter two are the paper's, and its BitDelta's
+LEARNT_SIGNS = 1 << 30  # each takes eight bytes; a limit of memory would make bytes depend on the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,8 @@ class Training:
     calibration: Calibration
     solver: Literal["lstsq", "adamw"] = "lstsq"
     refine_signs: bool = True
-    distill_epochs: int | None = (
-        None  # None: 3 with lstsq, with adamw 5 of vectors (the paper) and 1 of scalars (BitDelta)
-    )
-    learn_signs: bool = True
+    distill_epochs: int | None = None  # None: 3, or with adamw 5 for vectors and 1 for scalars
+    learn_signs: bool | None = None  # None: where the model has at most LEARNT_SIGNS weights
     budget: float = 1.0  # bytes over those of one bit per weight
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rate: float = 1e-4  # of adamw
@@ -36,8 +36,10 @@ class Training:
     with_scalar: bool = False  # whether adamw tries a single scale, too
 
     def __post_init__(self) -> None:
-        if self.budget < 1:
+        if not 1 <= self.budget < math.inf:
             raise UsageError(f"--budget {self.budget}: it is over one bit per weight: give at least 1")
+        if not 0 < self.rate < math.inf:
+            raise UsageError(f"--rate {self.rate}: give a number above 0")
         if (self.distill_epochs or 0) < 0:
             raise UsageError(f"--distill-epochs {self.distill_epochs}: give 0 or more")
 
@@ -71,6 +73,10 @@ class Training:
             "axis_loss": self.axis_loss,
             "with_scalar": self.with_scalar,
         }
+
+    def learns_signs(self, num_weights: int) -> bool:
+        """Whether signs move end to end in a model of so many coded weights."""
+        return num_weights <= LEARNT_SIGNS if self.learn_signs is None else self.learn_signs
 
     def epochs(self, method: Method) -> int:
         """Of the end-to-end stage."""

@@ -1,0 +1,209 @@
+"""How near to its fine-tune is a delta, made by each method, and at what cost?
+
+The demo's base and fine-tunes are compressed by the paper's method, by BitDelta's and by ours, as users would do it,
+each in a fresh process. Deltas are judged on text that nothing was fitted to, of the fine-tune's own domain and of the
+base's. The baselines run at three learning rates, and the best on the very text that they are judged on counts.
+Interrupted, it goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from bench.quality_judge import Judge, Verdict
+from bench.quality_runs import (
+    BITDELTA,
+    ONE_VECTOR,
+    OURS,
+    PAPER,
+    SCALAR,
+    UNTRAINED,
+    Cost,
+    Run,
+    Text,
+    compress_apart,
+)
+from bench.quality_tables import (
+    CODED,
+    GOALS,
+    OURS_GENERAL,
+    OURS_SELF,
+    Figure,
+    PairFigures,
+    curve_table,
+    goal_table,
+    pair_table,
+)
+from bench.quality_text import Amount, write_texts
+from bench.report import RESULTS, describe, write_result
+from demo.recipe import BaseRecipe, FinetuneRecipe, Phase, Recipe
+from demo.train import Models, prepare
+
+PAIRS = ("upper", "reverse", "instruct")
+JUDGED_BUDGETS = (1.0, 1.10)  # with embeddings compressed; the goals ask for these
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How much is trained, read and tried."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    amount: Amount = field(default_factory=Amount)
+    bitdelta_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
+    paper_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
+    budgets: tuple[float, ...] = (1.0, 1.10, 1.25, 1.5, 2.0)  # with embeddings compressed
+
+
+FULL = Scope()
+SMALL = Scope(
+    Recipe(
+        BaseRecipe(
+            hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1, phases=(Phase(2, 2, 32),), warmup=1
+        ),
+        FinetuneRecipe(phases=(Phase(2, 2, 64),), warmup=1),
+    ),
+    Amount(length=48, samples=20, test_samples=16, test_items=10),
+    bitdelta_rates=(1e-3,),
+    paper_rates=(3e-4, 1e-3),
+    budgets=JUDGED_BUDGETS,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    scope = SMALL if args.small else FULL
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the model library's; ours are lines
+    models = prepare(args.work, _say, scope.recipe)
+    work = models.base.parent / f"quality-{scope.amount.samples}x{scope.amount.length}"
+    if not args.resume:
+        for name in args.pairs:
+            shutil.rmtree(work / name, ignore_errors=True)
+    without_curve = replace(scope, budgets=JUDGED_BUDGETS)
+    pairs = {
+        name: Pair.of(models, name, scope if name in args.curve else without_curve, work).measure()
+        for name in args.pairs
+    }
+    device = torch.device("cpu")
+    print(f"{describe(device)}; {scope.amount.samples} sequences of {scope.amount.length} tokens\n")
+    for name, pair in pairs.items():
+        print(f"{name}: {models.tasks[name].description}\n\n{pair_table(pair)}\n")
+    print(f"{curve_table(pairs)}\n\n{goal_table(pairs)}")
+    if out := args.out or (None if args.small else RESULTS / "quality.json"):
+        write_result(out, "quality", device, _document(scope, pairs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A base and one fine-tune, to be compressed in every way."""
+
+    name: str
+    models: Models
+    scope: Scope
+    work: Path  # deltas, and what was measured of each
+    judge: Judge
+    files: dict[Text, Path]  # calibration text
+
+    @classmethod
+    def of(cls, models: Models, name: str, scope: Scope, work: Path) -> Pair:
+        folder = work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        task = models.tasks[name]
+        texts = write_texts(folder, task, scope.amount)
+        judge = Judge.of(models.base, models.finetunes[name], task, texts, scope.amount)
+        files: dict[Text, Path] = {"in-domain": texts.domain, "general": texts.general}
+        return cls(name, models, scope, folder, judge, files)
+
+    def measure(self) -> PairFigures:
+        """Every run, one after the other; those that were measured before are not made again."""
+        scope = self.scope
+        papers = [self.run(replace(PAPER, rate=rate)) for rate in scope.paper_rates]
+        best = min(papers, key=lambda figure: figure.verdict.domain.kl).run.rate
+        figures = [self.run(SCALAR)]
+        figures += [self.run(replace(BITDELTA, rate=rate)) for rate in scope.bitdelta_rates]
+        figures += papers
+        figures += [self.run(run) for run in (UNTRAINED, ONE_VECTOR, OURS, replace(OURS, budget=1.10))]
+        figures += [self.run(replace(CODED, budget=budget)) for budget in scope.budgets]
+        figures += [
+            self.run(run) for run in (replace(PAPER, text="general", rate=best), OURS_GENERAL, OURS_SELF)
+        ]
+        return PairFigures(self.judge.of_base(), self.judge.of_finetune(), figures)
+
+    def run(self, run: Run) -> Figure:
+        """Make one delta and judge it, or find what was measured of it."""
+        kept, artifact = self.work / f"{run.name}.json", self.work / f"{run.name}.safetensors"
+        if kept.exists():
+            document = json.loads(kept.read_text())
+            return Figure(run, Cost(**document["cost"]), Verdict.from_json(document["verdict"]))
+        base, finetune = self.models.base, self.models.finetunes[self.name]
+        cost = compress_apart(run.config(base, finetune, artifact, self.files, self.scope.amount))
+        figure = Figure(run, cost, self.judge.of_delta(artifact))
+        whole = artifact.with_suffix(".partial")
+        whole.write_text(json.dumps({"cost": asdict(cost), "verdict": figure.verdict.as_json()}))
+        whole.rename(kept)  # last, so that a result is there whole or not at all
+        _say(f"{self.name}, {run.name}: {_summary(figure)}")
+        return figure
+
+
+def _summary(figure: Figure) -> str:
+    cost, verdict = figure.cost, figure.verdict
+    return (
+        f"{cost.artifact_bytes / 1e3:.0f} kB, KL {verdict.domain.kl:.3g} in-domain and {verdict.general.kl:.3g} "
+        f"general, task {verdict.score:.1%}, {cost.seconds:.1f} s"
+    )
+
+
+def _document(scope: Scope, pairs: dict[str, PairFigures]) -> dict[str, Any]:
+    return {
+        "settings": {**asdict(scope.amount), "recipe": asdict(scope.recipe)},
+        "goals": [goal.as_json(pairs) for goal in GOALS],
+        "pairs": {name: pair.as_json() for name, pair in pairs.items()},
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
+    parser.add_argument(
+        "--small", action="store_true", help="models of some kilobytes; writes JSON only with --out"
+    )
+    parser.add_argument("--pairs", type=_names, default=PAIRS, help=f"some of {','.join(PAIRS)}")
+    parser.add_argument("--curve", type=_names, default=PAIRS, help="pairs to be compressed at every budget")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peraxis" / "demo"
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=cache,
+        help="where trained models and finished runs are kept; by default the demo's",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that were finished before, of the same code"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/quality.json by default")
+    return parser.parse_args(argv)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(PAIRS):
+        raise argparse.ArgumentTypeError(
+            f"no pair {', '.join(sorted(unknown))}: give some of {','.join(PAIRS)}"
+        )
+    return names
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The methods that the quality bench compares, and one compression in a process of its own.
+
+Knows what users can set and what it costs; nothing of how good a delta is.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bench.quality_text import Amount
+from compressor.calibration import Calibration
+from compressor.codec import Method
+from compressor.fitting.training import Training
+from compressor.pipeline import CompressConfig, compress
+from deltastore.base import architecture
+
+Text = Literal["none", "self", "in-domain", "general"]  # that a delta is fitted to
+IMPORTED = (  # before the clock starts
+    "bench.quality_runs",
+    "compressor.fitting.fit",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way to make a delta."""
+
+    method: str  # what tables call it
+    text: Text
+    delta: Method = "both"
+    solver: Literal["lstsq", "adamw"] = "lstsq"
+    rate: float = 1e-4  # of adamw
+    distill_epochs: int | None = None
+    embeddings: Literal["compress", "whole"] = "whole"
+    budget: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Of its files: no other run has it."""
+        rate = f"-{self.rate:g}" if self.solver == "adamw" else ""
+        method = self.method.replace(", ", "-").replace(" ", "-")
+        return f"{method}-{self.text}{rate}-{self.embeddings}-{self.budget:.2f}"
+
+    def config(
+        self, base: Path, finetune: Path, out: Path, files: Mapping[Text, Path], amount: Amount
+    ) -> CompressConfig:
+        """What `peraxis compress` would be told.
+
+        Args:
+            files: the calibration text of each kind that is a file.
+        """
+        training = None
+        if self.text != "none":
+            source = str(files.get(self.text, self.text))
+            training = Training(
+                Calibration(source, amount.samples, amount.length),
+                solver=self.solver,
+                distill_epochs=self.distill_epochs,
+                budget=self.budget,
+                rate=self.rate,
+                device="cpu",
+            )
+        return CompressConfig(
+            str(base), str(finetune), out, self.delta, embeddings=self.embeddings, training=training
+        )
+
+
+SCALAR = Run("scalar", "none", delta="scalar")
+BITDELTA = Run("BitDelta", "in-domain", delta="scalar", solver="adamw")
+PAPER = Run("paper", "in-domain", delta="per-axis", solver="adamw")
+UNTRAINED = Run("ours without training", "in-domain", distill_epochs=0)
+OURS = Run("ours", "in-domain")
+# As many bytes as the paper's also where matrices are so small that a second vector is some percent of them.
+ONE_VECTOR = Run("ours, one vector each", "in-domain", delta="per-axis")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a delta takes to be made and to be kept."""
+
+    artifact_bytes: int
+    seconds: float
+    peak_memory_bytes: int  # by how much the process's own memory grew at its peak, its imports done
+
+
+def compress_apart(config: CompressConfig) -> Cost:
+    """Compress in a fresh process, which has imported all it needs and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(compress_here, config).result()
+
+
+def compress_here(config: CompressConfig) -> Cost:
+    """Compress in this process, with its peak of memory begun anew."""
+    architecture(
+        json.loads((Path(config.base) / "config.json").read_text())
+    )  # makes the library's lazy imports
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("RssAnon")
+    made = compress(config)
+    # Pages of files are libraries' code, which a forked process maps anew; what is compressed is read, not mapped.
+    peak = _status("VmHWM") - _status("RssFile") - before
+    return Cost(made.artifact_bytes, round(made.seconds, 2), peak)
+
+
+def _status(field: str) -> int:
+    """Bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))

@@ -44,6 +44,7 @@ from bench.quality_tables import (
     curve_table,
     goal_table,
     pair_table,
+    summary_table,
 )
 from bench.quality_text import Amount, write_texts
 from bench.report import RESULTS, describe, write_result
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     device = torch.device("cpu")
     print(f"{describe(device)}; {scope.amount.samples} sequences of {scope.amount.length} tokens\n")
+    print(f"{summary_table(pairs)}\n")
     for name, pair in pairs.items():
         print(f"{name}: {models.tasks[name].description}\n\n{pair_table(pair)}\n")
     print(f"{curve_table(pairs)}\n\n{goal_table(pairs)}")

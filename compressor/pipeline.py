@@ -20,7 +20,7 @@ from compressor.codec import Method
 from compressor.report import Report, check_report, write_report
 from compressor.resume import Progress, kept
 from compressor.sources import checkpoint_directory
-from compressor.variant import Variant, base_as_variant
+from compressor.variant import Variant, base_as_variant, finetune_as_variant
 from compressor.variant_files import own_files
 from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.base import Base
@@ -184,7 +184,7 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
     fit = Fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
         base=base_as_variant(pairs.tensors[0].base, pairs),
-        finetune=pairs.tensors[0].finetune,
+        finetune=finetune_as_variant(pairs.tensors[0].finetune, pairs),
         method=config.method,
         training=config.training,
         spare_bytes=spare,

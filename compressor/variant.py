@@ -119,6 +119,35 @@ def base_as_variant(base: Checkpoint, pairs: Pairs) -> Weights:
     return _Longer(base, longer) if longer else base
 
 
+def finetune_as_variant(finetune: Checkpoint, pairs: Pairs) -> Weights:
+    """The fine-tune with a head of its own where the delta has one: where it ties what the base does not."""
+    heads = [pair for pair in pairs.tensors if pair.name != pair.tensor.name]
+    return _Untied(finetune, *heads) if heads else finetune
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Untied:
+    """A fine-tune whose head is its embedding, under the name that the base's has."""
+
+    finetune: Checkpoint
+    head: TensorPair
+
+    @property
+    def path(self) -> Path:
+        return self.finetune.path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return {**self.finetune.config, "tie_word_embeddings": False}
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return {**self.finetune.tensors, self.head.name: self.head.tensor}
+
+    def read(self, name: str) -> Tensor:
+        return self.finetune.read(self.head.tensor.name if name == self.head.name else name)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Longer:
     """A base with the rows that a fine-tune adds to its embedding, and to its head where it has one of its own."""

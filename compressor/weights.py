@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from deltastore.checkpoint import Checkpoint, StoredTensor
+from deltastore.checkpoint import StoredTensor
 from deltastore.errors import CheckpointError
 
 
@@ -47,7 +47,7 @@ class Weights(Protocol):
 class Overlay:
     """A checkpoint some of whose tensors are others: the fine-tune, with matrices as its delta gives them so far."""
 
-    checkpoint: Checkpoint
+    checkpoint: Weights
     replacement: Callable[
         [str], Tensor | None
     ]  # of a tensor by name, in the checkpoint's shape; None: its own

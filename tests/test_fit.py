@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from compressor.decoder import Decoder
 from compressor.fidelity import fidelity
 from compressor.fitting import fit
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, CompressResult, compress
+from compressor.pipeline import CompressConfig, compress
 from compressor.variant import Variant
 from deltastore.artifact import Artifact
 from deltastore.checkpoint import Checkpoint
@@ -155,7 +156,7 @@ def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     split = fit._Split.of(text, by_parts=True)
     parts = [[int(ids) for ids in part] for part in (split.layers, split.end, split.choosing, split.judging)]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
-    assert sorted(sum(parts, [])) == list(range(200))
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
     ours = fit._Split.of(text, by_parts=False)
     assert len(ours.layers) == len(ours.end) == 180
 
@@ -270,13 +271,13 @@ def test_the_papers_solver_has_no_budget(models: TinyModels) -> None:
 
 @pytest.mark.parametrize("budget", [0.9, -1.0, math.nan, math.inf])
 def test_a_budget_that_is_none_is_refused(budget: float) -> None:
-    with pytest.raises(UsageError, match="--budget .*: give at least 1"):
+    with pytest.raises(UsageError, match=r"--budget .*: give at least 1"):
         Training(SELF, budget=budget)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-4, math.nan, math.inf])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(UsageError, match="--rate .*: give a number above 0"):
+    with pytest.raises(UsageError, match=r"--rate .*: give a number above 0"):
         Training(SELF, rate=rate)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,19 +69,20 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.fixture
-def begun(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path]:
+def begun(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """An out whose run was interrupted in its last epoch but one; all stages have kept something."""
     out = tmp_path / "out" / "delta"
     out.parent.mkdir()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         interrupt_after(patch, 6)
-        run(models, out)
+        with pytest.raises(KeyboardInterrupt):
+            run(models, out)
     assert {path.name for path in progress_of(out).iterdir()} == {
         *("inputs.json", "text.safetensors", "block-0.safetensors", "block-1.safetensors"),
         *("layers.safetensors", "end.pt"),
     }
     capsys.readouterr()
-    yield out
+    return out
 
 
 def progress_of(out: Path) -> Path:
@@ -120,9 +121,10 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
         os.truncate(path, path.stat().st_size // 2)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(resume.torch, "save", half)
-        run(models, tmp_path / "delta")
+        with pytest.raises(KeyboardInterrupt):
+            run(models, tmp_path / "delta")
     assert not (progress_of(tmp_path / "delta") / "end.pt").exists()
     assert "delta.progress keeps what is done so far: go on with --resume" in capsys.readouterr().err
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
@@ -171,9 +173,10 @@ def test_another_file_of_the_same_name_is_other_text(models: TinyModels, tmp_pat
         texts[-1].parent.mkdir()
         texts[-1].write_text(f"{number} is what this says. " * 100)
     own = [replace(OURS, calibration=replace(SELF, source=str(text))) for text in texts]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         interrupt_after(patch, 3)
-        run(models, tmp_path / "delta", own[0])
+        with pytest.raises(KeyboardInterrupt):
+            run(models, tmp_path / "delta", own[0])
     with pytest.raises(UsageError, match="other inputs"):
         run(models, tmp_path / "delta", own[1], resume=True)
 
@@ -212,7 +215,7 @@ def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> Non
 
 
 def test_a_delta_that_is_not_good_enough_leaves_nothing(models: TinyModels, tmp_path: Path) -> None:
-    with pytest.raises(FidelityError, match="less than --min-agreement 100.00%"):
+    with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%"):
         run(models, tmp_path / "delta", min_agreement=1.0)
     assert os.listdir(tmp_path) == []
 
@@ -240,9 +243,10 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
         raise error
 
     out = tmp_path / "delta"
-    with monkeypatch.context() as patch, pytest.raises(StorageFull) as caught:
+    with monkeypatch.context() as patch:
         patch.setattr(f"compressor.resume.{writer}", fail)
-        run(models, out)
+        with pytest.raises(StorageFull) as caught:
+            run(models, out)
     monkeypatch.undo()
     assert str(caught.value).startswith(f"{progress_of(out)}: ")
     assert str(caught.value).endswith("free some space for what is done so far and run again with --resume")

@@ -171,7 +171,7 @@ def test_a_sign_that_least_squares_turned_over_is_kept_and_no_difference_is_out_
     trainable.release_signs(difference)
     (latent,) = trainable.latents()
     assert torch.equal(latent > 0, signs)
-    assert 0 < float(latent.detach().abs().min())
+    assert float(latent.detach().abs().min()) > 0
     assert float(latent.detach().abs().max()) <= LARGEST_LATENT
 
 

@@ -28,8 +28,8 @@ def spend(
 ) -> dict[str, MatrixDelta]:
     """The deltas, some of them upgraded: greedily by gain per byte, while bytes last.
 
-    A matrix has one upgrade at a time. It gives way to a larger one where what that gains beyond it is the best use of the
-    bytes that it takes beyond it.
+    A matrix has one upgrade at a time. It gives way to a larger one where that is the best use of the bytes between
+    them, by what it gains more.
 
     Args:
         gains: by name and the upgrade's number, the KL divergence that it alone takes away.

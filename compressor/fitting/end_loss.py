@@ -15,8 +15,7 @@ from compressor.checkpoints import TensorPair
 from compressor.decoder import Decoder
 from compressor.fidelity import last_hiddens
 from compressor.fitting.layerwise import Place, with_delta
-from compressor.weights import Overlay
-from deltastore.checkpoint import Checkpoint
+from compressor.weights import Overlay, Weights
 from deltastore.onebit import OneBit
 
 
@@ -28,7 +27,7 @@ class EndLoss:
 
     def __init__(
         self,
-        finetune: Checkpoint,
+        finetune: Weights,
         pairs: Mapping[str, TensorPair],
         held_out: Sequence[Tensor],  # ids [sequences, tokens] each
         device: torch.device,

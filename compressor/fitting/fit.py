@@ -31,7 +31,6 @@ from compressor.fitting.training import Training
 from compressor.progress import progress_bar
 from compressor.resume import Progress, joined, taken_apart
 from compressor.weights import Overlay, Weights
-from deltastore.checkpoint import Checkpoint
 from deltastore.errors import UsageError
 from deltastore.matrix import MatrixDelta
 
@@ -66,7 +65,7 @@ class Fit:
 
     pairs: Mapping[str, TensorPair]  # the matrices to code, each of which differs from the base's
     base: Weights  # with as many rows of the vocabulary as the fine-tune
-    finetune: Checkpoint
+    finetune: Weights  # with a head of its own where its delta has one
     method: Method
     training: Training
     spare_bytes: int  # beyond one bit per weight

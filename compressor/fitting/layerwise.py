@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from compressor.checkpoints import TensorPair
 from compressor.codec import Method, code_matrix
 from compressor.decoder import BlockLinear, Decoder
-from compressor.weights import Overlay
-from deltastore.checkpoint import Checkpoint
+from compressor.weights import Overlay, Weights
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 
@@ -52,7 +51,7 @@ class Layerwise:
     """The coded matrices so far, by name, and the student that they make of the fine-tune."""
 
     pairs: Mapping[str, TensorPair]  # the matrices to code
-    finetune: Checkpoint
+    finetune: Weights
     method: Method  # of those that are coded from weights alone
     device: torch.device
     fitted: dict[str, list[MatrixDelta]] = field(default_factory=dict)  # each with its upgrades behind it

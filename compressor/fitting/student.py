@@ -17,8 +17,7 @@ from compressor.checkpoints import TensorPair
 from compressor.decoder import Decoder
 from compressor.fitting.trainable import Trainable
 from compressor.sampling import free_bytes
-from compressor.weights import Overlay
-from deltastore.checkpoint import Checkpoint
+from compressor.weights import Overlay, Weights
 from deltastore.matrix import MatrixDelta
 
 MEMORY_PART = 0.5  # of what is free, for blocks that stay
@@ -47,7 +46,7 @@ class Student:
 
     def __init__(
         self,
-        finetune: Checkpoint,
+        finetune: Weights,
         pairs: Mapping[str, TensorPair],
         deltas: Mapping[str, Trainable],
         device: torch.device,

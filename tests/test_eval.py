@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from compressor.decoder import Decoder
-from compressor.evaluation import SEQUENCE_TOKENS
 from compressor.fidelity import fidelity
 from compressor.merge import MergeConfig, merge
 from deltastore.checkpoint import Checkpoint
@@ -20,6 +19,8 @@ from tests.compressing import rewrite
 from tests.decoders import CPU, one_thread, open_decoder, whole_model
 from tests.evaluating import Evaluated, document, make_evaluated
 from tests.tiny_models import make_pair, make_tokenizer
+
+LENGTH = 192  # tokens per sequence where nothing else is said
 
 __all__ = ["one_thread"]
 
@@ -33,7 +34,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
 
 def batches_of(evaluated: Evaluated) -> list[torch.Tensor]:
     ids = make_tokenizer(added_tokens=2)(evaluated.text.read_text())["input_ids"]
-    return [torch.tensor(ids[: 4 * SEQUENCE_TOKENS]).view(4, SEQUENCE_TOKENS)]
+    return [torch.tensor(ids[: 4 * LENGTH]).view(4, LENGTH)]
 
 
 def test_the_delta_s_figures_are_those_of_the_merged_model(
@@ -85,7 +86,7 @@ def test_people_get_a_table_of_three_models(evaluated: Evaluated, capsys: Captur
     assert rows["fine-tune"] == ["0", "100.00%", f"{result['delta']['perplexity_finetune']:.4g}"]
     assert lines[5:] == [
         f"the delta goes {100 * result['kept']:.2f}% of the way from base to fine-tune, by KL",
-        f"4 sequences of text, {4 * SEQUENCE_TOKENS} tokens",
+        f"4 sequences of text, {4 * Calibration('').length} tokens",
     ]
 
 
@@ -97,7 +98,7 @@ def test_a_base_that_is_the_finetune_has_no_scale(tmp_path: Path, capsys: Captur
 
 def test_text_can_be_sampled_from_the_finetune(evaluated: Evaluated, capsys: Captured) -> None:
     result = document(evaluated.args(text="self"), capsys)
-    assert result["delta"]["num_tokens"] == 4 * SEQUENCE_TOKENS
+    assert result["delta"]["num_tokens"] == 4 * LENGTH
     assert result == document(evaluated.args(text="self"), capsys)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from compressor.calibration import Calibration
 from compressor.checkpoints import TensorPair
 from compressor.fitting.distill import Distillation, Recipe
+from compressor.fitting.fit import PAPER_DECAY
 from compressor.fitting.trainable import Plane
 from compressor.fitting.training import Training
 from deltastore.matrix import MatrixDelta
@@ -20,11 +21,11 @@ from deltastore.onebit import Axis, OneBit
 from deltastore.signs import pack_signs, unpack_signs
 from tests.decoders import one_thread  # noqa: F401 - a fixture
 from tests.fitting import Whole, ids_of, lesson_of, pairs_of, student_of, weights_with
-from tests.paper_oracle import AdamW64
+from tests.paper_oracle import DECAY, AdamW64
 from tests.tiny_models import Change, TinyModels, make_pair
 
 BATCHES = [ids_of(seed, 2, 10) for seed in range(3)]
-RATE = 1e-3  # large enough that a few steps count beside what float32 rounds
+RATE, LARGE_DECAY = 1e-3, 5.0  # so that a few steps, and their decay, count beside what float32 rounds
 METHODS: Mapping[str, tuple[Axis, ...]] = {"per-axis": ("out", "in"), "scalar": ("scalar",)}
 
 
@@ -105,7 +106,7 @@ def test_scales_are_those_of_adamw_through_the_whole_model_in_float64(
 ) -> None:
     models = make_pair(architecture, tmp_path, changes=(Change(noise=0.2, added_tokens=2),))
     deltas = begun(pairs_of(models), METHODS[method])
-    recipe = Recipe("squared", epochs, RATE, cosine=False, weight_decay=0.01)
+    recipe = Recipe("squared", epochs, RATE, cosine=False, weight_decay=LARGE_DECAY)
     student = student_of(models, deltas, relative=False)
     run = Distillation(student, lesson_of(models, BATCHES), recipe)
     for epoch in range(epochs):
@@ -166,6 +167,7 @@ def without_delta_paths(
     return scale.grad
 
 
-def test_the_papers_epochs_are_five_of_vectors_and_one_of_scalars() -> None:
+def test_the_papers_budget_is_five_epochs_of_vectors_and_one_of_scalars() -> None:
     paper = Training(Calibration("self", 200, 192), solver="adamw")
     assert (paper.epochs("per-axis"), paper.epochs("scalar"), paper.rate) == (5, 1, 1e-4)
+    assert PAPER_DECAY == DECAY

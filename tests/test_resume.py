@@ -27,7 +27,7 @@ from tests.fitting import random_delta
 from tests.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)
-OURS = Training(SELF, distill_epochs=2, budget=1.2)
+OURS = Training(SELF, distill_epochs=3, budget=1.2)  # signs move from the second epoch on
 PAPER = Training(SELF, solver="adamw", distill_epochs=2, axis_loss="end")
 
 
@@ -68,11 +68,10 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(Progress, "_keep", counted)
 
 
-@pytest.fixture
-def begun(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """An out whose run was interrupted in its last epoch but one; all stages have kept something."""
-    out = tmp_path / "out" / "delta"
-    out.parent.mkdir()
+@pytest.fixture(scope="module")
+def interrupted(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The progress of a run that was interrupted after its first epoch; all stages have kept something."""
+    out = tmp_path_factory.mktemp("begun") / "delta"
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(patch, 6)
         with pytest.raises(KeyboardInterrupt):
@@ -81,7 +80,14 @@ def begun(models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         *("inputs.json", "text.safetensors", "block-0.safetensors", "block-1.safetensors"),
         *("layers.safetensors", "end.pt"),
     }
-    capsys.readouterr()
+    return progress_of(out)
+
+
+@pytest.fixture
+def begun(interrupted: Path, tmp_path: Path) -> Path:
+    """An out beside which stands the progress of an interrupted run."""
+    out = tmp_path / "out" / "delta"
+    shutil.copytree(interrupted, progress_of(out))
     return out
 
 
@@ -105,7 +111,7 @@ def test_a_run_interrupted_after_each_file_goes_on_to_the_same_bytes(
                 assert progress_of(out).is_dir()
         assert interruptions < 20
     assert digest == undisturbed(training)
-    assert interruptions == 7  # inputs, text, two blocks, layers, two epochs
+    assert interruptions == 5 + (training.distill_epochs or 0)  # inputs, text, two blocks, layers, epochs
     assert os.listdir(tmp_path) == ["delta"]
 
 
@@ -151,7 +157,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "embeddings": {"embeddings": "whole"},
     "seed": {"training": replace(OURS, calibration=replace(SELF, seed=1))},
     "samples": {"training": replace(OURS, calibration=replace(SELF, samples=17))},
-    "epochs": {"training": replace(OURS, distill_epochs=3)},
+    "epochs": {"training": replace(OURS, distill_epochs=4)},
     "signs": {"training": replace(OURS, learn_signs=False)},
     "budget": {"training": replace(OURS, budget=1.3)},
     "solver": {"training": replace(PAPER, distill_epochs=2), "method": "per-axis"},

@@ -164,6 +164,14 @@ def test_a_model_with_experts_compresses_with_all_its_matrices_coded(
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
+def test_a_model_with_experts_compresses_as_in_the_paper(architecture: str, tmp_path: Path) -> None:
+    models = with_experts(architecture, tmp_path)
+    paper = Training(Calibration("self", 16, 16), solver="adamw", distill_epochs=1, axis_loss="end")
+    result = compressed(models, tmp_path / "delta", method="per-axis", training=paper)
+    assert result.manifest.fidelity["held_out"]["kl"] < result.manifest.fidelity["base"]["kl"]
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
 def test_the_fidelity_of_a_model_with_experts_is_that_of_the_merged_one(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def test_people_get_a_table_of_three_models(evaluated: Evaluated, capsys: Captur
     assert rows["fine-tune"] == ["0", "100.00%", f"{result['delta']['perplexity_finetune']:.4g}"]
     assert lines[5:] == [
         f"the delta goes {100 * result['kept']:.2f}% of the way from base to fine-tune, by KL",
-        f"4 sequences of text, {4 * Calibration('').length} tokens",
+        f"4 sequences of text, {4 * LENGTH} tokens",
     ]
 
 

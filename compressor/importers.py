@@ -20,6 +20,7 @@ from compressor.blocks import row_blocks, workers
 from compressor.checkpoints import TensorPair, is_computed, is_finite, layer_order, pair_up
 from compressor.codec import measured
 from compressor.diff_files import DIVERGED, WRONG_BASE, CodedModule, DiffFile, Kind
+from compressor.fidelity import rounded
 from compressor.progress import byte_progress
 from compressor.variant_files import own_files
 from deltastore.artifact import ArtifactWriter
@@ -102,7 +103,7 @@ class _Carried:
         """Of all coded matrices together, where there was a fine-tune to measure against."""
         if not self.squared_norm:
             return {}
-        return {"weight_error": _rounded(math.sqrt(self.squared_error / self.squared_norm))}
+        return {"weight_error": rounded(math.sqrt(self.squared_error / self.squared_norm))}
 
 
 def import_diff(config: ImportConfig) -> ImportResult:
@@ -341,12 +342,7 @@ def _measure(pair: TensorPair, delta: OneBit, carried: _Carried) -> float:
         coded = measured(pair, delta, each)
     carried.squared_norm += coded.squared_norm
     carried.squared_error += coded.squared_error
-    return _rounded(coded.error)
-
-
-def _rounded(error: float) -> float:
-    """Six digits: more of them depend on the order of sums, which differs between machines."""
-    return float(f"{error:.6g}")
+    return rounded(coded.error)
 
 
 def _result(out: Path, digest: str, base: Base, manifest: Manifest) -> ImportResult:

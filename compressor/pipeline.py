@@ -143,7 +143,7 @@ def _make(
     files = own_files(base, finetune)
     coded = frozenset(pair.name for pair in pairs.tensors if _is_coded(pair.name, pair.shape, config))
     _check_room(config, pairs, coded, files)
-    identity = replace(Base.of(base), id=_base_id(base, config))
+    identity = _identity(base, config)
     with ArtifactWriter(config.out) as writer:
         if config.training is None:
             carried = carry(pairs, files, Coding(coded, config.method, {}, _shown(config)), writer)
@@ -247,8 +247,9 @@ def _check_room(
         )
 
 
-def _base_id(base: Checkpoint, config: CompressConfig) -> str:
-    return (Base.of(base).id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS]
+def _identity(base: Checkpoint, config: CompressConfig) -> Base:
+    identity = Base.of(base)
+    return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 
 def _manifest(

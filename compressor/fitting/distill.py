@@ -31,9 +31,7 @@ class Recipe:
 
     loss: Loss  # KL(fine-tune || student) per token, or the mean squared error of logits (paper, Algorithm 2)
     epochs: int
-    rate: (
-        float  # of scales: in units of each vector's mean magnitude, or as they are, as its `Trainable` says
-    )
+    rate: float  # of scales, relative or not as their `Trainable` says
     cosine: bool = True  # down to nothing over all steps
     weight_decay: float = 0.0
     sign_rate: float = 0.0  # of latents, in units of an average difference; 0 keeps the signs

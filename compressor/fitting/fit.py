@@ -42,7 +42,7 @@ OUR_RATE = 0.01  # of scales, in units of each vector's mean magnitude
 SIGN_RATE = 0.003
 PAPER_DECAY = 0.01  # AdamW's default
 SCATTERED = (
-    0.3  # of the tokens that layers are fitted to; other text gains, and the end makes up for the text's own
+    0.5  # of the tokens that layers are fitted to; other text gains, and the end makes up for the text's own
 )
 MEASURED = 4  # sequences on which upgrades are measured
 OUR_SAMPLES, PAPER_SAMPLES = 4, 8  # fewer leave nothing to fit layers to, to choose by or to judge by

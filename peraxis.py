@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
 from deltastore.errors import PeraxisError, UsageError
+from deltastore.memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Entry:
     help: str
     is_group: bool = False
 
+
+TERMINATED = 128 + signal.SIGTERM
 
 DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
 COMMANDS: Mapping[str, Entry] = {
@@ -77,11 +84,17 @@ def build(commands: Mapping[str, Entry] = COMMANDS) -> LazyGroup:
 def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
     """Run one command line and return its exit code; an error is one line on stderr, or one JSON document.
 
-    0 done; 1 a failed job; 2 wrong arguments; 130 interrupted; another code where a command says so.
+    0 done; 1 a failed job; 2 wrong arguments; 130 interrupted; 143 terminated; another code where a command says so.
     """
     as_json = "--json" in args
     try:
-        outcome = build(commands).main(list(args) or ["--help"], prog_name="peraxis", standalone_mode=False)
+        with _terminable():
+            outcome = build(commands).main(
+                list(args) or ["--help"], prog_name="peraxis", standalone_mode=False
+            )
+            sys.stdout.flush()  # here, where what goes wrong is told as everything else is
+    except _Terminated:
+        return _report("terminated", "Terminated", TERMINATED, as_json)
     except typer.TyperException as error:
         return _report(error.format_message() + _hint(error), type(error).__name__, error.exit_code, as_json)
     except typer.Abort:
@@ -90,6 +103,10 @@ def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
         return _report(str(error), type(error).__name__, 2 if isinstance(error, UsageError) else 1, as_json)
     except OSError as error:
         return _report(str(error), type(error).__name__, 1, as_json)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _report(_memory_message(error), "MemoryError", 1, as_json)
     if outcome == 130:
         return _report("interrupted", "Interrupted", 130, as_json)
     return outcome if isinstance(outcome, int) else 0
@@ -98,6 +115,37 @@ def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
 def main() -> None:
     """Entry point of the installed script."""
     sys.exit(run(sys.argv[1:]))
+
+
+class _Terminated(BaseException):
+    """SIGTERM; like KeyboardInterrupt it passes whoever catches errors, and cleans up on its way."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind the command, where nobody listens to it and signals can be had at all."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would stop the cleaning up
+    raise _Terminated
+
+
+def _memory_message(error: MemoryError | RuntimeError) -> str:
+    reason = " ".join(str(error).split())[:120]
+    return (
+        f"out of memory{f' ({reason})' if reason else ''}: free some, or use less: when compressing, lower --samples, "
+        "give --no-learn-signs, or --device cpu where it is the GPU's"
+    )
 
 
 def _load(name: str, entry: Entry) -> Any:
@@ -123,11 +171,21 @@ def _hint(error: typer.TyperException) -> str:
 
 def _report(message: str, kind: str, code: int, as_json: bool) -> int:
     line = " ".join(message.split())
-    if as_json:
-        print(json.dumps({"error": {"message": line, "type": kind}}))
-    else:
+    document = json.dumps({"error": {"message": line, "type": kind}}) + "\n"
+    if not _is_printed(document if as_json else "") or not as_json:
         print(f"error: {line}", file=sys.stderr)
     return code
+
+
+def _is_printed(text: str) -> bool:
+    """Whether stdout took this and all before; where not, the rest goes nowhere, lest Python complain at exit."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,9 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from compressor.sources import checkpoint_directory
+from deltastore.base import Base
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError, shown
+from deltastore.header import parse_json
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
+from deltastore.memory import is_out_of_memory
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -62,6 +66,7 @@ def finetune_directory(source: str, base: Path) -> Iterator[Path]:
         yield directory
         return
     _check_files(directory, base)
+    _warn_of_another_base(directory, base)
     with tempfile.TemporaryDirectory(prefix="peraxis-") as merged:
         _merge(directory, base, Path(merged))
         (Path(merged) / GENERATION_FILE).unlink(missing_ok=True)  # the library's, made of the configuration
@@ -93,6 +98,42 @@ def _check_files(adapter: Path, base: Path) -> None:
         )
 
 
+def _warn_of_another_base(adapter: Path, base: Path) -> None:
+    """Shapes are peft's to check; of what fits and is another model, names and tensors tell what they can."""
+    named = _named(adapter / CONFIG_FILE, "base_model_name_or_path")
+    if named is None:
+        return
+    if Path(named).is_dir():
+        is_another = _is_another(Path(named), base)
+    else:
+        known = _named(base / "config.json", "_name_or_path")
+        is_another = known is not None and not Path(known).exists() and known != named
+    if is_another:
+        print(
+            f"warning: {adapter}: it was trained on {shown(named)}, and {base} is another model: what comes of the "
+            "two may be no good",
+            file=sys.stderr,
+        )
+
+
+def _is_another(named: Path, base: Path) -> bool:
+    if named.resolve() == base.resolve():
+        return False
+    try:
+        return Base.of(Checkpoint.open(named)).fingerprint != Base.of(Checkpoint.open(base)).fingerprint
+    except PeraxisError:
+        return False  # something that cannot be read says nothing
+
+
+def _named(path: Path, key: str) -> str | None:
+    try:
+        document = parse_json(path.read_bytes(), str(path))
+    except (OSError, PeraxisError):
+        return None  # whoever needs the file says what is wrong with it
+    name = document.get(key) if isinstance(document, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
 def _merge(adapter: Path, base: Path, out: Path) -> None:
     from safetensors import SafetensorError
 
@@ -101,6 +142,8 @@ def _merge(adapter: Path, base: Path, out: Path) -> None:
         try:
             model = _merged(peft, adapter, base)
         except (*UNUSABLE, SafetensorError) as error:
+            if is_out_of_memory(error):
+                raise
             reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
             raise CheckpointError(
                 f"{adapter}: peft cannot merge it over {base} ({reason}): "

@@ -32,6 +32,7 @@ DATE = "01 Jan 2025"  # templates write today's unless they are told another
 
 UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)  # of a tokenizer's files
 HELD_OUT_PART = 10
+LARGEST_SEED = 2**63 - 1
 MIN_HELD_OUT = 8
 
 
@@ -47,6 +48,8 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise UsageError(f"--samples {self.samples}: give at least 1, or --calibration none")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UsageError(f"--seed {self.seed}: give 0 to {LARGEST_SEED}")
         if self.length < 2:
             raise UsageError(f"a calibration length of {self.length} tokens: give at least 2")
 
@@ -73,6 +76,11 @@ def calibration_text(
         generator = torch.Generator().manual_seed(calibration.seed)
         prompts = _openings(calibration, finetune, generator)
         return list(sample(finetune, prompts, calibration.length, generator, on_tokens))
+    if not has_tokenizer(finetune.weights.path):
+        raise CheckpointError(
+            f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.source} needs: copy the model's "
+            "tokenizer.json there, or give --calibration self"
+        )
     tokenizer = load_tokenizer(finetune.weights.path)
     records = _records(calibration, tokenizer)
     packed = _packed(records, _prefix(tokenizer), calibration.length)
@@ -122,6 +130,11 @@ def batched(sequences: Sequence[Tensor], max_tokens: int) -> list[Tensor]:  # [s
         for step in [max(1, max_tokens // length)]
         for first in range(0, len(alike), step)
     ]
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint has any of a tokenizer's files."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -284,7 +297,7 @@ def _openings(
     """What sampling starts from: the chat template as far as a user's message, or a random token."""
     directory = finetune.weights.path
     tokenizer = None
-    if any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if has_tokenizer(directory):
         tokenizer = load_tokenizer(directory)
     if opening := _user_turn(directory, tokenizer):
         prompts = torch.tensor([opening]).expand(calibration.samples, -1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +16,7 @@ from deltastore.errors import UsageError
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
 
+SAMPLES, PAPER_RATE = 256, 1e-4  # where the user gives none
 FITTING, PAPER = "Fitting to text", "The paper's recipe"
 
 app = typer.Typer(no_args_is_help=True)
@@ -60,7 +63,7 @@ def compress(
         typer.Option(
             "--samples", help="Sequences of calibration text; a tenth is held out.", rich_help_panel=FITTING
         ),
-    ] = 256,
+    ] = SAMPLES,
     seed: Annotated[
         int, typer.Option("--seed", help="Of sampled calibration text.", rich_help_panel=FITTING)
     ] = 0,
@@ -98,7 +101,7 @@ def compress(
             rich_help_panel=PAPER,
         ),
     ] = "lstsq",
-    rate: Annotated[float, typer.Option("--rate", help="Of adamw.", rich_help_panel=PAPER)] = 1e-4,
+    rate: Annotated[float, typer.Option("--rate", help="Of adamw.", rich_help_panel=PAPER)] = PAPER_RATE,
     cosine: Annotated[
         bool, typer.Option("--cosine", help="Lower the rate in layers.", rich_help_panel=PAPER)
     ] = False,
@@ -146,8 +149,22 @@ def compress(
     from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
 
+    paper = {
+        "--rate": rate != PAPER_RATE,
+        "--cosine": cosine,
+        "--axis-loss": axis_loss != "layer",
+        "--with-scalar": with_scalar,
+    }
+    ours = {"--no-refine-signs": not refine_signs, "--learn-signs": learn_signs is not None}
+    text = {
+        "--samples": samples != SAMPLES,
+        "--seed": seed != 0,
+        "--distill-epochs": distill_epochs is not None,
+        "--resume": resume,
+    }
     training = None
     if calibration != "none":
+        _refuse_idle(*(("adamw", paper) if solver == "lstsq" else ("lstsq", ours)))
         training = Training(
             Calibration(calibration, samples, seed=seed),
             solver=solver,
@@ -165,11 +182,21 @@ def compress(
         raise UsageError(
             "--budget and --solver adamw need calibration text: give --calibration self or a file"
         )
+    elif idle := [option for option, is_given in {**text, **ours, **paper}.items() if is_given]:
+        raise UsageError(
+            f"{idle[0]} does nothing without calibration text: give --calibration self or a file"
+        )
     result = run(
         CompressConfig(
             base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
         )
     )
+    if result.artifact_bytes > result.full_bytes:
+        print(
+            f"warning: {out}: {_size(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
+            f"({_size(result.full_bytes)}), because what is no matrix is stored whole: nothing is saved by it",
+            file=sys.stderr,
+        )
     if as_json:
         _print_json(result.as_json())
         return
@@ -202,6 +229,12 @@ def merge(
     print(f"{result.out}: {result.num_files} files of weights, {_size(result.size_bytes)} in {result.dtype}")
 
 
+def _refuse_idle(solver: str, given: Mapping[str, bool]) -> None:
+    """Refuse options that only `solver` reads, so that nobody takes the result for what they asked for."""
+    if idle := [option for option, is_given in given.items() if is_given]:
+        raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {solver} with it")
+
+
 def _print_compressed(result: CompressResult) -> None:
     manifest = result.manifest
     errors = {name: spec.error for name, spec in manifest.tensors.items() if spec.error is not None}
@@ -214,7 +247,9 @@ def _print_compressed(result: CompressResult) -> None:
     print(
         f"{len(manifest.tensors)} tensors changed, {result.num_unchanged} as in the base; method {manifest.method}"
     )
-    if worst is not None:
+    if (
+        worst is not None and "held_out" not in manifest.fidelity
+    ):  # which says more, and text lets weights err
         print(
             f"weight error {manifest.fidelity['weight_error']:.4f} of the difference's norm, "
             f"at most {errors[worst]:.4f} ({worst})"

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from compressor.adapters import finetune_directory
 from compressor.calibration import Calibration, batched, calibration_text
 from compressor.checkpoints import Pairs, pair_up
 from compressor.decoder import Decoder
 from compressor.fidelity import Fidelity, Predictions, compare, rounded
 from compressor.merge import MergeConfig, merge
+from compressor.progress import progress_bar
 from compressor.sources import checkpoint_directory
 from compressor.tasks import Score, Tasks
 from compressor.variant import Variant, base_as_variant
@@ -43,7 +44,7 @@ class EvalConfig:
     """What to evaluate, and on what."""
 
     base: str  # a directory or a hub id
-    finetune: str
+    finetune: str  # the same, or an adapter's
     delta: Path
     text: str  # as Calibration's source
     samples: int
@@ -91,7 +92,13 @@ def evaluate(config: EvalConfig) -> Evaluation:
         StorageFull: no room for the merged model, which tasks need.
         UsageError: text or tasks that cannot be had.
     """
-    directories = [checkpoint_directory(source) for source in (config.base, config.finetune)]
+    base = checkpoint_directory(config.base)
+    with finetune_directory(config.finetune, base) as finetune:
+        return _evaluate(config, (base, finetune))
+
+
+def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
+    """With base and fine-tune at hand."""
     base, finetune = map(Checkpoint.open, directories)
     pairs = pair_up(base, finetune)
     with Artifact.open(config.delta) as artifact:
@@ -119,7 +126,7 @@ def _measure(
     sequences = calibration_text(Calibration(config.text, config.samples, seed=SEED), teacher)
     batches: Sequence[Tensor] = batched(sequences, BATCH_TOKENS)
     total = teacher.num_blocks * (1 + len(students))
-    with tqdm(total=total, desc="comparing", unit="block", disable=not config.progress, leave=False) as bar:
+    with progress_bar(total, "comparing", "block", config.progress) as bar:
 
         def on_block() -> None:
             bar.update(1)
@@ -164,10 +171,11 @@ def _scores(tasks: Tasks, directories: Sequence[Path], config: EvalConfig) -> di
         merged = Path(scratch) / "delta"
         with _telling_of_scratch():
             merge(MergeConfig(config.base, config.delta, merged))
-        bar = tqdm(
-            [*directories, merged], desc="tasks", unit="model", disable=not config.progress, leave=False
-        )
-        by_model = [tasks.score(directory, config.progress) for directory in bar]
+        by_model = []
+        with progress_bar(len(MODELS), "tasks", "model", config.progress) as bar:
+            for directory in (*directories, merged):
+                by_model.append(tasks.score(directory, config.progress))
+                bar.update()
     return {
         task: {model: scores[task] for model, scores in zip(MODELS, by_model, strict=True)}
         for task in by_model[0]

@@ -58,8 +58,10 @@ class Frame:
         hook = self._body.register_forward_hook(replace)
         empty = self.model.get_output_embeddings()
         self.model.set_output_embeddings(head)
+        # One token's body, because its output is replaced, and rows may be more than a model has positions.
+        stand_in = torch.zeros_like(last_hidden[:1, :1])
         try:
-            logits: Tensor = self.model(inputs_embeds=last_hidden, use_cache=False).logits
+            logits: Tensor = self.model(inputs_embeds=stand_in, use_cache=False).logits
         finally:
             self.model.set_output_embeddings(empty)
             hook.remove()

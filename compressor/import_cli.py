@@ -46,6 +46,10 @@ def import_(
 ) -> None:
     """Make a delta of somebody else's one-bit delta. The file is loaded as tensors alone; no code of it runs.
 
+    Its keys, for bitdelta: MODULE.mask, int32 of shape (in/32, out), bit i of word j being input 32j+i, and one number
+    in MODULE.coeff. For per-axis: MODULE.mask_row with MODULE.coeff_row of length in, or MODULE.mask_col with
+    MODULE.coeff_col of length out. Any other key is a whole parameter by its own name.
+
     Example: peraxis import bitdelta --base BASE --finetune TUNED --diff diff.pt --out tuned.safetensors
     """
     from compressor.importers import ImportConfig, import_diff  # imported when needed: torch takes seconds

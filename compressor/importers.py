@@ -21,6 +21,7 @@ from compressor.checkpoints import TensorPair, is_computed, is_finite, layer_ord
 from compressor.codec import measured
 from compressor.diff_files import DIVERGED, WRONG_BASE, CodedModule, DiffFile, Kind
 from compressor.fidelity import rounded
+from compressor.outputs import check_apart
 from compressor.progress import byte_progress
 from compressor.variant_files import own_files
 from deltastore.artifact import ArtifactWriter
@@ -114,6 +115,7 @@ def import_diff(config: ImportConfig) -> ImportResult:
         StorageFull: no room at `out`.
         UsageError: an `out` that cannot be written.
     """
+    check_apart(config.out, {"--base": config.base, "--finetune": config.finetune, "--diff": config.diff})
     base = Checkpoint.open(config.base)
     finetune = None if config.finetune is None else _open_finetune(config.finetune, base)
     diff = DiffFile.open(config.diff, config.kind)

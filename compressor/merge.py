@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compressor.blocks import row_blocks
 from compressor.checkpoints import is_finite
+from compressor.outputs import check_apart
 from compressor.progress import byte_progress
 from compressor.shards import Output, cut, write_index, write_shard
 from compressor.sources import checkpoint_directory
@@ -74,6 +75,7 @@ def merge(config: MergeConfig) -> MergeResult:
         StorageFull: no room at `out`.
         UsageError: an `out` that is there already, or cannot be written.
     """
+    check_apart(config.out, {"--base": config.base, "--delta": config.delta})
     base = Checkpoint.open(checkpoint_directory(config.base))
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)

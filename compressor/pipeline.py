@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from compressor.adapters import finetune_directory
 from compressor.carry import Carried, Coding, carry, changed
 from compressor.checkpoints import Pairs, pair_up
 from compressor.codec import Method
+from compressor.outputs import check_apart
 from compressor.report import Report, check_report, write_report
 from compressor.resume import Progress, kept
 from compressor.sources import checkpoint_directory
@@ -27,7 +29,7 @@ from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, StorageFull, UsageError
 from deltastore.manifest import Manifest
-from deltastore.plan import Plan, is_matrix, one_bit_plan
+from deltastore.plan import FP16_BYTES, Plan, is_matrix, one_bit_plan
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.fit import Fitted
@@ -114,6 +116,8 @@ def compress(config: CompressConfig) -> CompressResult:
         UsageError: an `out` that cannot be written, calibration text that cannot be had.
     """
     started = time.perf_counter()
+    text = None if config.training is None else config.training.calibration.source
+    check_apart(config.out, {"--base": config.base, "--finetune": config.finetune, "--calibration": text})
     if config.report is not None:
         check_report(config.report)
     base_directory = checkpoint_directory(config.base)
@@ -211,7 +215,7 @@ def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
         raise FidelityError(
             f"{config.finetune}: the delta agrees with it on {fitted.fidelity.agreement:.2%} of held-out tokens, less "
             f"than --min-agreement {config.min_agreement:.2%}: give a larger --budget, more --samples or text nearer "
-            "its use"
+            "its use, or --resume with a lower --min-agreement"
         )
 
 
@@ -227,7 +231,7 @@ def _check_room(
 ) -> None:
     """The artifact is written to a spool and then in one piece, so it takes its room twice for a moment.
 
-    What calibration keeps for `--resume` is about once more.
+    What calibration keeps for `--resume` is about once more, and the state of the end-to-end stage on top of it.
     """
     out = config.out
     if out.is_dir() or not out.parent.is_dir():
@@ -239,6 +243,9 @@ def _check_room(
     budget, copies = (1.0, 2) if config.training is None else (config.training.budget, 4)
     needed = int(copies * budget * matrices.device_bytes)
     needed += 2 * (whole + added + sum(map(len, files.values())))
+    if config.training is not None:
+        num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
+        needed += config.training.state_bytes(config.method, num_weights, matrices.scales_bytes // FP16_BYTES)
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise StorageFull(
@@ -265,7 +272,8 @@ def _manifest(
         config=dict(base.config),
         tensors=carried.specs,
         files=carried.files,
-        compressor={"version": version("peraxis"), "settings": config.settings()},
+        compressor={"version": version("peraxis"), "settings": config.settings()}
+        | ({} if fitted is None else {"num_sequences": fitted.num_sequences}),
         fidelity={"weight_error": carried.weight_error} | ({} if fitted is None else fitted.as_json()),
     )
 

@@ -57,7 +57,7 @@ def sample(
         on_tokens: told how many tokens were drawn, each time.
 
     Raises:
-        CheckpointError: the model gives no distribution, NaN for instance.
+        CheckpointError: the model gives no distribution, NaN for instance, or has no KV cache.
     """
     noise = torch.rand(len(prompts), length - prompts.shape[1], generator=generator, dtype=torch.float64)
     room = Room.of(decoder, length, free_bytes(decoder.device))
@@ -65,7 +65,11 @@ def sample(
     written = []
     for first in range(0, len(prompts), room.group):
         rows = slice(first, first + room.group)
-        written.append(_continue(model, prompts[rows].to(decoder.device), noise[rows], on_tokens).cpu())
+        try:
+            ids = _continue(model, prompts[rows].to(decoder.device), noise[rows], on_tokens)
+        except _NoCache:
+            raise _refusal(decoder) from None
+        written.append(ids.cpu())
     text = torch.cat(written)
     if (text < 0).any():
         raise CheckpointError(f"{decoder.weights.path}: its logits are not finite: the checkpoint is damaged")
@@ -75,7 +79,9 @@ def sample(
 def kv_bytes(decoder: Decoder) -> int:
     """Of the KV cache, per token; more than it takes where layers keep a window only or share heads in other ways."""
     config = decoder.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise _refusal(decoder)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * int(heads) * int(head_dim) * decoder.num_blocks * decoder.dtype.itemsize
 
@@ -109,11 +115,24 @@ def _continue(
         output = model(
             input_ids=pieces[-1].clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
-        cache = output.past_key_values
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise _NoCache
         pieces.append(draw(output.logits[:, -1], column)[:, None])
         if on_tokens is not None:
             on_tokens(len(ids))
     return torch.cat(pieces, dim=1)
+
+
+class _NoCache(Exception):
+    """The model keeps its past otherwise."""
+
+
+def _refusal(decoder: Decoder) -> CheckpointError:
+    return CheckpointError(
+        f"{decoder.weights.path}: model type {decoder.config.model_type!r} has no KV cache that text could be sampled "
+        "with: give --calibration a .txt or .jsonl file"
+    )
 
 
 def draw(

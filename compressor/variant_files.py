@@ -13,6 +13,7 @@ from deltastore.header import parse_json
 from deltastore.layout import MAX_FILE_BYTES
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
 
+TOKENIZER_FILE = "tokenizer.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What the library writes beside it and no token depends on.
 FREE_GENERATION = frozenset({
@@ -28,6 +29,7 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
     """
     files, tokenizer = {}, tokenizer_files(finetune)
     if tokenizer and tokenizer != tokenizer_files(base):
+        _check_tokenizer(finetune.path, tokenizer)
         files.update(tokenizer)
     if _facts(finetune) != _facts(base):
         files[GENERATION_FILE] = generation_file(finetune)
@@ -47,6 +49,26 @@ def generation_file(checkpoint: Checkpoint) -> bytes:
         return _content(path)
     ids = {key: checkpoint.config[key] for key in TOKEN_IDS if checkpoint.config.get(key) is not None}
     return json.dumps(ids, indent=2).encode() + b"\n"
+
+
+def _check_tokenizer(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Its files are what they are called, as far as can be told without the model library."""
+    from tokenizers import Tokenizer  # imported when needed
+
+    for name, content in files.items():
+        try:
+            if name == TOKENIZER_FILE:
+                Tokenizer.from_str(content.decode())
+            elif name.endswith(".json"):
+                json.loads(content)
+        except BaseException as error:
+            # That library raises plain exceptions, of no class of its own.
+            if type(error) is not Exception and not isinstance(error, (ValueError, RecursionError)):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{directory / name}: it is no tokenizer ({reason}): fetch the fine-tune's tokenizer again"
+            ) from error
 
 
 def _content(path: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,8 +131,8 @@ def _text(facts: dict[str, Any]) -> str:
         f"{'; output head tied to the embedding' if facts['tied'] else ''}",
         f"{_size(facts['size_bytes'])}, of them {_size(facts['device_bytes'])} on the device: {kinds}",
         f"files: {', '.join(facts['files']) or 'none'}",
-        f"compressor: {json.dumps(facts['compressor'])}",
-        f"fidelity: {json.dumps(facts['fidelity'])}",
+        *_section("compressor", facts["compressor"]),
+        *_section("fidelity", facts["fidelity"]),
     ]
     for name, spec in facts["tensors"].items():
         shape = "x".join(map(str, spec["shape"]))
@@ -141,6 +142,27 @@ def _text(facts: dict[str, Any]) -> str:
             f"  {name:<56} {shape:>14}  {spec.get('axis', 'whole'):<6} {' '.join([error, *notes])}".rstrip()
         )
     return "\n".join(lines)
+
+
+def _section(title: str, facts: dict[str, Any]) -> Iterator[str]:
+    """Free-form facts, one group to a line; strings in them are a stranger's."""
+    groups = [(key, value) for key, value in facts.items() if isinstance(value, dict)]
+    plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
+    if plain or not groups:
+        said = ", ".join(f"{_words(key)} {_value(value)}" for key, value in plain.items())
+        yield f"{title}: {said or 'nothing'}"
+    for key, value in groups:
+        yield from _section(f"{title}, {_words(key)}", value)
+
+
+def _words(key: str) -> str:
+    return shown(key)[1:-1].replace("_", " ")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return shown(value)[1:-1] if isinstance(value, str) else "auto" if value is None else shown(value)
 
 
 def _plans_json(plans: dict[str, Plan]) -> dict[str, Any]:

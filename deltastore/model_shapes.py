@@ -8,7 +8,10 @@ from deltastore.errors import CheckpointError
 
 
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The parameters of the model that a directory's config.json describes; a tied head is not named twice.
+    """The tensors, as `save_pretrained` names them, of the model that a directory's config.json describes.
+
+    Experts are one by one where checkpoints have them so, whatever the library does in memory; a tied head is not named
+    twice.
 
     Raises:
         CheckpointError: no configuration there, or none that the library builds a language model from.
@@ -20,6 +23,7 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     import torch  # imported when needed, as is transformers: they take seconds
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -28,4 +32,5 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{directory}: the library builds no model from it: {reason}") from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}

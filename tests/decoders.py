@@ -32,6 +32,13 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma3_text": {"num_hidden_layers": 6, "sliding_window": 8},  # five layers with a window, one without
+    "gpt2": {
+        "n_positions": 40,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 64,
+    },  # learned positions, and no linear layers
+    "opt": {"max_position_embeddings": 40, "ffn_dim": 92, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 4},  # its layers give tuples
     "gemma3n_text": {  # its layers read a second embedding of the ids
         "num_hidden_layers": 5,

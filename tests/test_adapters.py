@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 import warnings
@@ -105,6 +106,41 @@ def test_an_adapter_becomes_the_checkpoint_that_peft_merges(kind: str, base: Pat
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
     own = load_file(base / "model.safetensors")
     assert any(not torch.equal(merged[name], own[name].float()) for name in merged)
+
+
+def warned(adapter: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with finetune_directory(str(adapter), base):
+        return capsys.readouterr().err
+
+
+def test_an_adapter_over_another_base_of_the_same_shapes_is_warned_of(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(base, lora("q_proj"))
+    other = make_pair("llama", tmp_path / "other", seed=1).base
+    assert warned(adapter, base, capsys) == ""
+    shutil.copytree(base, tmp_path / "copy")
+    assert warned(adapter, tmp_path / "copy", capsys) == ""
+    line = warned(adapter, other, capsys)
+    assert line.startswith(
+        f"warning: {adapter}: it was trained on {str(base)!r}, and {other} is another model"
+    )
+    assert line.count("\n") == 1
+
+
+def test_an_adapter_of_a_hub_base_is_warned_of_where_the_base_says_that_it_is_another(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(base, lora("q_proj"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "some/base"})
+    )
+    assert warned(adapter, base, capsys) == ""  # it may be
+    for name, is_warned in (("some/base", False), ("another/base", True)):
+        rewrite_config(base, _name_or_path=name)
+        assert ("it was trained on 'some/base'" in warned(adapter, base, capsys)) is is_warned
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,21 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
         raise typer.Exit(1)
     if kind == "unreadable":
         open("no/such/file")
+    if kind == "memory":
+        raise MemoryError
+    if kind == "torch memory":
+        import torch
+        torch.empty(1 << 60)
+    if kind == "gpu memory":
+        import torch
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    if kind == "threads":
+        raise RuntimeError("can't start new thread")
+    if kind == "bug":
+        raise RuntimeError("no such thing")
+    if kind == "terminated":
+        import signal
+        signal.raise_signal(signal.SIGTERM)
     print("done")
 '''
 
@@ -106,6 +122,7 @@ def test_a_group_is_mounted_with_its_own_commands(
         (["work", "unreadable"], 1, "[Errno 2] No such file or directory: 'no/such/file'"),
         (["work", "usage"], 2, "two options contradict each other"),
         (["work", "interrupted"], 130, "interrupted"),
+        (["work", "terminated"], 143, "terminated"),
         (["work"], 2, "Missing argument 'kind'. (see 'peraxis work --help')"),
         (["work", "well", "--fast"], 2, "No such option: --fast (see 'peraxis work --help')"),
         (["wrk"], 2, "No such command 'wrk'. Did you mean 'work'? (see 'peraxis --help')"),
@@ -122,6 +139,45 @@ def test_an_error_is_one_line_on_stderr(
     assert run(args, commands) == code
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("kind", ["memory", "torch memory", "gpu memory", "threads"])
+def test_too_little_memory_is_one_line_that_says_what_to_lower(
+    kind: str, commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", kind], commands) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: out of memory")
+    assert "lower --samples" in line
+    assert line.count("\n") == 1
+    assert run(["work", kind, "--json"], commands) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "MemoryError"
+
+
+def test_an_error_that_nobody_foresaw_is_not_called_one_of_memory(commands: Mapping[str, Entry]) -> None:
+    with pytest.raises(RuntimeError, match="no such thing"):
+        run(["work", "bug"], commands)
+
+
+def test_after_a_command_sigterm_is_as_it_was_before(commands: Mapping[str, Entry]) -> None:
+    run(["work", "terminated"], commands)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("args", [["version"], ["--help"], ["inspect", "no-such-file", "--json"]])
+def test_a_stdout_that_takes_nothing_is_one_line(args: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "peraxis", *args],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_with_json_an_error_is_one_document_on_stdout(

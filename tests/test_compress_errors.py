@@ -213,6 +213,12 @@ def test_a_tokenizer_larger_than_a_delta_carries_is_refused(models: TinyModels) 
     assert "tokenizer.json: 68157440 bytes, more than the 67108864" in refused(models, CheckpointError)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_refused_though_no_text_is_read(name: str, models: TinyModels) -> None:
+    (models.finetunes[0] / name).write_text('{"a":')
+    assert f"{models.finetunes[0] / name}: it is no tokenizer" in refused(models, CheckpointError)
+
+
 def test_an_older_artifact_survives_a_failure(models: TinyModels) -> None:
     out = models.base.parent / "delta"
     compress(CompressConfig(str(models.base), str(models.finetunes[0]), out))

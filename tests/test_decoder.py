@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from compressor.decoder import Decoder
+from compressor.fidelity import last_hiddens
 from compressor.weights import Overlay
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
@@ -57,6 +58,16 @@ def test_hidden_states_and_logits_are_those_of_the_whole_model(architecture: str
     seen[-1] = torch.cat(hiddens)  # the library lists the last one after its norm
     torch.testing.assert_close(seen, list(expected.hidden_states))
     torch.testing.assert_close(decoder.logits(decoder.load_head(), seen[-1]), expected.logits)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
+def test_logits_of_more_rows_than_a_model_has_positions(architecture: str, tmp_path: Path) -> None:
+    path = make_model(architecture, tmp_path)
+    decoder = open_decoder(path)
+    (hidden,) = last_hiddens(decoder, [IDS])
+    with torch.no_grad():
+        logits = decoder.logits(decoder.load_head(), hidden.flatten(0, 1)[None])
+        torch.testing.assert_close(logits, whole_model(path)(IDS).logits.flatten(0, 1)[None])
 
 
 def test_experts_are_stored_one_by_one_and_run_fused(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from compressor.calibration import Calibration
 from compressor.decoder import Decoder
 from compressor.fidelity import fidelity
 from compressor.fitting import distill
 from compressor.fitting.distill import Distillation, Lesson, Loss, Recipe, divergence
 from compressor.fitting.layerwise import with_delta
 from compressor.fitting.student import Student
+from compressor.fitting.training import Training
 from compressor.resume import Progress
 from compressor.weights import Overlay
 from deltastore.checkpoint import Checkpoint
@@ -65,6 +68,25 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
             assert oracle.grad is not None
             expected, got = oracle.grad, own.leaf.grad.double() / own.unit
             assert torch.allclose(got, expected, rtol=2e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
+    student, training = student_of(models), Training(Calibration("self"))
+    run = Distillation(student, lesson(models), Recipe("kl", 2, 0.01, sign_rate=0.003))
+    for epoch in range(2):
+        run.epoch(epoch)
+
+    def size(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        return sum(
+            map(size, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        )
+
+    shapes = [pair.shape for pair in student.pairs.values()]
+    asked = training.state_bytes("both", sum(map(math.prod, shapes)), sum(map(sum, shapes)))
+    assert 1.8 * size(run.state()) < asked < 2.2 * size(run.state())
+    assert training.state_bytes("both", 1 << 31, 10) == 2 * 3 * 10 * 4  # too many signs to move
 
 
 def test_logits_are_there_for_some_tokens_at_a_time(

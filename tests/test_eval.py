@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from compressor.decoder import Decoder
 from compressor.fidelity import fidelity
 from compressor.merge import MergeConfig, merge
+from compressor.pipeline import CompressConfig, compress
 from deltastore.checkpoint import Checkpoint
 from peraxis import run
 from tests.compressing import rewrite
 from tests.decoders import CPU, one_thread, open_decoder, whole_model
 from tests.evaluating import Evaluated, document, make_evaluated
-from tests.tiny_models import make_pair, make_tokenizer
+from tests.tiny_models import TinyModels, make_pair, make_tokenizer
 
 LENGTH = 192  # tokens per sequence where nothing else is said
 
@@ -94,6 +98,20 @@ def test_a_base_that_is_the_finetune_has_no_scale(tmp_path: Path, capsys: Captur
     evaluated = make_evaluated(tmp_path, added_tokens=0, noise=0.0)
     result = document(evaluated.args(text="self"), capsys)
     assert (result["kept"], result["base"]["kl"], result["delta"]["kl"]) == (None, 0.0, 0.0)
+
+
+def test_an_adapter_is_a_finetune_as_it_is_when_compressing(tmp_path: Path, capsys: Captured) -> None:
+    base, text = make_pair("llama", tmp_path).base, tmp_path / "text.txt"
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():  # peft's own
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+        adapted.save_pretrained(tmp_path / "adapter")
+    compress(CompressConfig(str(base), str(tmp_path / "adapter"), tmp_path / "delta"))
+    text.write_text("The quick brown fox. " * 50)
+    evaluated = Evaluated(TinyModels(base, [tmp_path / "adapter"]), tmp_path / "delta", text)
+    result = document(evaluated.args(), capsys)
+    assert 0 < result["delta"]["kl"] < result["base"]["kl"]
 
 
 def test_text_can_be_sampled_from_the_finetune(evaluated: Evaluated, capsys: Captured) -> None:

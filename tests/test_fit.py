@@ -199,6 +199,17 @@ def test_a_delta_says_nothing_of_where_things_lay(tmp_path: Path) -> None:
     assert result.manifest.compressor["settings"]["calibration"]["source"] == "words.txt"
 
 
+def test_fewer_sequences_than_asked_for_are_told_and_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
+    (tmp_path / "words.txt").write_text("one two three four " * 20)
+    training = Training(Calibration(str(tmp_path / "words.txt"), 200, 16), distill_epochs=0)
+    noted = compressed(models, tmp_path / "delta", training=training).manifest.compressor["num_sequences"]
+    assert 16 <= noted < 200
+    assert f"makes {noted} sequences of 16 tokens, fewer than --samples 200" in capsys.readouterr().err
+
+
 def test_the_command_says_what_it_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     args = ["compress", "--base", models.base, "--finetune", models.finetunes[0], "--out", tmp_path / "delta"]
@@ -232,6 +243,25 @@ def models(tmp_path: Path) -> TinyModels:
 def test_nan_is_refused_by_tensor_before_any_file_is_left(side: str, name: str, models: TinyModels) -> None:
     rewrite(models.base.parent / side, lambda tensors: tensors[name].view(-1)[-1:].fill_(math.nan))
     assert f"tensor '{name}' holds NaN or infinity" in refused(models, CheckpointError)
+
+
+def test_inputs_that_overflow_are_refused_by_the_layer_that_reads_them(models: TinyModels) -> None:
+    def overflow(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.post_attention_layernorm.weight"].fill_(1e25)
+        for name in (
+            "gate_proj",
+            "up_proj",
+        ):  # which let none of it pass, so that the model's answers are numbers
+            tensors[f"model.layers.0.mlp.{name}.weight"].zero_()
+
+    rewrite(models.finetunes[0], overflow)
+    config = CompressConfig(
+        str(models.base), str(models.finetunes[0]), models.base.parent / "delta", training=OURS
+    )
+    with pytest.raises(
+        CheckpointError, match=r"what tensor 'model\.layers\.0\.mlp\..* not finite or overflows"
+    ):
+        compress(config)
 
 
 def test_a_shrunk_vocabulary_is_refused_before_any_file_is_left(models: TinyModels) -> None:

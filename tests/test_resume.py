@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from compressor import resume
 from compressor.calibration import Calibration
+from compressor.fitting.layerwise import Layerwise
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress
 from compressor.resume import SUFFIX, Progress, kept
 from deltastore.errors import CheckpointError, FidelityError, PeraxisError, StorageFull, UsageError
 from deltastore.onebit import AXES, Axis
+from peraxis import run as command
 from tests.decoders import one_thread  # noqa: F401 - a fixture
 from tests.fitting import random_delta
 from tests.tiny_models import Change, TinyModels, make_pair
@@ -137,6 +142,16 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
     assert os.listdir(tmp_path) == ["delta"]
 
 
+def test_a_terminated_run_is_told_how_to_go_on(
+    models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Layerwise, "run", lambda *args: signal.raise_signal(signal.SIGTERM))
+    files = ["--base", models.base, "--finetune", models.finetunes[0], "--out", tmp_path / "delta"]
+    assert command(["compress", *map(str, files), "--samples", "4", "--no-progress"]) == 143
+    assert "delta.progress keeps what is done so far: go on with --resume\n" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["delta.progress"]
+
+
 def test_without_resume_what_is_there_is_thrown_away(
     models: TinyModels, undisturbed: Callable[[Training], str], begun: Path
 ) -> None:
@@ -162,6 +177,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "budget": {"training": replace(OURS, budget=1.3)},
     "solver": {"training": replace(PAPER, distill_epochs=2), "method": "per-axis"},
 }
+MISTAKEN: dict[str, dict[str, Any]] = {
+    "samples": {"training": replace(OURS, calibration=replace(SELF, samples=2))},
+    "text": {"training": replace(OURS, calibration=replace(SELF, source="no-such-file.txt"))},
+    "solver": {"training": PAPER, "method": "both"},
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -170,6 +190,35 @@ def test_other_settings_are_refused_and_change_nothing(other: str, models: TinyM
     with pytest.raises(UsageError, match="left by a run with other inputs or settings"):
         run(models, begun, **{"resume": True, **OTHERS[other]})
     assert {path.name: path.read_bytes() for path in progress_of(begun).iterdir()} == before
+
+
+@pytest.mark.parametrize("mistake", MISTAKEN)
+def test_a_mistaken_command_throws_nothing_away(
+    mistake: str, models: TinyModels, begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in progress_of(begun).iterdir()}
+    with pytest.raises(UsageError):
+        run(models, begun, **MISTAKEN[mistake])
+    assert {path.name: path.read_bytes() for path in progress_of(begun).iterdir()} == before
+    assert "--resume" not in capsys.readouterr().err  # what is there is another run's
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_is_no_progress_is_never_thrown_away(
+    kind: str, resumes: bool, models: TinyModels, tmp_path: Path
+) -> None:
+    place, notes = progress_of(tmp_path / "delta"), tmp_path / "notes"
+    (place if kind == "directory" else notes).mkdir()
+    ((place if kind == "directory" else notes) / "mine.txt").write_text("mine")
+    if kind == "file":
+        place.write_text("mine")
+    if kind == "link":
+        place.symlink_to(notes)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=r"delta\.progress: .* this is none: move it away"):
+        run(models, tmp_path / "delta", resume=resumes)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_another_file_of_the_same_name_is_other_text(models: TinyModels, tmp_path: Path) -> None:
@@ -191,6 +240,43 @@ def test_another_finetune_is_refused(models: TinyModels, begun: Path, tmp_path: 
     other = make_pair("llama", tmp_path / "pair", seed=3, changes=(Change(noise=0.1),))
     with pytest.raises(UsageError, match="other inputs"):
         run(TinyModels(models.base, other.finetunes), begun, resume=True)
+
+
+@pytest.mark.parametrize("stage", ["text.safetensors", "layers.safetensors", "end.pt"])
+def test_a_bit_that_is_not_as_it_was_kept_is_noticed(stage: str, models: TinyModels, begun: Path) -> None:
+    path = progress_of(begun) / stage
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2  # where numbers are, not names
+    if stage == "end.pt":  # a zip file, which pads between its entries
+        with zipfile.ZipFile(path) as entries:
+            tensors = [entries.read(name) for name in entries.namelist() if "/data/" in name]
+        largest = max(tensors, key=len)
+        middle = content.index(largest) + len(largest) // 2
+    content[middle] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="it is damaged: leave --resume away"):
+        run(models, begun, resume=True)
+
+
+def test_files_of_another_content_are_damaged(models: TinyModels, begun: Path) -> None:
+    save_file({"other": torch.zeros(2)}, progress_of(begun) / "text.safetensors")
+    with pytest.raises(CheckpointError, match=r"text\.safetensors: it is damaged"):
+        run(models, begun, resume=True)
+    (progress_of(begun) / "text.safetensors").unlink()
+    torch.save({"epochs": 1}, progress_of(begun) / "end.pt")
+    with pytest.raises(CheckpointError, match=r"end\.pt: it is damaged"):
+        run(models, begun, resume=True)
+
+
+def test_too_little_memory_is_no_damage(
+    begun: Path, models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(resume.torch, "load", fail)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        run(models, begun, resume=True)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
@@ -220,10 +306,18 @@ def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> Non
         run(models, begun, resume=True)
 
 
-def test_a_delta_that_is_not_good_enough_leaves_nothing(models: TinyModels, tmp_path: Path) -> None:
-    with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%"):
+def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
+    models: TinyModels,
+    undisturbed: Callable[[Training], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%.* --resume with a lower"):
         run(models, tmp_path / "delta", min_agreement=1.0)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["delta.progress"]
+    monkeypatch.setattr(Progress, "_keep", lambda *args: pytest.fail("a stage ran again"))
+    assert run(models, tmp_path / "delta", min_agreement=0.0, resume=True) == undisturbed(OURS)
+    assert os.listdir(tmp_path) == ["delta"]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +337,7 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(content: Any, path: Path) -> None:
+    def fail(content: Any, path: Path, **_: Any) -> None:
         path.write_bytes(b"part of it")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
         raise error
@@ -263,7 +357,7 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
 def test_an_error_of_the_library_on_a_disk_with_room_is_not_called_a_full_one(
     models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(content: Any, path: Path) -> None:
+    def fail(content: Any, path: Path, **_: Any) -> None:
         raise RuntimeError("something else")
 
     monkeypatch.setattr(resume, "save_file", fail)

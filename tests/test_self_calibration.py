@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MambaConfig, MambaForCausalLM
 
 from compressor.calibration import Calibration, calibration_text
 from compressor.sampling import MEMORY_PART, Room, draw, free_bytes, kv_bytes, sample
@@ -123,6 +124,20 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="its logits are not finite"):
         own_text(path)
+
+
+@pytest.mark.parametrize("heads", [4, None])
+def test_a_model_without_a_kv_cache_is_refused_with_what_to_give_instead(
+    heads: int | None, tmp_path: Path
+) -> None:
+    config = MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, state_size=4)
+    if heads is not None:
+        config.num_attention_heads = heads
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"'mamba' has no KV cache .*: give --calibration a \.txt or \.jsonl"
+    ):
+        own_text(tmp_path)
 
 
 @pytest.mark.parametrize(("blocks", "resident"), [(4.1, 4), (3.9, 2), (2.1, 1), (1.9, 0), (0.5, 0)])

@@ -7,6 +7,7 @@ run goes on with the next block or epoch and gives the same bytes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Fitted:
     fidelity: Fidelity  # on calibration text that nothing was fitted to
     base: Fidelity  # of the base on the same text: what there was to gain
     unseen: Sequence[Tensor]  # that text, [tokens] int64 each
+    num_sequences: int  # of calibration text in all
 
     def as_json(self) -> dict[str, Any]:
         return {"held_out": self.fidelity.as_json(), "base": self.base.as_json()}
@@ -84,7 +86,8 @@ class Fit:
         self._check()
         device = self.training.place()
         teacher = Decoder(self.finetune, device, torch.float32)
-        text = _Split.of(self._text(teacher), by_parts=self._is_paper)
+        sequences = self._text(teacher)
+        text = _Split.of(sequences, by_parts=self._is_paper)
         classroom = _Classroom(teacher, teacher.load_head(), self._batch_tokens())
         choosing = classroom.lesson(text.choosing)
         deltas = self._layers(text, choosing, device)
@@ -96,7 +99,8 @@ class Fit:
             return with_delta(self.pairs[name], deltas[name].dense()) if name in deltas else None
 
         reached = _fidelity(Overlay(self.finetune, coded), judging, device)
-        return Fitted(deltas, reached, _fidelity(self.base, judging, device), text.judging)
+        of_base = _fidelity(self.base, judging, device)
+        return Fitted(deltas, reached, of_base, text.judging, len(sequences))
 
     @property
     def _num_blocks(self) -> int:
@@ -126,6 +130,12 @@ class Fit:
             tokens = calibration.samples * calibration.length if calibration.source == "self" else 0
             with progress_bar(tokens, "sampling text", "token", self.shows and tokens > 0) as bar:
                 sequences = calibration_text(calibration, teacher, bar.update)
+            if len(sequences) < calibration.samples:
+                print(
+                    f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
+                    f"fewer than --samples {calibration.samples}: fitting to those",
+                    file=sys.stderr,
+                )
             kept = {"ids": torch.stack(sequences)}
             self.progress.keep_tensors("text", kept)
         return list(kept["ids"])

@@ -19,6 +19,7 @@ from compressor.fitting.moments import Moments, moments
 from compressor.fitting.paper import Cache, Layer, PaperAxis, Recipe, Shards, choose_axis
 from compressor.fitting.residual import low_rank, quarter_rank, remaining
 from compressor.fitting.solve import Problem, solve
+from deltastore.errors import CheckpointError, shown
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import Axis, OneBit
 from deltastore.signs import pack_signs
@@ -108,7 +109,13 @@ def _problem(pair: TensorPair, gathered: Moments) -> Problem:
     device, rows = gathered.gram.device, slice(0, pair.shape[0])
     delta = pair.block(rows).to(device)
     finetune = pair.finetune.read(pair.tensor.name, rows).float().to(device)
-    return Problem(delta, gathered.gram, gathered.cross(delta, finetune), gathered.count)
+    cross = gathered.cross(delta, finetune)
+    if not (torch.isfinite(gathered.gram).all() and torch.isfinite(cross).all()):
+        raise CheckpointError(
+            f"{pair.finetune.path}: what tensor {shown(pair.name)} reads of this text is not finite or overflows: the "
+            "checkpoint is damaged, or its training diverged; --calibration none reads no text"
+        )
+    return Problem(delta, gathered.gram, cross, gathered.count)
 
 
 def _stored(signs: Tensor, scale_out: Tensor | None, scale_in: Tensor | None) -> OneBit:

@@ -14,6 +14,8 @@ from compressor.codec import Method
 from deltastore.errors import UsageError
 
 OUR_EPOCHS, VECTOR_EPOCHS, SCALAR_EPOCHS = 3, 5, 1  # the latter two are the paper's, and its BitDelta's
+FLOAT32_BYTES = 4
+LARGEST_BUDGET = 16.0  # of which a whole model at 16 bits is made
 LEARNT_SIGNS = 1 << 30  # each takes eight bytes; a limit of memory would make bytes depend on the machine
 
 
@@ -36,8 +38,11 @@ class Training:
     with_scalar: bool = False  # whether adamw tries a single scale, too
 
     def __post_init__(self) -> None:
-        if not 1 <= self.budget < math.inf:
-            raise UsageError(f"--budget {self.budget}: it is over one bit per weight: give at least 1")
+        if not 1 <= self.budget <= LARGEST_BUDGET:
+            raise UsageError(
+                f"--budget {self.budget}: it is over one bit per weight: give at least 1, and at most "
+                f"{LARGEST_BUDGET:g}, with which the fine-tune itself is as small"
+            )
         if not 0 < self.rate < math.inf:
             raise UsageError(f"--rate {self.rate}: give a number above 0")
         if (self.distill_epochs or 0) < 0:
@@ -64,7 +69,7 @@ class Training:
         if self.solver == "lstsq":
             return common | {
                 "refine_signs": self.refine_signs,
-                "learn_signs": self.learn_signs,
+                "learn_signs": "auto" if self.learn_signs is None else self.learn_signs,
                 "budget": self.budget,
             }
         return common | {
@@ -77,6 +82,16 @@ class Training:
     def learns_signs(self, num_weights: int) -> bool:
         """Whether signs move end to end in a model of so many coded weights."""
         return num_weights <= LEARNT_SIGNS if self.learn_signs is None else self.learn_signs
+
+    def state_bytes(self, method: Method, num_weights: int, num_scales: int) -> int:
+        """What `--resume` needs of the end-to-end stage on disk: twice, because a new state stands beside the old one.
+
+        Every scale has two moments; every sign that moves is a latent number.
+        """
+        epochs = self.epochs(method)
+        moves = self.solver == "lstsq" and epochs > 1 and self.learns_signs(num_weights)
+        numbers = (3 * num_scales if epochs else 0) + (num_weights if moves else 0)
+        return int(2 * FLOAT32_BYTES * self.budget * numbers)
 
     def epochs(self, method: Method) -> int:
         """Of the end-to-end stage."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.interpreter  # noqa: F401 - before anything imports Triton
 from tests.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
 

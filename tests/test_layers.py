@@ -85,6 +85,18 @@ def test_linear_rows_have_their_own_weights_and_biases() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_whole_matrix_takes_the_place_of_the_bases() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    first, second = coded(7, 13, seed=1), drawn(7, 13, seed=2)
+    LinearDelta(layer, "l", context)
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    with context.step(batch([resident({"l.weight": view(first)}), resident({}, {"l.weight": second})])):
+        got = layer(x)[0]
+    weights = by_row([layer.weight, layer.weight + first.dense(), second])
+    want = torch.stack([w @ row + layer.bias for w, row in zip(weights, x[0], strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_the_base_is_unchanged_after_a_mixed_step() -> None:
     layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
     x = drawn(1, sum(COUNTS), 13, seed=4)
@@ -162,9 +174,68 @@ def test_norm_rows_have_their_own_weights(kind: type[nn.Module], heads: int | No
 
 def test_neighbours_of_one_delta_are_one_group() -> None:
     delta = resident({})
-    groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0])
-    assert [group.rows for group in groups.groups] == [slice(0, 3), slice(7, 8)]
-    assert [group.rows for group in groups.kept] == [slice(0, 2)]
+    groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0]).groups
+    assert [group.rows for group in groups] == [slice(0, 3), slice(7, 8)]
+    assert [group.kept for group in groups] == [slice(0, 2), slice(3, 3)]
+
+
+def test_kept_rows_of_the_head_are_counted_apart_from_tokens() -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    first, second = coded(11, 6, seed=1), coded(11, 6, seed=2)
+    HeadDelta(layer, "h", "e", context)
+    deltas = [resident({"h.weight": view(first)}), resident({"h.weight": view(second)})]
+    x = drawn(1, 4, 6, seed=4)
+    with context.step(DeltaBatch.of([None, *deltas], [3, 5, 2], [1, 0, 3])):
+        got = layer(x)[0]
+    want = torch.cat([x[0, :1] @ layer.weight.T, x[0, 1:] @ (layer.weight + second.dense()).T])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_the_same_bits_whoever_is_in_the_batch_with_them() -> None:
+    layer, context = nn.Linear(100, 70, bias=False).requires_grad_(False), BatchContext()
+    deltas = [resident({"l.weight": view(coded(70, 100, seed=seed))}) for seed in (1, 2)]
+    LinearDelta(layer, "l", context)
+    x, base = drawn(5, 100, seed=4), nn.functional.linear
+    with context.step(DeltaBatch.of([*deltas], [3, 2], [0, 0])):
+        together = layer(x[None])[0] - base(x, layer.weight)
+    for delta, rows in zip(deltas, (slice(0, 3), slice(3, 5)), strict=True):
+        with context.step(DeltaBatch.of([None, delta], [rows.start, rows.stop - rows.start], [0, 0])):
+            alone = layer(x[None, : rows.stop])[0, rows] - base(x[: rows.stop], layer.weight)[rows]
+        torch.testing.assert_close(together[rows], alone, rtol=0, atol=1e-5)
+
+
+def test_a_step_finds_the_tables_of_the_step_before_it() -> None:
+    context, deltas = BatchContext(), [resident({}), resident({})]
+    with context.step(DeltaBatch.of(deltas, [3, 2], [1, 1])):
+        first = context.current
+    with context.step(DeltaBatch.of(deltas, [1, 1], [1, 1])):
+        second = context.current
+    with context.step(DeltaBatch.of(deltas[:1], [1], [1])):
+        third = context.current
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert second.composition is first.composition
+    assert third.composition is not first.composition
+
+
+def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
+    layer, context, slot = (
+        nn.Linear(6, 11, bias=False).requires_grad_(False),
+        BatchContext(),
+        Slot(0, torch.empty(0)),
+    )
+    LinearDelta(layer, "l", context)
+    x = drawn(1, 2, 6, seed=4)
+    for seed in (1, 2):
+        delta = coded(11, 6, seed)
+        own = ResidentDelta("0" * 64, False, "h.weight", {"l.weight": view(delta)}, {}, slot, slot.generation)
+        with context.step(DeltaBatch.of([own], [2], [0])):
+            got = layer(x)[0]
+        torch.testing.assert_close(got, x[0] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
+        slot.generation += 1
+        with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([own], [2], [0])):
+            pass
 
 
 def test_a_batch_never_reads_a_slot_that_was_given_up() -> None:

@@ -1,4 +1,4 @@
-"""Linear layers: the base product by the library, then each delta's one-bit products on its own rows.
+"""Linear layers: the base product by the library, then the one-bit products of all deltas of the batch in one call.
 
 A layer is made delta-aware by a forward hook, so the base's weights are read and never written, and the model keeps
 the library's modules and names.
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from server.deltas.batch import BatchContext, Group, add_rows
+from server.deltas.batch import BatchContext, Group, Step
+from server.deltas.composition import Site, address
 from server.deltas.resident import MatrixView, ResidentDelta
-from server.kernels import onebit_matmul
+from server.kernels import add_onebit_matmul
 
 
 class LinearDelta:
@@ -21,30 +22,43 @@ class LinearDelta:
 
     def __init__(self, module: nn.Linear, name: str, context: BatchContext) -> None:
         self.weight, self.bias = f"{name}.weight", f"{name}.bias"
-        self.base_weight, self.base_bias = module.weight, module.bias
+        self.base_weight = module.weight
+        self.base_bias = None if module.bias is None else module.bias.detach().float()
         self.context = context
+        self.site = context.sites.add(
+            Site(lambda delta: delta.matrices.get(self.weight), lambda delta: self.weight in delta.whole)
+        )
         module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        groups = self.context.batch.groups
-        if groups:
-            x, flat = args[0].flatten(0, -2), output.flatten(0, -2)
-            for group in groups:
-                if (delta := self._delta(group, x[group.rows])) is not None:
-                    add_rows(flat, group.rows, delta)
+        if (step := self.context.current) is None:
+            return output
+        x, flat = args[0].flatten(0, -2), output.flatten(0, -2)
+        special = step.composition.special[self.site]
+        bias = None if self.base_bias is None else step.by_row(self.bias, self.base_bias)
+        if special or bias is not self.base_bias:
+            wide = flat.float()  # all that a row is given is summed before it is rounded
+            if bias is not None and bias is not self.base_bias:
+                wide += bias - self.base_bias
+            self._add(step, wide, x)
+            for number in special:
+                self._add_special(wide, x, step.groups[number])
+            flat.copy_(wide)
+        else:
+            self._add(step, flat, x)
         return output
 
-    def _delta(self, group: Group, x: Tensor) -> Tensor | None:
-        """What a group's delta adds, float32 [rows, out]; None where it leaves the layer unchanged."""
-        delta, total = group.delta, None
-        if (matrix := delta.matrices.get(self.weight)) is not None:
-            total = _product(x, matrix)
-        elif (whole := delta.whole.get(self.weight)) is not None:
-            total = x.float() @ (whole.float() - self.base_weight.float()).T
-        if (bias := delta.whole.get(self.bias)) is not None:
-            shift = bias.float() - self.base_bias.float()
-            total = shift if total is None else total + shift
-        return total
+    def _add(self, step: Step, output: Tensor, x: Tensor) -> None:
+        if self.site in step.composition.changed:
+            add_onebit_matmul(output, x, step.composition.places[self.site], step.ranges)
+
+    def _add_special(self, output: Tensor, x: Tensor, group: Group) -> None:
+        """Add what a group's delta has beyond a first plane to float32 [rows, out]."""
+        if (matrix := group.delta.matrices.get(self.weight)) is not None:
+            add_beyond_first(output, x, matrix, group.rows)
+        else:
+            change = group.delta.whole[self.weight].float() - self.base_weight.float()
+            output[group.rows] += x[group.rows].float() @ change.T
 
 
 class HeadDelta:
@@ -58,50 +72,80 @@ class HeadDelta:
         self.bias, self.embedding = f"{name}.bias", f"{embedding}.weight"
         self.base_bias = module.bias
         self.context = context
+        self.site = context.sites.add(
+            Site(lambda delta: delta.matrices.get(self._source(delta)), self._is_special)
+        )
         module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        groups = self.context.batch.kept
-        if not groups:
+        if (step := self.context.current) is None:
             return output
-        num_base = output.shape[-1]
-        width = max(num_base, *(self._num_rows(group.delta) for group in groups))
-        logits = output.new_full((*output.shape[:-1], width), -torch.inf)
-        logits[..., :num_base] = output
-        x, flat = args[0].flatten(0, -2), logits.flatten(0, -2)
-        for group in groups:
-            self._apply(flat[group.rows], x[group.rows], group.delta)
+        x, num_base = args[0].flatten(0, -2), output.shape[-1]
+        special = [step.groups[number] for number in step.composition.special[self.site]]
+        special = [group for group in special if group.kept.start < group.kept.stop]
+        width = max((group.delta.num_rows(self._source(group.delta)) for group in special), default=0)
+        if width > num_base:
+            logits = output.new_full((*output.shape[:-1], width), -torch.inf)
+            logits[..., :num_base] = output
+        else:
+            logits = output
+        flat = logits.flatten(0, -2)
+        known = flat[:, :num_base].float() if special else flat[:, :num_base]
+        if self.site in step.composition.changed:
+            add_onebit_matmul(known, x, step.composition.places[self.site], step.kept)
+        if special:
+            for group in special:
+                self._apply(known, flat, x, group)
+            flat[:, :num_base] = known.to(flat.dtype)
         return logits
 
-    def _apply(self, logits: Tensor, x: Tensor, delta: ResidentDelta) -> None:
-        """Make `logits` [rows, width], which hold the base's, the delta's own."""
-        name, everything = self._source(delta), slice(None)
+    def _apply(self, known: Tensor, logits: Tensor, x: Tensor, group: Group) -> None:
+        """Give a group's rows what its delta has beyond a first plane.
+
+        Args:
+            known: float32 [rows, the base's tokens], which hold the base's logits and first planes' products.
+            logits: [rows, tokens] in the model's dtype; those of tokens that the base lacks are written.
+            x: [rows, in].
+            group: whose rows.
+        """
+        delta, rows, num_base = group.delta, group.kept, known.shape[1]
+        name = self._source(delta)
+        own = x[rows]
         if (matrix := delta.matrices.get(name)) is not None:
-            num_base = matrix.num_base_rows
-            add_rows(logits[:, :num_base], everything, _product(x, matrix))
+            add_beyond_first(known, x, matrix, rows)
             if matrix.added is not None:
-                logits[:, num_base : matrix.num_rows] = x @ matrix.added.to(x.dtype).T
+                logits[rows, num_base : matrix.num_rows] = own @ matrix.added.to(x.dtype).T
         elif (whole := delta.whole.get(name)) is not None:
-            logits[:, : len(whole)] = x @ whole.to(x.dtype).T
+            product = own @ whole.to(x.dtype).T
+            known[rows] = product[:, :num_base].float()
             if self.base_bias is not None:
-                logits[:, : len(self.base_bias)] += self.base_bias
+                known[rows] += self.base_bias.float()
+            logits[rows, num_base : len(whole)] = product[:, num_base:]
         if (bias := delta.whole.get(self.bias)) is not None:
-            add_rows(logits[:, : len(bias)], everything, bias.float() - self.base_bias.float())
+            known[rows] += bias[:num_base].float() - self.base_bias.float()
 
     def _source(self, delta: ResidentDelta) -> str:
         """The tensor that holds the head of this variant: its own, or the embedding that it is tied to."""
         return self.embedding if delta.tied else delta.head
 
-    def _num_rows(self, delta: ResidentDelta) -> int:
-        return delta.num_rows(self._source(delta))
+    def _is_special(self, delta: ResidentDelta) -> bool:
+        name = self._source(delta)
+        matrix = delta.matrices.get(name)
+        return (
+            name in delta.whole
+            or self.bias in delta.whole
+            or (matrix is not None and matrix.added is not None)
+        )
 
 
-def _product(x: Tensor, matrix: MatrixView) -> Tensor:
-    """What a coded matrix adds, float32 [rows, out]; the residual goes through its rank, never as a matrix."""
-    first, *others = matrix.planes
-    total = onebit_matmul(x, first.signs, first.factor_out, first.factor_in)
-    for plane in others:
-        total += onebit_matmul(x, plane.signs, plane.factor_out, plane.factor_in)
+def add_beyond_first(output: Tensor, x: Tensor, matrix: MatrixView, rows: slice) -> None:
+    """Add the products of all but a matrix's first plane to some rows of float32 `output` [rows, out].
+
+    The residual goes through its rank, never as a matrix.
+    """
+    if others := matrix.planes[1:]:
+        ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=x.device)
+        for plane in others:
+            add_onebit_matmul(output, x, torch.tensor([address(plane)], device=x.device), ranges)
     if matrix.left is not None and matrix.right is not None:
-        total += x.float() @ matrix.right.float().T @ matrix.left.float().T
-    return total
+        output[rows] += x[rows].float() @ matrix.right.float().T @ matrix.left.float().T

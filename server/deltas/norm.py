@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from server.deltas.batch import BatchContext, spread
+from server.deltas.batch import BatchContext
 
 
 class NormDelta:
@@ -20,6 +20,7 @@ class NormDelta:
         self.context = context
         self.base: dict[str, Tensor] = {}
         self.names: dict[str, str] = {}
+        self._token_axis: int | None = None  # of inputs [1, tokens, heads, features], or heads before tokens
         for parameter, value in list(module.named_parameters(recurse=False)):
             self.base[parameter] = value.detach()
             self.names[parameter] = f"{name}.{parameter}"
@@ -34,10 +35,25 @@ class NormDelta:
         return {self.names[parameter]: value for parameter, value in self.base.items()}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        groups, shape = self.context.batch.groups, args[0].shape
+        step = self.context.current
         for parameter, base in self.base.items():
-            value = spread(base, groups, self.names[parameter], shape[1])
-            setattr(module, parameter, _by_token(value, len(shape)).to(base.dtype))
+            value = (
+                base if step is None else self._by_token(step.by_row(self.names[parameter], base), args[0])
+            )
+            if getattr(module, parameter) is not value:
+                setattr(module, parameter, value)
+
+    def _by_token(self, value: Tensor, x: Tensor) -> Tensor:
+        """Shape a [tokens, features] weight for inputs [1, tokens, features], or with heads before or behind tokens."""
+        if value.dim() == 1:
+            return value
+        if x.dim() == 3:
+            return value[None]
+        if (
+            self._token_axis is None and x.shape[1] != x.shape[2]
+        ):  # told apart at start-up, by a probe of few tokens
+            self._token_axis = 1 if x.shape[1] == len(value) else 2
+        return value[None, None] if self._token_axis == 2 else value[None, :, None]
 
 
 class _LayerNorm:
@@ -55,13 +71,6 @@ class _LayerNorm:
         )
         scaled = normal * weight.float()
         return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
-
-
-def _by_token(value: Tensor, rank: int) -> Tensor:
-    """Shape a [tokens, features] weight for inputs [1, tokens, features] or [1, tokens, heads, features]."""
-    if value.dim() == 1:
-        return value
-    return value[None] if rank == 3 else value[None, :, None]
 
 
 def is_norm(module: nn.Module) -> bool:

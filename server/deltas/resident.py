@@ -42,6 +42,11 @@ class MatrixView:
         """Rows that the variant has, added ones included."""
         return self.num_base_rows + (0 if self.added is None else len(self.added))
 
+    @property
+    def is_one_plane(self) -> bool:
+        """Whether the first plane is all that the base's rows are given."""
+        return len(self.planes) == 1 and self.left is None
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
@@ -74,7 +79,7 @@ class Slot:
         self.generation = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentDelta:
     """A loaded delta. Made when every chunk of it has been verified and copied."""
 

@@ -1,34 +1,77 @@
 """The products that deltas need, one operation per name, chosen by the device of their input.
 
-`reference` is plain torch and the oracle of every other implementation; `numba` runs on the CPU.
+`reference` is plain torch and the oracle of every other implementation; `numba` runs on the CPU, `triton` on CUDA. All
+of them take the deltas of a batch at once: where a group's matrix lies is given by addresses, so that what a layer
+costs in Python does not grow with the number of variants.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from server.kernels import reference
-from server.kernels.reference import onebit_rows
 
-__all__ = ["onebit_matmul", "onebit_rows", "prepare"]
+__all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 
 
-def onebit_matmul(
+def add_onebit_matmul(
+    output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    signs: Tensor,  # [out, ceil(in / 8)] uint8; a set bit is +1
-    factor_out: Tensor,  # [out] float32
-    factor_in: Tensor | None,  # [in] float32
-) -> Tensor:  # [rows, out] float32
-    """What one delta adds to a linear layer's output: ``factor_out * (B @ (factor_in * x))``, summed in float32."""
-    if x.device.type == "cpu":
-        from server.kernels import numba  # compiles on import, which a server on another device never needs
+    places: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
+    ranges: Tensor,  # [groups, 2] int32: first row of a group and the one after its last
+) -> None:
+    """Add to each group's rows what its delta adds: ``factor_out * (B @ (factor_in * x))``, summed in float32.
 
-        return numba.onebit_matmul(x, signs, factor_out, factor_in)
-    return reference.onebit_matmul(x, signs, factor_out, factor_in)
+    Signs are uint8 [out, ceil(in / 8)], a set bit is +1; factors are float32 [out] and [in]. The address 0 of signs
+    leaves a group as it is, that of `factor_in` stands for ones. Groups are disjoint and ascending and may be empty;
+    rows of no group are not touched. The sum is rounded once, to the output's dtype.
+    """
+    _implementation(x.device.type).add_onebit_matmul(output, x, places, ranges)
 
 
-def prepare(device: torch.device) -> None:
+def add_onebit_rows(
+    output: Tensor,  # [rows, in], any float dtype, changed in place
+    ids: Tensor,  # [rows] int64, each a row of its group's matrix
+    places: Tensor,  # [groups, 3] int64, as above
+    ranges: Tensor,  # [groups, 2] int32, as above
+    num_ids: int,  # rows of every matrix
+    scale: float,  # what the embedding multiplies its rows by
+) -> None:
+    """Add to each group's rows `scale` times the rows `ids` of its dense delta, rounded once."""
+    _implementation(output.device.type).add_onebit_rows(output, ids, places, ranges, num_ids, scale)
+
+
+def prepare(
+    device: torch.device,
+    shapes: Iterable[tuple[int, int]] = (),  # out and in of the layers that deltas change
+    dtype: torch.dtype = torch.float32,  # of the model
+) -> None:
     """Compile what this device's kernels need, which takes seconds that no request should wait for."""
     one = torch.ones(1, 1, device=device)
-    onebit_matmul(one, one.to(torch.uint8), one[0], None)
+    signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
+    places = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
+    ranges = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    add_onebit_matmul(one.clone(), one, places, ranges)
+    add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), places, ranges, 1, 1.0)
+    if (kernels := _implementation(device.type)).__name__.endswith("triton"):
+        kernels.prepare(device, set(shapes), dtype)
+
+
+@cache
+def _implementation(device: str) -> ModuleType:
+    """The fastest there is for a kind of device; each is imported where it is used alone."""
+    if device == "cpu":
+        from server.kernels import numba
+
+        return numba
+    if device == "cuda" and find_spec("triton") is not None:
+        from server.kernels import triton
+
+        return triton
+    return reference

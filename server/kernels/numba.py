@@ -1,125 +1,274 @@
-"""The products on the CPU: signs stay packed, sixteen of them select sixteen lanes of a vector. x86-64 and Arm alike.
+"""The products on the CPU, for all groups of a batch in one call. Signs stay packed. x86-64 and Arm alike.
 
-A signed dot product is ``2 * (sum of x where the sign is +1) - sum of x``; the masked sum is one vector select and one
-add per sixteen inputs, which LLVM lowers to what the processor has. Parallel over output rows; call it from one thread.
+Each thread of torch's own team (`openmp`) takes its share of the outputs, for all rows. Where the processor has
+AVX-512, inputs' sums are looked up (`lookup`), which is as fast as the library's product of many rows; elsewhere signs
+select inputs (`select`), and groups of many rows are expanded (`expand`). Call it from one thread.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-LANES = 16  # signs that one step selects by
-UNROLL = 4  # independent accumulators, so that additions overlap
-PARALLEL_SIGNS = 1 << 19  # below, waking threads costs more than they save, and far more on a busy machine
+from server.kernels import expand, lookup, openmp, reference, select
+from server.kernels.addresses import array, at
 
-numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]  # workqueue aborts the process when two threads call a kernel
+PARALLEL_SIGNS = 1 << 19  # below, waking threads costs more than they save
+PANEL = 1024  # outputs whose sums a thread holds, in the first-level cache beside the tables
+LINE = 16  # float32 in a cache line
+MAX_ROWS = 4  # that share a transposed tile; their tables fill two thirds of a first-level cache
+
+# What a compiled kernel is given: addresses, strides in bytes, and sizes.
+FIELDS = (
+    *("output", "output_stride", "output_half", "x", "x_stride", "x_half"),
+    *("places", "ranges", "num_groups", "out_features", "in_features"),
+)
+JOB = np.dtype([(name, np.int64) for name in FIELDS])
+PACK = struct.Struct(f"={len(FIELDS)}q").pack  # a job as bytes, in a tenth of the time that numpy takes
+Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Rows = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], None]
+HALF = {torch.float32: 0, torch.bfloat16: 1}  # what kernels read and write; others are converted around them
 
 
-def onebit_matmul(
+def add_onebit_matmul(
+    output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    signs: Tensor,  # [out, ceil(in / 8)] uint8; a set bit is +1, pad bits are 0
-    factor_out: Tensor,  # [out] float32
-    factor_in: Tensor | None,  # [in] float32
-) -> Tensor:  # [rows, out] float32
-    """``factor_out * (B @ (factor_in * x))``; no unpacked copy of the signs is made."""
-    inputs = (x.float() if factor_in is None else x.float() * factor_in).contiguous()
-    out = torch.empty(len(x), len(signs), dtype=torch.float32)
-    sums = inputs.sum(dim=1)
-    product = _parallel if out.numel() * x.shape[1] >= PARALLEL_SIGNS else _serial
-    product(inputs.numpy(), signs.contiguous().numpy(), factor_out.numpy(), sums.numpy(), out.numpy())
-    return out
-
-
-@intrinsic
-def _masked_sum(typing_context: Any, values: Any, mask: Any, num_blocks: Any) -> Any:
-    """Sum of the float32 at `values` whose bit at `mask` is set, over `num_blocks` times LANES * UNROLL of them.
-
-    `values` and `mask` are addresses; the bits are read as uint16 words, little-endian.
-    """
-    signature = types.float32(types.uintp, types.uintp, types.intp)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values, mask, num_blocks = arguments
-        word, index = ir.IntType(LANES), ir.IntType(64)
-        vector = ir.VectorType(ir.FloatType(), LANES)
-        values = builder.inttoptr(values, vector.as_pointer())
-        mask = builder.inttoptr(mask, word.as_pointer())
-        zero = ir.Constant(vector, [0.0] * LANES)
-
-        before = builder.block
-        loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-        builder.cbranch(builder.icmp_signed(">", num_blocks, ir.Constant(num_blocks.type, 0)), loop, done)
-
-        builder.position_at_end(loop)
-        step = builder.phi(index)
-        step.add_incoming(ir.Constant(index, 0), before)
-        sums = []
-        for _ in range(UNROLL):
-            total = builder.phi(vector)
-            total.add_incoming(zero, before)
-            sums.append(total)
-        grown = []
-        for lane, total in enumerate(sums):
-            position = builder.add(builder.mul(step, ir.Constant(index, UNROLL)), ir.Constant(index, lane))
-            block = builder.load(builder.gep(values, [position]))
-            block.align = 4
-            bits = builder.load(builder.gep(mask, [position]))
-            bits.align = 1
-            chosen = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
-            grown.append(builder.fadd(total, builder.select(chosen, block, zero)))
-        following = builder.add(step, ir.Constant(index, 1))
-        step.add_incoming(following, loop)
-        for total, sum_ in zip(sums, grown, strict=True):
-            total.add_incoming(sum_, loop)
-        builder.cbranch(builder.icmp_signed("<", following, num_blocks), loop, done)
-
-        builder.position_at_end(done)
-        final = []
-        for sum_ in grown:
-            total = builder.phi(vector)
-            total.add_incoming(zero, before)
-            total.add_incoming(sum_, loop)
-            final.append(total)
-        vector_sum = builder.fadd(builder.fadd(final[0], final[1]), builder.fadd(final[2], final[3]))
-        result = ir.Constant(ir.FloatType(), 0.0)
-        for lane in range(LANES):
-            result = builder.fadd(
-                result, builder.extract_element(vector_sum, ir.Constant(ir.IntType(32), lane))
-            )
-        return result
-
-    return signature, codegen
-
-
-def _matmul(
-    x: np.ndarray,  # [rows, in] float32, contiguous
-    signs: np.ndarray,  # [out, width] uint8, contiguous rows
-    factor_out: np.ndarray,  # [out] float32
-    sums: np.ndarray,  # [rows] float32: the sum of each row of x
-    out: np.ndarray,  # [rows, out] float32
+    places: Tensor,  # [groups, 3] int64
+    ranges: Tensor,  # [groups, 2] int32
+    by_lookup: bool | None = None,  # None: what this processor does best
 ) -> None:
-    num_rows, in_features = x.shape
-    block = LANES * UNROLL
-    num_blocks = in_features // block
-    for o in numba.prange(signs.shape[0]):
-        mask = signs[o].ctypes.data
-        for row in range(num_rows):
-            positive = _masked_sum(x[row].ctypes.data, mask, num_blocks)  # type: ignore[call-arg,var-annotated]
-            for i in range(num_blocks * block, in_features):
-                if signs[o, i >> 3] >> (i & 7) & 1:
-                    positive += x[row, i]
-            out[row, o] = factor_out[o] * (np.float32(2) * positive - sums[row])
+    """As `server.kernels.add_onebit_matmul`."""
+    if output.dtype not in HALF or output.stride(1) != 1:
+        wide = output.float().contiguous()
+        add_onebit_matmul(wide, x, places, ranges, by_lookup)
+        output.copy_(wide)
+        return
+    if x.dtype not in HALF or x.stride(1) != 1:
+        x = x.float().contiguous()
+    by_lookup = lookup.is_supported() if by_lookup is None else by_lookup
+    if not by_lookup:
+        ranges = _without_long(output, x, places, ranges)
+    num_threads = 1 if output.numel() * x.shape[1] < PARALLEL_SIGNS else torch.get_num_threads()
+    job = PACK(
+        *(output.data_ptr(), output.stride(0) * output.itemsize, HALF[output.dtype]),
+        *(x.data_ptr(), x.stride(0) * x.itemsize, HALF[x.dtype]),
+        *(places.data_ptr(), ranges.data_ptr(), len(places), output.shape[1], x.shape[1]),
+    )
+    _matmul(by_lookup)(job, num_threads)
 
 
-# With a signature they compile at import, and not under somebody's first request.
-_SIGNATURE = "void(float32[:, ::1], uint8[:, ::1], float32[::1], float32[::1], float32[:, ::1])"
-_serial = numba.njit(_SIGNATURE, nogil=True, error_model="numpy")(_matmul)
-_parallel = numba.njit(_SIGNATURE, nogil=True, error_model="numpy", parallel=True)(_matmul)
+def add_onebit_rows(
+    output: Tensor,  # [rows, in], any float dtype, changed in place
+    ids: Tensor,  # [rows] int64
+    places: Tensor,  # [groups, 3] int64
+    ranges: Tensor,  # [groups, 2] int32
+    num_ids: int,
+    scale: float,
+) -> None:
+    """As `server.kernels.add_onebit_rows`."""
+    wide = output.float().contiguous()  # itself, where it is both
+    _rows()(
+        wide.numpy(), ids.contiguous().numpy(), places.numpy(), ranges.numpy(), num_ids, np.float32(scale)
+    )
+    if wide is not output:
+        output.copy_(wide)
+
+
+def _without_long(output: Tensor, x: Tensor, places: Tensor, ranges: Tensor) -> Tensor:
+    """Add the products of groups of many rows by expansion. Returns the ranges, theirs empty."""
+    is_long = ranges[:, 1] - ranges[:, 0] >= expand.MIN_ROWS
+    if not is_long.any():
+        return ranges
+    shape = (output.shape[1], x.shape[1])
+    for rows, matrix in reference.matrices(places[is_long], ranges[is_long], *shape):
+        expand.add_product(output[rows], x[rows], *matrix)
+    return ranges * ~is_long[:, None]
+
+
+# Loops over elements, below, compile in half the time of expressions over arrays.
+
+
+@numba.njit(error_model="numpy")
+def _load(values: np.ndarray, address: int, half: int, factor_in: int) -> None:
+    """Read inputs as float32, times their factors."""
+    if half:
+        short = array(at(address), values.shape, np.uint16)
+        for i in range(len(values)):
+            values[i] = np.uint32(np.uint32(short[i]) << np.uint32(16)).view(np.float32)
+    else:
+        full = array(at(address), values.shape, np.float32)
+        for i in range(len(values)):
+            values[i] = full[i]
+    if factor_in:
+        factors = array(at(factor_in), values.shape, np.float32)
+        for i in range(len(values)):
+            values[i] *= factors[i]
+
+
+@numba.njit(error_model="numpy")
+def _store(sums: np.ndarray, address: int, half: int, factor_out: int) -> None:
+    """Add sums times their factors to outputs, rounded to nearest even."""
+    factors = array(at(factor_out), sums.shape, np.float32)
+    if half:
+        short = array(at(address), sums.shape, np.uint16)
+        for i in range(len(sums)):
+            value = np.uint32(np.uint32(short[i]) << np.uint32(16)).view(np.float32) + sums[i] * factors[i]
+            bits = np.float32(value).view(np.uint32)
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            short[i] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+    else:
+        output = array(at(address), sums.shape, np.float32)
+        for i in range(len(sums)):
+            output[i] += sums[i] * factors[i]
+
+
+_TILE_1, _TILE_2, _TILE_4 = lookup.add_tile(1), lookup.add_tile(2), lookup.add_tile(4)
+
+
+@numba.njit(error_model="numpy")
+def _fill(job: Any, row: int, first: int, factor_in: int, values: np.ndarray, tables: np.ndarray) -> None:
+    """Make the tables of a row's inputs from `first` on; what is beyond the last input counts as zero."""
+    num = min(lookup.INPUTS, job.in_features - first)
+    address = job.x + row * job.x_stride + first * (2 if job.x_half else 4)
+    _load(values[:num], address, job.x_half, factor_in + 4 * first if factor_in else 0)
+    for i in range(num, lookup.INPUTS):
+        values[i] = 0
+    num_words = (num + lookup.WORD - 1) // lookup.WORD
+    lookup.fill_tables(values.ctypes.data, tables.ctypes.data, num_words * lookup.WORD // lookup.PER_TABLE)
+
+
+@numba.njit(error_model="numpy")
+def _add_panel(
+    job: Any,
+    place: np.ndarray,  # [3] int64
+    rows: tuple[int, int],  # the first and how many: 1, 2 or MAX_ROWS
+    outputs: tuple[int, int],  # the first and the one after the last
+    memory: tuple[np.ndarray, np.ndarray, np.ndarray],  # for inputs, tables and sums
+) -> None:
+    """A few rows of one group through tables, for the outputs of one panel."""
+    values, tables, sums = memory
+    row, num_rows = rows
+    start, stop = outputs
+    for r in range(num_rows):
+        for i in range(PANEL):
+            sums[r, i] = 0
+    width = (job.in_features + 7) // 8
+    span = lookup.INPUTS * (MAX_ROWS // num_rows)  # so many inputs' tables are made at a time
+    for first in range(0, job.in_features, span):
+        last = min(job.in_features, first + span)
+        for chunk in range(first, last, lookup.INPUTS):
+            for r in range(num_rows):
+                table = (chunk - first) // lookup.INPUTS * num_rows + r
+                _fill(job, row + r, chunk, place[2], values, tables[table])
+        for o in range(start, stop, lookup.OUTPUTS):
+            num, into, stride = min(lookup.OUTPUTS, stop - o), sums.ctypes.data + 4 * (o - start), 4 * PANEL
+            for chunk in range(first, last, lookup.INPUTS):
+                signs, num_bytes = (
+                    place[0] + o * width + chunk // 8,
+                    min(lookup.INPUTS // 8, width - chunk // 8),
+                )
+                own = tables[(chunk - first) // lookup.INPUTS * num_rows].ctypes.data
+                if num_rows == 4:
+                    _TILE_4(own, signs, width, num, num_bytes, into, stride)
+                elif num_rows == 2:
+                    _TILE_2(own, signs, width, num, num_bytes, into, stride)
+                else:
+                    _TILE_1(own, signs, width, num, num_bytes, into, stride)
+    for r in range(num_rows):
+        address = job.output + (row + r) * job.output_stride + start * (2 if job.output_half else 4)
+        _store(sums[r, : stop - start], address, job.output_half, place[1] + 4 * start)
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
+    """One thread's outputs, a whole number of tiles."""
+    places = array(at(job.places), (job.num_groups, 3), np.int64)
+    ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
+    num_tiles = (job.out_features + lookup.OUTPUTS - 1) // lookup.OUTPUTS
+    begin = num_tiles * thread // num_threads * lookup.OUTPUTS
+    end = min(job.out_features, num_tiles * (thread + 1) // num_threads * lookup.OUTPUTS)
+    sizes = lookup.INPUTS // lookup.PER_TABLE * lookup.SUMS, PANEL, lookup.INPUTS
+    buffer = np.empty(MAX_ROWS * (sizes[0] + sizes[1]) + sizes[2] + LINE, np.float32)
+    # A table that lies across two cache lines would be read at half the speed.
+    begin_tables = -(buffer.ctypes.data // 4) % LINE
+    begin_sums = begin_tables + MAX_ROWS * sizes[0]
+    begin_values = begin_sums + MAX_ROWS * sizes[1]
+    memory = (
+        buffer[begin_values : begin_values + sizes[2]],
+        buffer[begin_tables:begin_sums].reshape((MAX_ROWS, sizes[0])),
+        buffer[begin_sums:begin_values].reshape((MAX_ROWS, sizes[1])),
+    )
+    for group in range(job.num_groups):
+        row, last = int(ranges[group, 0]), int(ranges[group, 1])
+        while places[group, 0] and row < last:
+            num_rows = 4 if last - row >= 4 else 2 if last - row >= 2 else 1
+            for start in range(begin, end, PANEL):
+                _add_panel(job, places[group], (row, num_rows), (start, min(end, start + PANEL)), memory)
+            row += num_rows
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _select_share(job: Any, thread: int, num_threads: int) -> None:
+    """One thread's outputs, on any processor."""
+    places = array(at(job.places), (job.num_groups, 3), np.int64)
+    ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
+    begin = job.out_features * thread // num_threads
+    end = job.out_features * (thread + 1) // num_threads
+    width, num_blocks = (job.in_features + 7) // 8, job.in_features // select.BLOCK
+    values, sums = np.empty(job.in_features, np.float32), np.empty(end - begin, np.float32)
+    for group in range(job.num_groups):
+        if places[group, 0] == 0:
+            continue
+        signs = array(at(places[group, 0]), (job.out_features, width), np.uint8)
+        for row in range(ranges[group, 0], ranges[group, 1]):
+            _load(values, job.x + row * job.x_stride, job.x_half, places[group, 2])
+            total = np.float32(0)
+            for value in values:
+                total += value
+            for o in range(begin, end):
+                positive = select.masked_sum(values.ctypes.data, signs[o].ctypes.data, num_blocks)
+                for i in range(num_blocks * select.BLOCK, job.in_features):
+                    if signs[o, i >> 3] >> (i & 7) & 1:
+                        positive += values[i]
+                sums[o - begin] = np.float32(2) * positive - total
+            address = job.output + row * job.output_stride + begin * (2 if job.output_half else 4)
+            _store(sums, address, job.output_half, places[group, 1] + 4 * begin)
+
+
+@cache
+def _matmul(by_lookup: bool) -> Callable[[bytes, int], None]:
+    """The product as ``call(job, num_threads)``, compiled."""
+    return openmp.team(_lookup_share if by_lookup else _select_share, JOB)
+
+
+@cache
+def _rows() -> Callable[..., None]:
+    """Rows of embeddings, compiled."""
+    signature = "void(float32[:, ::1], int64[::1], int64[:, ::1], int32[:, ::1], int64, float32)"
+    return numba.njit(signature, nogil=True, error_model="numpy")(_add_rows)
+
+
+def _add_rows(
+    output: np.ndarray, ids: np.ndarray, places: np.ndarray, ranges: np.ndarray, num_ids: int, scale: float
+) -> None:
+    in_features = output.shape[1]
+    width = (in_features + 7) // 8
+    for group in range(len(places)):
+        if places[group, 0] == 0:
+            continue
+        signs = array(at(places[group, 0]), (num_ids, width), np.uint8)
+        factor_out = array(at(places[group, 1]), (num_ids,), np.float32)
+        for row in range(ranges[group, 0], ranges[group, 1]):
+            own, factor = signs[ids[row]], factor_out[ids[row]]
+            for i in range(in_features):
+                delta = factor if own[i >> 3] >> (i & 7) & 1 else -factor
+                if places[group, 2]:
+                    delta *= array(at(places[group, 2]), (in_features,), np.float32)[i]
+                output[row, i] += delta * scale

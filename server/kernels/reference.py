@@ -2,8 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def add_onebit_matmul(
+    output: Tensor,  # [rows, out], any float dtype, changed in place
+    x: Tensor,  # [rows, in], any float dtype
+    places: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
+    ranges: Tensor,  # [groups, 2] int32: first row and the one after the last
+) -> None:
+    """As `server.kernels.add_onebit_matmul`, through unpacked copies of the signs."""
+    shape = (output.shape[1], x.shape[1])
+    for rows, matrix in matrices(places, ranges, *shape):
+        product = onebit_matmul(x[rows], *matrix)
+        output[rows] = torch.add(output[rows].float(), product).to(output.dtype)
+
+
+def add_onebit_rows(
+    output: Tensor,  # [rows, in], any float dtype, changed in place
+    ids: Tensor,  # [rows] int64, each a row of its group's matrix
+    places: Tensor,  # [groups, 3] int64
+    ranges: Tensor,  # [groups, 2] int32
+    num_ids: int,
+    scale: float,
+) -> None:
+    """As `server.kernels.add_onebit_rows`, through unpacked copies of the signs."""
+    for rows, matrix in matrices(places, ranges, num_ids, output.shape[1]):
+        delta = onebit_rows(ids[rows], *matrix, output.shape[1]) * scale
+        output[rows] = torch.add(output[rows].float(), delta).to(output.dtype)
+
+
+def matrices(
+    places: Tensor, ranges: Tensor, out_features: int, in_features: int
+) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
+    """Rows and matrix of each group that changes the layer."""
+    width, device = (in_features + 7) // 8, places.device
+    for (signs, factor_out, factor_in), (first, last) in zip(places.tolist(), ranges.tolist(), strict=True):
+        if signs and first < last:
+            matrix = (
+                _at(signs, (out_features, width), "|u1", device),
+                _at(factor_out, (out_features,), "<f4", device),
+                _at(factor_in, (in_features,), "<f4", device) if factor_in else None,
+            )
+            yield slice(first, last), matrix
 
 
 def onebit_matmul(
@@ -24,9 +70,29 @@ def onebit_rows(
     factor_in: Tensor | None,  # [in] float32
     in_features: int,
 ) -> Tensor:  # [rows, in] float32
-    """What one delta adds to embedding rows, in the order of operations of `OneBit.dense`."""
+    """Rows of the dense delta, in the order of operations of `OneBit.dense`."""
     delta = _unpack(signs[ids], in_features) * factor_out[ids, None]
     return delta if factor_in is None else delta * factor_in
+
+
+class _Memory:
+    """What numpy and torch take for an array at an address. It owns nothing: the slot outlives the call."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        interface: dict[str, Any] = {
+            "data": (address, False),
+            "shape": shape,
+            "typestr": typestr,
+            "version": 3,
+        }
+        self.__array_interface__ = self.__cuda_array_interface__ = interface
+
+
+def _at(address: int, shape: tuple[int, ...], typestr: str, device: torch.device) -> Tensor:
+    memory = _Memory(address, shape, typestr)
+    if device.type == "cpu":
+        return torch.from_numpy(np.asarray(memory))
+    return torch.as_tensor(memory, device=device)
 
 
 def _unpack(packed: Tensor, in_features: int) -> Tensor:

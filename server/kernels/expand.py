@@ -1,0 +1,57 @@
+"""Products of many rows where no processor feature makes lookups fast: tiles of signs as numbers, and the library.
+
+A tile is expanded into memory that a second-level cache holds, used at once and overwritten by the next.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+MIN_ROWS = 32  # of a group, from which on this is faster than selecting (measured with AVX2)
+TILE_BYTES = 2**19  # of expanded signs
+
+
+def add_product(
+    output: Tensor,  # [rows, out], any float dtype, changed in place
+    x: Tensor,  # [rows, in], any float dtype
+    signs: Tensor,  # [out, ceil(in / 8)] uint8
+    factor_out: Tensor,  # [out] float32
+    factor_in: Tensor | None,  # [in] float32
+) -> None:
+    """Add ``factor_out * (B @ (factor_in * x))``, summed in float32 and rounded once."""
+    inputs = x.float() if factor_in is None else x.float() * factor_in
+    width = signs.shape[1]
+    num_outputs = max(1, TILE_BYTES // (32 * width))
+    tile = torch.empty(num_outputs, 8 * width)
+    for start in range(0, len(signs), num_outputs):
+        part = signs[start : start + num_outputs]
+        _expand()(part.numpy(), _numbers(), tile.numpy())
+        product = inputs @ tile[: len(part), : x.shape[1]].T
+        place = output[:, start : start + len(part)]
+        place.copy_(torch.addcmul(place.float(), product, factor_out[start : start + len(part)]))
+
+
+@cache
+def _numbers() -> np.ndarray:
+    """The eight signs of every byte as float32, [256, 8]."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return 2 * bits.astype(np.float32) - 1
+
+
+@cache
+def _expand() -> Any:
+    signature = "void(uint8[:, ::1], float32[:, ::1], float32[:, ::1])"
+    return numba.njit(signature, nogil=True, error_model="numpy")(_expand_rows)
+
+
+def _expand_rows(signs: np.ndarray, numbers: np.ndarray, expanded: np.ndarray) -> None:
+    for row in range(signs.shape[0]):
+        for i in range(signs.shape[1]):
+            for k in range(8):
+                expanded[row, 8 * i + k] = numbers[signs[row, i], k]

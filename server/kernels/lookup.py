@@ -1,0 +1,231 @@
+"""Vector code for processors with AVX-512: sixteen sums of four inputs in one register, which signs look up.
+
+Four inputs have sixteen signed sums. Four signs of sixteen outputs, as sixteen 4-bit numbers, select sixteen of them in
+one permutation: 64 signs per instruction and one addition, against 16 where signs select inputs. To have the same four
+inputs' signs of sixteen outputs side by side, a tile of 16 outputs x 512 inputs (16 registers of packed signs) is
+transposed in registers. Permutations ignore all but the lowest four bits of a lane, so a shift is all that takes the
+next four signs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+OUTPUTS = 16  # of a tile
+INPUTS = 512  # of a tile
+WORD = 32  # inputs to a lane
+SUMS = 16  # of a table: the signed sums of PER_TABLE inputs
+PER_TABLE = 4
+NUM_CHAINS = 2  # accumulators of a row, so that additions overlap
+PREFETCH = 4  # tiles ahead: rows of signs are strided, which hardware does not follow
+
+_BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTS = ir.VectorType(_FLOAT, 16), ir.VectorType(_INT, 16)
+_BYTES, _BYTE_MASK = ir.VectorType(_BYTE, 64), ir.VectorType(ir.IntType(1), 64)
+
+
+@cache
+def is_supported() -> bool:
+    """Whether this processor has the instructions and numba was not told to do without."""
+    config: Any = numba.config
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
+        return False
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx512f") and features.get("avx512bw"))
+
+
+def _fill_tables(typing_context: Any, values: Any, tables: Any, num_tables: Any) -> Any:
+    """Write the SUMS signed sums of each PER_TABLE float32 at `values`; bit k of a sum's number is the k-th sign."""
+    signature = types.void(types.intp, types.intp, types.intp)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values = builder.inttoptr(arguments[0], _FLOAT.as_pointer())
+        tables = builder.inttoptr(arguments[1], _FLOATS.as_pointer())
+        add = _function(builder, "llvm.fma.v16f32", _FLOATS, [_FLOATS] * 3)
+        before, loop, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        table = builder.phi(_LONG)
+        table.add_incoming(_long(0), before)
+        total = ir.Constant(_FLOATS, [0.0] * SUMS)
+        for k in range(PER_TABLE):
+            position = builder.add(builder.mul(table, _long(PER_TABLE)), _long(k))
+            value = _broadcast(builder, builder.load(builder.gep(values, [position])))
+            signs = ir.Constant(_FLOATS, [1.0 if number >> k & 1 else -1.0 for number in range(SUMS)])
+            total = builder.call(add, [value, signs, total])
+        builder.store(total, builder.gep(tables, [table])).align = 4
+        following = builder.add(table, _long(1))
+        table.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, arguments[2]), loop, done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+fill_tables: Any = intrinsic(_fill_tables)
+
+
+def add_tile(num_rows: int) -> Any:
+    """Make the intrinsic that adds a tile's products with `num_rows` rows of inputs to their sums.
+
+    Its arguments are addresses and counts: ``(tables, signs, stride, num_outputs, num_bytes, sums, sums_stride)``.
+    Tables are those of INPUTS inputs of each row, one row after the other. Signs are `num_bytes` bytes of each of
+    `num_outputs` rows, `stride` bytes apart; nothing beyond them is read. Sums are OUTPUTS float32 per row of inputs.
+    Every row is summed in the same order, whatever `num_rows` is.
+    """
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        tables: Any,
+        signs: Any,
+        stride: Any,
+        num_outputs: Any,
+        num_bytes: Any,
+        sums: Any,
+        sums_stride: Any,
+    ) -> Any:
+        signature = types.void(*[types.intp] * 7)
+
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            tables, signs, stride, num_outputs, num_bytes, sums, sums_stride = arguments
+            words = _words(builder, signs, stride, num_outputs, num_bytes)
+            num_words = builder.sdiv(builder.add(num_bytes, _long(3)), _long(4))
+            totals = _lookups(builder, tables, words, num_words, num_rows)
+            for row, total in enumerate(totals):
+                address = builder.add(sums, builder.mul(sums_stride, _long(row)))
+                place = builder.inttoptr(address, _FLOATS.as_pointer())
+                held = builder.load(place)
+                held.align = 4
+                builder.store(builder.fadd(held, total), place).align = 4
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+def _words(builder: Any, signs: Any, stride: Any, num_outputs: Any, num_bytes: Any) -> Any:
+    """Transposed signs on the stack: word `w` holds inputs 32 w to 32 w + 31 of every output of the tile."""
+    with builder.goto_entry_block():
+        words = builder.alloca(_INTS, OUTPUTS)
+        words.align = 64
+    rows = [builder.add(signs, builder.mul(stride, _long(k))) for k in range(OUTPUTS)]
+    whole, part, join = (builder.append_basic_block() for _ in range(3))
+    is_whole = builder.and_(
+        builder.icmp_signed("==", num_outputs, _long(OUTPUTS)),
+        builder.icmp_signed("==", num_bytes, _long(INPUTS // 8)),
+    )
+    builder.cbranch(is_whole, whole, part)
+    builder.position_at_end(whole)
+    loaded = [builder.load(builder.inttoptr(row, _BYTES.as_pointer())) for row in rows]
+    for load in loaded:
+        load.align = 1
+    builder.branch(join)
+    builder.position_at_end(part)
+    masked = _masked_loads(builder, rows, num_outputs, num_bytes)
+    builder.branch(join)
+    builder.position_at_end(join)
+    chosen = []
+    for load, other in zip(loaded, masked, strict=True):
+        row = builder.phi(_BYTES)
+        row.add_incoming(load, whole)
+        row.add_incoming(other, part)
+        chosen.append(row)
+    for number, word in enumerate(_transposed(builder, [builder.bitcast(row, _INTS) for row in chosen])):
+        builder.store(word, builder.gep(words, [_long(number)])).align = 64
+    _prefetch(builder, rows, stride)
+    return words
+
+
+def _masked_loads(builder: Any, rows: list[Any], num_outputs: Any, num_bytes: Any) -> list[Any]:
+    """The first `num_bytes` of the first `num_outputs` rows, zeros beyond them, which are not read."""
+    load = _function(
+        builder, "llvm.masked.load.v64i8.p0", _BYTES, [_BYTES.as_pointer(), _INT, _BYTE_MASK, _BYTES]
+    )
+    some = builder.sub(builder.shl(_long(1), num_bytes), _long(1))
+    bits = builder.select(builder.icmp_signed("<", num_bytes, _long(64)), some, _long(-1))
+    loaded = []
+    for number, row in enumerate(rows):
+        own = builder.select(builder.icmp_signed(">", num_outputs, _long(number)), bits, _long(0))
+        arguments = [
+            builder.inttoptr(row, _BYTES.as_pointer()),
+            ir.Constant(_INT, 1),  # alignment
+            builder.bitcast(own, _BYTE_MASK),
+            ir.Constant(_BYTES, [0] * 64),
+        ]
+        loaded.append(builder.call(load, arguments))
+    return loaded
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sixteen vectors of sixteen words, transposed: four perfect shuffles turn row and lane numbers around."""
+    low = ir.Constant(_INTS, [lane // 2 + 16 * (lane % 2) for lane in range(16)])
+    high = ir.Constant(_INTS, [8 + lane // 2 + 16 * (lane % 2) for lane in range(16)])
+    for _ in range(4):
+        pairs = zip(rows[:8], rows[8:], strict=True)
+        rows = [builder.shuffle_vector(one, other, half) for one, other in pairs for half in (low, high)]
+    return rows
+
+
+def _prefetch(builder: Any, rows: list[Any], stride: Any) -> None:
+    fetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
+    read, keep, data = ir.Constant(_INT, 0), ir.Constant(_INT, 3), ir.Constant(_INT, 1)
+    ahead = builder.mul(stride, _long(OUTPUTS * PREFETCH))
+    for row in rows:  # a prefetch beyond the end of memory does nothing
+        builder.call(fetch, [builder.inttoptr(builder.add(row, ahead), _BYTE.as_pointer()), read, keep, data])
+
+
+def _lookups(builder: Any, tables: Any, words: Any, num_words: Any, num_rows: int) -> list[Any]:
+    """The sums that `words` select from each row's tables, OUTPUTS of them per row of inputs."""
+    permute = _function(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, [_FLOATS, _INTS])
+    per_word = WORD // PER_TABLE
+    before, loop, done = (builder.block, builder.append_basic_block(), builder.append_basic_block())
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    word = builder.phi(_LONG)
+    word.add_incoming(_long(0), before)
+    chains = [[builder.phi(_FLOATS) for _ in range(NUM_CHAINS)] for _ in range(num_rows)]
+    grown: list[list[Any]] = [list(own) for own in chains]
+    signs = builder.load(builder.gep(words, [word]))
+    signs.align = 64
+    for k in range(per_word):
+        chosen = builder.lshr(signs, ir.Constant(_INTS, [PER_TABLE * k] * 16))
+        for row, own in enumerate(grown):
+            number = builder.add(builder.mul(word, _long(per_word)), _long(row * INPUTS // PER_TABLE + k))
+            table = builder.load(builder.gep(builder.inttoptr(tables, _FLOATS.as_pointer()), [number]))
+            table.align = 4
+            own[k % NUM_CHAINS] = builder.fadd(own[k % NUM_CHAINS], builder.call(permute, [table, chosen]))
+    following = builder.add(word, _long(1))
+    word.add_incoming(following, loop)
+    for own, sums in zip(chains, grown, strict=True):
+        for chain, total in zip(own, sums, strict=True):
+            chain.add_incoming(ir.Constant(_FLOATS, [0.0] * 16), before)
+            chain.add_incoming(total, loop)
+    builder.cbranch(builder.icmp_signed("<", following, num_words), loop, done)
+    builder.position_at_end(done)
+    return [builder.fadd(own[0], own[1]) for own in grown]
+
+
+def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """An intrinsic of LLVM, declared once in a module."""
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _broadcast(builder: Any, value: Any) -> Any:
+    empty = ir.Constant(_FLOATS, ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * 16))
+
+
+def _long(value: int) -> Any:
+    return ir.Constant(_LONG, value)

@@ -1,0 +1,48 @@
+"""Compiles the one-bit products for Hopper, which needs no GPU. A program of its own: the interpreter must be off."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from triton import compile as build
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from server.kernels import triton
+
+TYPES = {
+    "output": "*bf16",
+    "x": "*bf16",
+    "places": "*i64",
+    "ranges": "*i32",
+    "partial": "*fp32",
+    "counters": "*i32",
+}
+ALIGNED = ("x", "x_stride", "counters")
+SIZE = 1024  # in and out
+
+
+def where_signs_are(tiling: triton.Tiling, num_parts: int) -> str:
+    """`registers`, where all of a kernel's products take their first operand from there."""
+    kernel = triton._add_product
+    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "GROUPS": triton.GROUPS, "IN_FLOAT32": False}
+    sizes |= {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "BYTES": tiling.num_bytes}
+    sizes |= {"MINUS_ONE": triton.MINUS_ONE[torch.bfloat16]}
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in sizes else TYPES.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in sizes.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED},
+    )
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    built = build(source, target=GPUTarget("cuda", 90, 32), options=options)
+    products = re.findall(r"warp_group_dot (?:.*?) : (\S+)", built.asm["ttgir"])
+    assert products
+    return "registers" if all(first.startswith("tensor") for first in products) else "shared"
+
+
+if __name__ == "__main__":
+    print("decode", where_signs_are(triton.DECODE, 2))
+    print("prefill", where_signs_are(triton.PREFILL, 1))

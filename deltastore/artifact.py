@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -30,10 +30,12 @@ from deltastore.header import (
     read_into,
 )
 from deltastore.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor
-from deltastore.manifest import Manifest, TensorSpec
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit, is_gain
 from deltastore.parts import MatrixParts, PlaneParts, part_names
+
+if TYPE_CHECKING:
+    from deltastore.manifest import Manifest
 
 COPY_BYTES = 4 << 20
 
@@ -76,6 +78,10 @@ class ArtifactWriter:
 
     def add_onebit(self, name: str, delta: MatrixDelta, added: Tensor | None = None) -> None:
         """Append a coded matrix; `added` ``[rows, in]`` are the rows that the base lacks, in any float dtype."""
+        from deltastore.manifest import (
+            TensorSpec,
+        )  # brings pydantic, which views of a slot's bytes do without
+
         num_added = 0 if added is None else len(added)
         spec = TensorSpec(
             codec="onebit",
@@ -181,6 +187,8 @@ class Artifact:
             ArtifactError: no file, not safetensors, no manifest that this version reads, or one that does not
                 describe the file's tensors.
         """
+        from deltastore.manifest import Manifest  # brings pydantic, as above
+
         where = where or str(path)
         fd = open_file(path, where)
         try:

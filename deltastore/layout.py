@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.header import ALIGNMENT, Header, TensorEntry
-from deltastore.manifest import Manifest, TensorSpec
 from deltastore.parts import part_names
 from deltastore.signs import packed_width
+
+if TYPE_CHECKING:  # see `parts.py`
+    from deltastore.manifest import Manifest, TensorSpec
 
 TENSOR_ALIGNMENT = 16
 MAX_FILE_BYTES = 64 << 20

@@ -1,7 +1,7 @@
-"""From a stored object to its slot: read, verified, copied. Knows files, bytes and devices, and no tensors.
+"""From a stored object to host memory to a slot: read, verified, copied. Knows files, bytes and devices, no tensors.
 
-A load reads the object in the 4 MiB chunks that its version record has digests of, several at a time, into
-memory that was taken once at start; only when every chunk has matched does one copy fill the slot.
+A load reads the object in the 4 MiB chunks that its version record has digests of, several at a time; each is copied
+on as soon as it has matched, while others are being read. Memory is the caller's, on both sides.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltastore.errors import ArtifactTooLarge, CorruptObject, RegistryError, UsageError
+from deltastore.errors import CorruptObject, RegistryError, UsageError
 from deltastore.uploads import CHUNK_BYTES
+
+NICENESS = (
+    10  # of threads that load; else one of them takes a core from a step that waits for all of its cores
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,125 +56,132 @@ class ObjectSource:
         """First byte of a chunk in the file, and the one after its last."""
         return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.size_bytes)
 
+    def device_range(self, index: int) -> slice:
+        """What a chunk holds of the device's part, in bytes from that part's beginning; may be empty."""
+        cuts = (min(max(cut - self.data_start, 0), self.device_bytes) for cut in self.chunk_range(index))
+        return slice(*cuts)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load moved, and how long it took from open to the ready event, without waiting for a buffer."""
+    """What a load moved, and how long it took from open to the ready event."""
 
-    size_bytes: int  # of the object
-    device_bytes: int  # of it in the slot
-    read_s: float  # read and verified
-    copy_s: float  # from host memory to the slot
+    source: Literal["disk", "host"]
+    device_bytes: int  # in the slot
+    read_s: float  # until every chunk was read and verified; 0 from host memory
+    copy_s: float  # from then on: what of the copy no read has hidden
     total_s: float
-    source: Literal["disk"] = "disk"
+
+
+def give_way() -> None:
+    """Let the calling thread run behind those that compute: Linux keeps a niceness for each thread."""
+    os.nice(NICENESS)
 
 
 class Loader:
-    """Reads objects into slots. Any thread may call `load`; as many loads run at once as there are buffers.
+    """Reads objects into slots. Any thread may call it, any number of loads may run at once.
 
-    Holds `num_buffers * staging_bytes` of host memory from start to `close`, pinned where the device is CUDA:
-    pinning during a load would take longer than the load.
+    The device should be able to copy from the host memory that loads are given while it computes: pinned, for CUDA.
     """
 
-    def __init__(
-        self, device: torch.device, staging_bytes: int, num_threads: int, num_buffers: int = 2
-    ) -> None:
-        """Take the memory and the threads.
+    def __init__(self, device: torch.device, num_threads: int) -> None:
+        """Take the threads.
 
         Args:
             device: where the slots are.
-            staging_bytes: the largest device part that can be loaded: the size of a slot.
             num_threads: how many chunks are read and verified at once, over all loads.
-            num_buffers: how many loads can run at once.
         """
-        if min(staging_bytes, num_threads, num_buffers) < 1:
-            raise UsageError("a loader needs at least one byte of staging, one thread and one buffer")
-        self.num_buffers = num_buffers
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        pool = torch.empty(num_buffers, staging_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-        self._idle: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()  # a None after `close`
-        for buffer in pool:
-            self._idle.put(buffer)
-        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="delta-read")
-        self._closed = False
+        if num_threads < 1:
+            raise UsageError("a loader needs at least one thread")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=give_way)
 
-    def load(self, source: ObjectSource, slot: Tensor) -> LoadReport:
-        """Bring an object's device part into a slot, and return when the slot may be read from any stream.
+    def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
+        """Bring an object's device part from disk into host memory and on into a slot, which any stream may read then.
 
         Args:
             source: the object.
-            slot: ``[slot_bytes]`` uint8 on the loader's device, which nothing may be reading. It is written
-                to only after every chunk has matched; bytes behind `device_bytes` stay as they are.
+            host: ``[at least device_bytes]`` uint8 in host memory.
+            slot: ``[at least device_bytes]`` uint8 on the loader's device.
+
+        Nothing may be reading either. After an error both hold anything, and nothing writes to them any more. Bytes
+        behind `device_bytes` stay as they are.
 
         Raises:
             CorruptObject: truncated, grown, or a chunk that does not match its digest.
             RegistryError: the file cannot be opened or read.
-            ArtifactTooLarge: larger than the slot or the staging buffer.
             UsageError: the loader is closed.
         """
-        assert slot.dtype == torch.uint8
-        assert slot.is_contiguous()
-        with self._buffer() as buffer:
-            room = min(len(slot), len(buffer))
-            if source.device_bytes > room:
-                raise ArtifactTooLarge(
-                    f"object {source.digest} needs {source.device_bytes} bytes on the device and a slot has "
-                    f"{room}: compress it with a smaller budget, or serve with larger slots"
-                )
-            staging = buffer[: source.device_bytes]
-            start = time.perf_counter()
-            self._read(source, staging.numpy().data)
+        size = source.device_bytes
+        assert host.dtype == slot.dtype == torch.uint8
+        assert size <= min(len(host), len(slot))
+        start = time.perf_counter()
+        try:
+            self._read(source, host[:size], slot[:size])
             read = time.perf_counter()
-            self._copy(staging, slot[: source.device_bytes])
-            ready = time.perf_counter()
-        return LoadReport(source.size_bytes, source.device_bytes, read - start, ready - read, ready - start)
+        finally:
+            self._settle()
+        ready = time.perf_counter()
+        return LoadReport("disk", size, read - start, ready - read, ready - start)
+
+    def copy(self, host: Tensor, slot: Tensor) -> LoadReport:
+        """Bring a device part that a load has left in host memory into a slot: one copy, nothing is read or hashed.
+
+        Args:
+            host: ``[device_bytes]`` uint8 in host memory.
+            slot: ``[at least device_bytes]`` uint8 on the loader's device, which nothing may be reading.
+        """
+        start = time.perf_counter()
+        self._begin_copy(host, slot[: len(host)])
+        self._settle()
+        seconds = time.perf_counter() - start
+        return LoadReport("host", len(host), 0.0, seconds, seconds)
 
     def close(self) -> None:
-        """Wait for running loads and release threads and memory. Loads that wait for a buffer are refused."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in range(self.num_buffers):
-            self._idle.get()
-        self._idle.put(None)
+        """Wait for running reads and give the threads back. Later loads are refused."""
         self._readers.shutdown()
 
-    @contextlib.contextmanager
-    def _buffer(self) -> Iterator[Tensor]:
-        buffer = None if self._closed else self._idle.get()
-        if buffer is None:
-            self._idle.put(None)  # for the next one that waits
-            raise UsageError("the loader is closed: nothing can be loaded any more")
-        try:
-            yield buffer
-        finally:
-            self._idle.put(buffer)
-
-    def _read(self, source: ObjectSource, staging: memoryview) -> None:
+    def _read(self, source: ObjectSource, host: Tensor, slot: Tensor) -> None:
         """All chunks up to the end of the device's part; the header's too: views of the slot rest on it."""
+        reads: list[Future[None]] = []
         with _opened(source) as fd:
-            num_chunks = -(-source.data_end // CHUNK_BYTES)
-            reads = [
-                self._readers.submit(_read_chunk, fd, source, index, staging) for index in range(num_chunks)
-            ]
             try:
+                for index in range(-(-source.data_end // CHUNK_BYTES)):
+                    reads.append(self._submit(fd, source, index, host, slot))
                 for read in reads:
                     read.result()
             finally:
                 for read in reads:
                     read.cancel()
-                wait(reads)  # one that runs still writes to the buffer, which is about to be somebody else's
+                wait(reads)  # one that runs still writes to memory that is about to be somebody else's
 
-    def _copy(self, staging: Tensor, slot: Tensor) -> None:
+    def _submit(self, fd: int, source: ObjectSource, index: int, host: Tensor, slot: Tensor) -> Future[None]:
+        try:
+            return self._readers.submit(self._read_chunk, fd, source, index, host, slot)
+        except RuntimeError as error:  # what an executor says after its shutdown
+            raise UsageError("the loader is closed: nothing can be loaded any more") from error
+
+    def _read_chunk(self, fd: int, source: ObjectSource, index: int, host: Tensor, slot: Tensor) -> None:
+        part = source.device_range(index)
+        _read_verified(fd, source, index, host[part].numpy().data)
+        self._begin_copy(host[part], slot[part])
+
+    def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
+        """On the side stream, without waiting; on a CPU it has ended on return."""
         if self._stream is None:
-            slot.copy_(staging)
-            return
-        ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            slot.copy_(staging, non_blocking=True)
+            np.copyto(
+                slot.numpy(), host.numpy()
+            )  # torch's copy would start threads that spin beside the engine's
+        else:
+            with torch.cuda.stream(self._stream):
+                slot.copy_(host, non_blocking=True)
+
+    def _settle(self) -> None:
+        """Wait for the copies that were begun."""
+        if self._stream is not None:
+            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             ready.record(self._stream)
-        ready.synchronize()
+            ready.synchronize()
 
 
 @contextlib.contextmanager
@@ -194,9 +205,9 @@ def _opened(source: ObjectSource) -> Iterator[int]:
         ) from error
 
 
-def _read_chunk(fd: int, source: ObjectSource, index: int, staging: memoryview) -> None:
-    """Read one chunk, the device's part of it to its place in `staging`, and compare its digest."""
-    pieces = _pieces(source, index, staging)
+def _read_verified(fd: int, source: ObjectSource, index: int, part: memoryview) -> None:
+    """Read one chunk, what the device needs of it into `part`, and compare its digest."""
+    pieces = _pieces(source, index, part)
     _fill(fd, pieces, source, index)
     digest = hashlib.sha256()
     for piece in pieces:
@@ -207,12 +218,12 @@ def _read_chunk(fd: int, source: ObjectSource, index: int, staging: memoryview) 
         )
 
 
-def _pieces(source: ObjectSource, index: int, staging: memoryview) -> list[memoryview]:
+def _pieces(source: ObjectSource, index: int, part: memoryview) -> list[memoryview]:
     """Where a chunk's bytes go, in order: what the device does not need goes to memory that is dropped."""
     start, end = source.chunk_range(index)
-    first, last = (min(max(cut, start), end) for cut in (source.data_start, source.data_end))
-    data = staging[first - source.data_start : last - source.data_start] if first < last else staging[:0]
-    pieces = (memoryview(bytearray(first - start)), data, memoryview(bytearray(end - last)))
+    before = min(max(source.data_start - start, 0), end - start)
+    after = end - start - before - len(part)
+    pieces = (memoryview(bytearray(before)), part, memoryview(bytearray(after)))
     return [piece for piece in pieces if len(piece)]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from deltastore.manifest import TensorSpec
+if TYPE_CHECKING:  # those who only read bytes need no manifest, nor what parses it
+    from deltastore.manifest import TensorSpec
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -1,9 +1,10 @@
-"""The loader: what reaches a slot, what never does, and what a failed load leaves behind."""
+"""The loader: what reaches host memory and a slot, what does not, and what a failed load leaves behind."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltastore.errors import ArtifactError, ArtifactTooLarge, CorruptObject, RegistryError, UsageError
-from deltastore.loader import Loader, ObjectSource
+from deltastore.errors import ArtifactError, CorruptObject, RegistryError, UsageError
+from deltastore.loader import Loader, LoadReport, ObjectSource
 from deltastore.uploads import CHUNK_BYTES, ChunkedDigest
 
 SLOT_BYTES = 3 * CHUNK_BYTES
@@ -39,6 +40,11 @@ def fresh_slot(device: torch.device = CPU) -> Tensor:
     return torch.full((SLOT_BYTES,), UNTOUCHED, dtype=torch.uint8, device=device)
 
 
+def load(loader: Loader, source: ObjectSource, slot: Tensor) -> LoadReport:
+    """A load through host memory of its own."""
+    return loader.load(source, fresh_slot(), slot)
+
+
 def is_untouched(slot: Tensor) -> bool:
     return bool((slot == UNTOUCHED).all())
 
@@ -55,8 +61,7 @@ def flip_byte(path: Path, position: int) -> None:
 
 @pytest.fixture
 def loader() -> Iterator[Loader]:
-    """One buffer, so that a buffer which is not given back makes the next load hang."""
-    loader = Loader(CPU, SLOT_BYTES, num_threads=3, num_buffers=1)
+    loader = Loader(CPU, num_threads=3)
     yield loader
     loader.close()
 
@@ -86,48 +91,80 @@ def test_a_slot_receives_the_device_part_and_no_other_byte(
 ) -> None:
     source = store(tmp_path / "object", size_bytes, data_start, device_bytes)
     slot = fresh_slot()
-    loader.load(source, slot)
+    load(loader, source, slot)
     assert slot[:device_bytes].numpy().tobytes() == device_part(source)
     assert is_untouched(slot[device_bytes:])
 
 
 def test_the_report_says_what_was_moved(loader: Loader, source: ObjectSource) -> None:
-    report = loader.load(source, fresh_slot())
-    assert (report.size_bytes, report.device_bytes, report.source) == (
-        source.size_bytes,
-        source.device_bytes,
-        "disk",
-    )
+    report = load(loader, source, fresh_slot())
+    assert (report.device_bytes, report.source) == (source.device_bytes, "disk")
     assert report.total_s == pytest.approx(report.read_s + report.copy_s)
 
 
+def test_host_memory_holds_what_a_load_verified_and_can_be_copied_again_without_a_read(
+    loader: Loader, source: ObjectSource
+) -> None:
+    host, want = fresh_slot(), device_part(source)
+    loader.load(source, host, fresh_slot())
+    source.path.unlink()
+    slot = fresh_slot()
+    report = loader.copy(host[: source.device_bytes], slot)
+    assert slot[: source.device_bytes].numpy().tobytes() == want
+    assert is_untouched(slot[source.device_bytes :])
+    assert (report.source, report.device_bytes, report.read_s) == ("host", source.device_bytes, 0.0)
+    assert report.copy_s == report.total_s > 0
+
+
+def test_a_chunk_is_copied_while_the_next_one_is_read(
+    loader: Loader, source: ObjectSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, slot = os.preadv, fresh_slot()
+    first = CHUNK_BYTES - source.data_start
+    copied: list[bool] = []
+
+    def wait_for_the_first(fd: int, buffers: list[memoryview], offset: int) -> int:
+        deadline = time.monotonic() + 20
+        while (
+            offset == CHUNK_BYTES and is_untouched(slot[first - 64 : first]) and time.monotonic() < deadline
+        ):
+            time.sleep(0.005)
+        copied.append(not is_untouched(slot[first - 64 : first]))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", wait_for_the_first)
+    load(loader, source, slot)
+    assert any(copied)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+
+
 @pytest.mark.parametrize("chunk", [0, 1, 2])
-def test_a_corrupt_chunk_is_named_and_the_slot_stays_as_it_was(
+def test_a_corrupt_chunk_is_named_and_never_reaches_the_slot(
     loader: Loader, source: ObjectSource, chunk: int
 ) -> None:
     flip_byte(source.path, chunk * CHUNK_BYTES + 100)
     slot = fresh_slot()
     with pytest.raises(CorruptObject, match=f"{source.digest}.*chunk {chunk} "):
-        loader.load(source, slot)
-    assert is_untouched(slot)
+        load(loader, source, slot)
+    assert is_untouched(slot[source.device_range(chunk)])
 
 
 def test_chunks_that_the_device_does_not_need_are_not_read(loader: Loader, source: ObjectSource) -> None:
     flip_byte(source.path, 3 * CHUNK_BYTES + 10)
     slot = fresh_slot()
-    loader.load(source, slot)
+    load(loader, source, slot)
     assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
 
 
-def test_after_a_failed_load_the_same_buffer_loads_the_repaired_object(
+def test_after_a_failed_load_the_same_memory_takes_the_repaired_object(
     loader: Loader, source: ObjectSource
 ) -> None:
-    slot = fresh_slot()
+    host, slot = fresh_slot(), fresh_slot()
     flip_byte(source.path, 0)
     with pytest.raises(CorruptObject):
-        loader.load(source, slot)
+        loader.load(source, host, slot)
     flip_byte(source.path, 0)
-    loader.load(source, slot)
+    loader.load(source, host, slot)
     assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
 
 
@@ -135,13 +172,13 @@ def test_after_a_failed_load_the_same_buffer_loads_the_repaired_object(
 def test_a_file_truncated_between_two_loads_is_refused(
     loader: Loader, source: ObjectSource, size_bytes: int
 ) -> None:
-    loader.load(source, fresh_slot())
+    load(loader, source, fresh_slot())
     os.truncate(source.path, size_bytes)
     slot = fresh_slot()
     with pytest.raises(
         ArtifactError, match=f"has {size_bytes} bytes where its record says {source.size_bytes}"
     ):
-        loader.load(source, slot)
+        load(loader, source, slot)
     assert is_untouched(slot)
 
 
@@ -157,15 +194,14 @@ def test_a_file_truncated_while_it_is_read_is_refused(
     monkeypatch.setattr(os, "preadv", truncate_then_read)
     slot = fresh_slot()
     with pytest.raises(CorruptObject, match="truncated: chunk 1 ends at byte 4194311"):
-        loader.load(source, slot)
-    assert is_untouched(slot)
+        load(loader, source, slot)
 
 
 def test_a_file_that_grew_is_refused(loader: Loader, source: ObjectSource) -> None:
     with source.path.open("ab") as file:
         file.write(b"!")
     with pytest.raises(CorruptObject, match="where its record says"):
-        loader.load(source, fresh_slot())
+        load(loader, source, fresh_slot())
 
 
 @pytest.mark.parametrize("limit", [1000, 4096, CHUNK_BYTES - 1])
@@ -180,14 +216,14 @@ def test_short_reads_are_continued(
 
     monkeypatch.setattr(os, "preadv", read_little)
     slot = fresh_slot()
-    loader.load(source, slot)
+    load(loader, source, slot)
     assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
 
 
 def test_a_missing_file_is_no_corrupt_object(loader: Loader, source: ObjectSource) -> None:
     source.path.unlink()
     with pytest.raises(RegistryError, match=f"{source.digest} cannot be read: No such file"):
-        loader.load(source, fresh_slot())
+        load(loader, source, fresh_slot())
 
 
 def test_a_disk_that_fails_is_no_corrupt_object(
@@ -199,11 +235,11 @@ def test_a_disk_that_fails_is_no_corrupt_object(
     monkeypatch.setattr(os, "preadv", fail)
     slot = fresh_slot()
     with pytest.raises(RegistryError, match="Input/output error"):
-        loader.load(source, slot)
+        load(loader, source, slot)
     assert is_untouched(slot)
 
 
-def test_a_failed_load_waits_for_its_readers_before_the_buffer_is_used_again(
+def test_a_failed_load_waits_for_its_readers_before_its_memory_is_used_again(
     loader: Loader, source: ObjectSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
@@ -221,17 +257,8 @@ def test_a_failed_load_waits_for_its_readers_before_the_buffer_is_used_again(
 
     monkeypatch.setattr(os, "preadv", fail_first_and_delay_second)
     with pytest.raises(RegistryError):
-        loader.load(source, fresh_slot())
+        load(loader, source, fresh_slot())
     assert finished.is_set()
-
-
-@pytest.mark.parametrize(("slot_bytes", "staging_bytes"), [(100, SLOT_BYTES), (SLOT_BYTES, 100)])
-def test_an_object_larger_than_a_slot_is_refused(tmp_path: Path, slot_bytes: int, staging_bytes: int) -> None:
-    source = store(tmp_path / "object", 5000, 4096, 101)
-    loader = Loader(CPU, staging_bytes, num_threads=1)
-    with pytest.raises(ArtifactTooLarge, match="needs 101 bytes on the device and a slot has 100"):
-        loader.load(source, torch.zeros(slot_bytes, dtype=torch.uint8))
-    loader.close()
 
 
 def test_many_threads_load_many_objects_each_into_its_own_slot(tmp_path: Path) -> None:
@@ -239,11 +266,11 @@ def test_many_threads_load_many_objects_each_into_its_own_slot(tmp_path: Path) -
         store(tmp_path / f"{i}", CHUNK_BYTES + 5000 * i, 4096, CHUNK_BYTES + 4000 * i - 4096, seed=i)
         for i in range(6)
     ]
-    loader = Loader(CPU, SLOT_BYTES, num_threads=4, num_buffers=2)
+    loader = Loader(CPU, num_threads=4)
     slots = [fresh_slot() for _ in sources]
     with ThreadPoolExecutor(len(sources)) as threads:
         for _ in range(3):
-            list(threads.map(loader.load, sources, slots))
+            list(threads.map(loader.load, sources, [fresh_slot() for _ in sources], slots))
     loader.close()
     assert all(
         slot[: source.device_bytes].numpy().tobytes() == device_part(source)
@@ -254,14 +281,13 @@ def test_many_threads_load_many_objects_each_into_its_own_slot(tmp_path: Path) -
 def test_a_corrupt_object_does_not_disturb_another_that_loads_beside_it(tmp_path: Path) -> None:
     good = store(tmp_path / "good", 2 * CHUNK_BYTES, 4096, CHUNK_BYTES, seed=1)
     bad = replace(good, chunk_sha256=("0" * 64, "0" * 64))
-    loader = Loader(CPU, SLOT_BYTES, num_threads=2, num_buffers=2)
+    loader = Loader(CPU, num_threads=2)
     slots = [fresh_slot() for _ in range(8)]
     with ThreadPoolExecutor(4) as threads:
-        loads = [threads.submit(loader.load, bad if i % 2 else good, slot) for i, slot in enumerate(slots)]
+        loads = [threads.submit(load, loader, bad if i % 2 else good, slot) for i, slot in enumerate(slots)]
     loader.close()
     assert [type(load.exception()) for load in loads] == [type(None), CorruptObject] * 4
     assert all(slot[: good.device_bytes].numpy().tobytes() == device_part(good) for slot in slots[::2])
-    assert all(is_untouched(slot) for slot in slots[1::2])
 
 
 def test_a_closed_loader_refuses_and_may_be_closed_again(loader: Loader, source: ObjectSource) -> None:
@@ -269,10 +295,10 @@ def test_a_closed_loader_refuses_and_may_be_closed_again(loader: Loader, source:
     loader.close()
     for _ in range(2):
         with pytest.raises(UsageError, match="closed"):
-            loader.load(source, fresh_slot())
+            load(loader, source, fresh_slot())
 
 
-def test_closing_waits_for_the_load_that_runs_and_refuses_the_one_that_waits(
+def test_closing_waits_for_the_load_that_runs(
     source: ObjectSource, loader: Loader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
@@ -286,12 +312,12 @@ def test_closing_waits_for_the_load_that_runs_and_refuses_the_one_that_waits(
     monkeypatch.setattr(os, "preadv", hold)
     slot = fresh_slot()
     with ThreadPoolExecutor(2) as threads:
-        load = threads.submit(loader.load, source, slot)
+        running = threads.submit(load, loader, source, slot)
         reading.wait()
         closing = threads.submit(loader.close)
         assert not closing.done()
         go_on.set()
-    assert load.exception() is None
+    assert running.exception() is None
     assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
 
 
@@ -310,21 +336,19 @@ def test_a_record_that_contradicts_itself_is_refused(source: ObjectSource, chang
         replace(source, **change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("staging_bytes", "num_threads", "num_buffers"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_loader_without_memory_or_threads_is_refused(
-    staging_bytes: int, num_threads: int, num_buffers: int
-) -> None:
+def test_a_loader_without_threads_is_refused() -> None:
     with pytest.raises(UsageError, match="at least one"):
-        Loader(CPU, staging_bytes, num_threads, num_buffers)
+        Loader(CPU, num_threads=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_a_loaded_slot_can_be_read_from_any_stream(source: ObjectSource) -> None:
     device = torch.device("cuda")
-    loader = Loader(device, SLOT_BYTES, num_threads=4)
-    slot = fresh_slot(device)
-    loader.load(source, slot)
+    loader = Loader(device, num_threads=4)
+    slots, host = [fresh_slot(device) for _ in range(2)], fresh_slot().pin_memory()
+    loader.load(source, host, slots[0])
+    loader.copy(host[: source.device_bytes], slots[1])
     loader.close()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        assert slot[: source.device_bytes].cpu().numpy().tobytes() == device_part(source)
+        assert all(s[: source.device_bytes].cpu().numpy().tobytes() == device_part(source) for s in slots)

@@ -1,40 +1,26 @@
 """Which deltas are in slots: load, keep, evict. Knows digests and bytes; nothing of HTTP, tenants or prompts.
 
-The engine thread owns this object. Loads run on threads of their own, into slots that nobody reads; `adopt` makes what
-they finished visible, and the engine calls it between steps, so a delta appears at a step boundary or not at all.
+The engine thread owns this object and waits for no file in it. Loads run on threads of their own, into slots that
+nobody reads; `adopt` makes what they finished visible, and the engine calls it between steps, so a delta appears at a
+step boundary or not at all.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
-from deltastore.artifact import Artifact
-from deltastore.errors import (
-    CorruptObject,
-    PeraxisError,
-    RegistryError,
-    VariantNotFound,
-    VariantQuarantined,
-)
-from deltastore.loader import Loader, LoadReport, ObjectSource
+from deltastore.errors import PeraxisError
 from deltastore.records import VersionRecord
-from deltastore.registry import Registry
-from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
+from server.deltas.fetcher import Fetched, Fetcher, label
+from server.deltas.residency_metrics import ResidencyMetrics
+from server.deltas.resident import ResidentDelta, Slot
 from server.errors import EngineFailed, InvalidRequest
 
-
-class Observer(Protocol):
-    """What residency tells the world; metrics implement it."""
-
-    def loaded(self, record: VersionRecord, report: LoadReport) -> None: ...
-    def load_failed(self, record: VersionRecord, error: PeraxisError) -> None: ...
-    def evicted(self, record: VersionRecord, reason: str) -> None: ...
-    def occupancy(self, num_used: int, num_pinned: int, num_resident: int) -> None: ...
+Level = Literal["gpu", "host", "disk"]
 
 
 @dataclass(slots=True)
@@ -43,10 +29,18 @@ class _Entry:
 
     record: VersionRecord
     slot: Slot
+    fetch: Future[Fetched]
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
     pinned: bool = False
-    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A version that somebody may ask for by its digest alone."""
+
+    record: VersionRecord
+    num_users: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,84 +49,98 @@ class Adopted:
 
     record: VersionRecord
     error: PeraxisError | None
-    load_s: float
 
 
 class Residency:
-    """Slots under least-recently-used eviction. A delta that is pinned, in use or loading is never evicted."""
+    """Slots under least-recently-used eviction. A delta that is pinned, held or loading is never evicted."""
 
-    def __init__(self, slots: list[Slot], loader: Loader, registry: Registry, observer: Observer) -> None:
+    def __init__(self, slots: list[Slot], fetcher: Fetcher, metrics: ResidencyMetrics) -> None:
         self.slot_bytes = slots[0].memory.numel()
         self._free = list(reversed(slots))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by digest, least recently used first
-        self._loader = loader
-        self._registry = registry
-        self._observer = observer
-        self._pool = ThreadPoolExecutor(loader.num_buffers, thread_name_prefix="delta-load")
-        self._loads: dict[str, Future[tuple[DeltaPlan, LoadReport]]] = {}
-        self._levels: Mapping[str, str] = {}
+        self._known: dict[str, _Known] = {}
+        self._fetcher = fetcher
+        self._cache = fetcher.cache
+        self._metrics = metrics
+        self._resident: frozenset[str] = frozenset()
         self._pinned: frozenset[str] = frozenset()
         self.on_finished: Callable[[], None] = lambda: None  # called on a loader thread: wakes the engine
 
+    def know(self, record: VersionRecord) -> None:
+        """Remember what a digest stands for until `forget` was called as often."""
+        self._known.setdefault(record.digest, _Known(record)).num_users += 1
+
+    def forget(self, digest: str) -> None:
+        known = self._known[digest]
+        known.num_users -= 1
+        if not known.num_users:
+            del self._known[digest]
+
+    def is_resident(self, digest: str) -> bool:
+        """Whether the delta can be used now."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.delta is not None
+
+    def is_loading(self, digest: str) -> bool:
+        entry = self._entries.get(digest)
+        return entry is not None and entry.delta is None
+
     def find(self, digest: str) -> ResidentDelta | None:
         """The delta if it can be used now; counts as a use of it."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.delta is None:
+        if not self.is_resident(digest):
             return None
         self._entries.move_to_end(digest)
-        return entry.delta
+        return self._entries[digest].delta
 
-    def retain(self, delta: ResidentDelta) -> None:
-        """Keep a delta in its slot until `release`."""
-        self._entries[delta.digest].num_users += 1
+    def hold(self, digest: str) -> None:
+        """Keep a resident delta in its slot until `let_go` was called as often; counts as a use of it."""
+        assert self.is_resident(digest)
+        self._entries[digest].num_users += 1
+        self._entries.move_to_end(digest)
 
-    def release(self, delta: ResidentDelta) -> None:
-        self._entries[delta.digest].num_users -= 1
+    def let_go(self, digest: str) -> None:
+        """End a hold; the delta has been used until now."""
+        entry = self._entries[digest]
+        assert entry.num_users
+        entry.num_users -= 1
+        self._entries.move_to_end(digest)
 
-    def load(self, record: VersionRecord) -> bool:
-        """Begin to load, unless it is loading or resident already. False when every slot is taken by what must stay."""
-        if record.digest in self._entries:
+    def load(self, digest: str) -> bool:
+        """Begin to load a known version, unless it is loading or resident. False: all slots hold what must stay."""
+        if digest in self._entries:
             return True
-        slot = self._take_slot()
+        record, slot = self._known[digest].record, self._take_slot()
         if slot is None:
             return False
-        self._entries[record.digest] = _Entry(record, slot)
-        future = self._pool.submit(self._read, record, slot)
-        self._loads[record.digest] = future
-        future.add_done_callback(lambda _: self.on_finished())
+        entry = self._entries[digest] = _Entry(record, slot, self._fetcher.fetch(record, slot))
+        entry.fetch.add_done_callback(lambda _: self.on_finished())
         self._publish()
         return True
 
     def adopt(self) -> Iterator[Adopted]:
         """Make finished loads visible, and give back the slots of failed ones."""
-        for digest in [digest for digest, future in self._loads.items() if future.done()]:
-            future, entry = self._loads.pop(digest), self._entries[digest]
-            load_s = time.monotonic() - entry.started
-            error = future.exception()
+        for entry in [e for e in self._entries.values() if e.delta is None and e.fetch.done()]:
+            error = entry.fetch.exception()
             if error is None:
-                plan, report = future.result()
-                entry.delta = ResidentDelta.in_slot(plan, entry.slot)
-                self._observer.loaded(entry.record, report)
+                entry.delta = entry.fetch.result().delta
+                self._metrics.loaded(entry.record, entry.fetch.result().report)
+                self._publish()
             else:
-                self._drop(digest)
+                self._give_back(entry)
                 if not isinstance(error, PeraxisError):
-                    error = EngineFailed(
-                        f"{label(entry.record)} could not be loaded: {type(error).__name__}: {error}"
-                    )
-                self._observer.load_failed(entry.record, error)
-            self._publish()
-            yield Adopted(entry.record, error, load_s)
+                    what = f"{type(error).__name__}: {error}"
+                    error = EngineFailed(f"{label(entry.record)} could not be loaded: {what}")
+                self._metrics.load_failed(error)
+            yield Adopted(entry.record, error)
 
     def evict(self, digest: str, reason: str) -> bool:
-        """Free the slot of an idle delta, if it has one; False when it is in use or loading."""
+        """Free all memory of an idle delta, that of its host copy too; False when it is held or loading."""
         entry = self._entries.get(digest)
-        if entry is None:
-            return True
-        if entry.delta is None or entry.num_users:
-            return False
-        self._drop(digest)
-        self._observer.evicted(entry.record, reason)
-        self._publish()
+        if entry is not None:
+            if entry.delta is None or entry.num_users:
+                return False
+            self._leave_slot(entry, reason)
+        self._cache.drop(digest, reason)
         return True
 
     def pin(self, digest: str) -> None:
@@ -156,69 +164,43 @@ class Residency:
     def num_slots(self) -> int:
         return len(self._free) + len(self._entries)
 
-    def level_of(self, digest: str) -> str:
-        """``gpu`` or ``disk``; a snapshot that any thread may read."""
-        return self._levels.get(digest, "disk")
+    def level_of(self, digest: str) -> Level:
+        """Where a delta could be used or loaded from now; any thread may ask, no lock is taken."""
+        if digest in self._resident:
+            return "gpu"
+        return "host" if self._cache.holds(digest) else "disk"
 
     def is_pinned(self, digest: str) -> bool:
         """A snapshot that any thread may read."""
         return digest in self._pinned
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._loader.close()
-
-    def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaPlan, LoadReport]:
-        """On a loader thread: bytes into a slot that nobody reads yet, then their places from the verified header."""
-        path, where = self._registry.object_path(record.digest), label(record)
-        source = ObjectSource(
-            path,
-            record.digest,
-            record.size_bytes,
-            record.data_start,
-            record.device_bytes,
-            record.chunk_sha256,
-        )
-        try:
-            report = self._loader.load(source, slot.memory)
-        except CorruptObject as error:
-            self._registry.quarantine(record.digest, str(error))
-            raise VariantQuarantined(
-                f"{where}: its stored object is corrupt and was quarantined: upload it again"
-            ) from error
-        except RegistryError as error:
-            if path.exists():
-                raise
-            raise VariantNotFound(
-                f"{where}: its object is no longer in the registry: upload it again"
-            ) from error
-        with Artifact.open(path, where) as artifact:
-            return DeltaPlan.of(artifact, record.digest), report
+        """Let running loads end and give their threads and memory back."""
+        self._fetcher.close()
 
     def _take_slot(self) -> Slot | None:
         if not self._free:
-            idle = (
-                d
-                for d, e in self._entries.items()
-                if e.delta is not None and not e.num_users and not e.pinned
-            )
+            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pinned)
             if (oldest := next(idle, None)) is None:
                 return None
-            self.evict(oldest, "capacity")
+            self._leave_slot(oldest, "capacity")
+            self._cache.touch(oldest.record.digest)  # it was in use longer than what has no slot
         return self._free.pop()
 
-    def _drop(self, digest: str) -> None:
-        entry = self._entries.pop(digest)
+    def _leave_slot(self, entry: _Entry, reason: str) -> None:
+        self._give_back(entry)
+        self._metrics.evicted(entry.record, "gpu", reason)
+
+    def _give_back(self, entry: _Entry) -> None:
+        del self._entries[entry.record.digest]
         entry.slot.generation += 1  # from here on, stale views of it are refused
         self._free.append(entry.slot)
+        self._publish()
 
     def _publish(self) -> None:
         """Replace the snapshots that other threads read."""
-        self._levels = {digest: "gpu" for digest, entry in self._entries.items() if entry.delta is not None}
+        self._resident = frozenset(
+            digest for digest, entry in self._entries.items() if entry.delta is not None
+        )
         self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pinned)
-        self._observer.occupancy(len(self._entries), len(self._pinned), len(self._levels))
-
-
-def label(record: VersionRecord) -> str:
-    """What messages call a version."""
-    return f"{record.tenant}/{record.name}@{record.version}"
+        self._metrics.slots(len(self._entries), len(self._pinned), len(self._resident))

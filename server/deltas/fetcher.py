@@ -1,0 +1,118 @@
+"""Brings versions into slots from wherever they are nearest, on threads of its own. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltastore.artifact import Artifact
+from deltastore.errors import (
+    ArtifactError,
+    ArtifactTooLarge,
+    CorruptObject,
+    RegistryError,
+    VariantNotFound,
+    VariantQuarantined,
+)
+from deltastore.loader import Loader, LoadReport, ObjectSource, give_way
+from deltastore.records import VersionRecord
+from deltastore.registry import Registry
+from server.deltas.host_cache import HostCache
+from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """A delta in its slot, complete and verified."""
+
+    delta: ResidentDelta
+    report: LoadReport
+
+
+class Fetcher:
+    """Loads from host memory have a thread of their own, so that none of them waits for a disk."""
+
+    def __init__(self, loader: Loader, cache: HostCache, registry: Registry) -> None:
+        self.cache = cache
+        self._loader = loader
+        self._registry = registry
+        self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=give_way)
+        self._host = ThreadPoolExecutor(1, "delta-copy", initializer=give_way)
+
+    def fetch(self, record: VersionRecord, slot: Slot) -> Future[Fetched]:
+        """Begin to fill a slot that nobody reads.
+
+        The future's errors:
+            VariantQuarantined: the stored object is corrupt; it was quarantined.
+            VariantNotFound: it is gone.
+            ArtifactTooLarge: it does not fit the slot.
+            RegistryError: the disk refuses.
+            MemoryError, RuntimeError: there is no memory for what the delta needs beside its slot.
+        """
+        threads = self._host if self.cache.holds(record.digest) else self._disk
+        return threads.submit(self._fetch, record, slot)
+
+    def close(self) -> None:
+        """Let the loads that run end, cancel the others, and give threads and memory back."""
+        for threads in (self._disk, self._host):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._disk, self._host):
+            threads.shutdown(wait=True)
+        self._loader.close()
+        self.cache.close()
+
+    def _fetch(self, record: VersionRecord, slot: Slot) -> Fetched:
+        with self.cache.copy_of(record.digest) as copy:
+            if copy is not None:
+                report = self._loader.copy(copy.memory, slot.memory)
+                return Fetched(ResidentDelta.in_slot(copy.plan, slot), report)
+        plan, report = self._read(record, slot)
+        return Fetched(ResidentDelta.in_slot(plan, slot), report)
+
+    def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaPlan, LoadReport]:
+        """From disk through host memory, where it stays if there is place; then its parts from the verified header."""
+        path = self._registry.object_path(record.digest)
+        source = ObjectSource(
+            path,
+            record.digest,
+            record.size_bytes,
+            record.data_start,
+            record.device_bytes,
+            record.chunk_sha256,
+        )
+        if record.device_bytes > len(slot.memory):
+            raise ArtifactTooLarge(
+                f"{label(record)} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
+                ": compress it with a smaller budget, or serve with larger slots"
+            )
+        with self._explained(record, path), self.cache.room(record.device_bytes) as room:
+            report = self._loader.load(source, room.memory, slot.memory)
+            with Artifact.open(path, label(record)) as artifact:
+                plan = DeltaPlan.of(artifact, record.digest)
+            self.cache.keep(room, record, plan)
+        return plan, report
+
+    @contextmanager
+    def _explained(self, record: VersionRecord, path: Path) -> Iterator[None]:
+        """What a failed read means: a corrupt object is quarantined, one that was collected meanwhile is missing."""
+        try:
+            yield
+        except CorruptObject as error:
+            self._registry.quarantine(record.digest, str(error))
+            raise VariantQuarantined(
+                f"{label(record)}: its stored object is corrupt and was quarantined: upload it again"
+            ) from error
+        except (RegistryError, ArtifactError) as error:
+            if path.exists():
+                raise
+            raise VariantNotFound(
+                f"{label(record)}: its object is no longer in the registry: upload it again"
+            ) from error
+
+
+def label(record: VersionRecord) -> str:
+    """What messages call a version."""
+    return f"{record.tenant}/{record.name}@{record.version}"

@@ -1,0 +1,68 @@
+"""What the world hears of deltas in memory: loads, evictions and who is where, as metrics. Decides nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
+from deltastore.loader import LoadReport
+from deltastore.records import VersionRecord
+from server.metrics import Metrics
+
+FAILURES: dict[type[PeraxisError], str] = {
+    VariantQuarantined: "corrupt",
+    ArtifactError: "corrupt",
+    VariantNotFound: "missing",
+}
+
+
+class ResidencyMetrics:
+    """Told by the engine thread of slots and by loader threads of host memory. A level is ``gpu`` or ``host``."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._labels: dict[tuple[str, str], str] = {}  # under which a digest was counted at a level
+        self._counts: Counter[tuple[str, str]] = Counter()  # digests by label and level
+
+    def loaded(self, record: VersionRecord, report: LoadReport) -> None:
+        """A delta came into its slot."""
+        stages = {"copy": report.copy_s, "total": report.total_s}
+        if report.source == "disk":
+            stages["read"] = report.read_s
+        for stage, seconds in stages.items():
+            self._metrics.variant_load_seconds.labels(source=report.source, stage=stage).observe(seconds)
+        self._metrics.variant_load_bytes_total.labels(source=report.source).inc(report.device_bytes)
+        self.arrived(record, "gpu")
+
+    def load_failed(self, error: PeraxisError) -> None:
+        reason = next((FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES), "error")
+        self._metrics.variant_load_failures_total.labels(reason=reason).inc()
+
+    def arrived(self, record: VersionRecord, level: str) -> None:
+        """A delta is at a level from now on."""
+        label = self._metrics.variant_label(record.tenant, record.name)
+        with self._lock:
+            self._labels[record.digest, level] = label
+            self._counts[label, level] += 1
+            self._metrics.variant_resident.labels(variant=label, level=level).set(1)
+
+    def evicted(self, record: VersionRecord, level: str, reason: str) -> None:
+        """A delta left a level. Its variant's series goes with the last of its versions there."""
+        self._metrics.variant_evictions_total.labels(level=level, reason=reason).inc()
+        with self._lock:
+            label = self._labels.pop((record.digest, level))
+            self._counts[label, level] -= 1
+            if not self._counts[label, level]:
+                del self._counts[label, level]
+                self._metrics.variant_resident.remove_by_labels({"variant": label, "level": level})
+
+    def slots(self, num_used: int, num_pinned: int, num_resident: int) -> None:
+        self._metrics.slots_in_use.set(num_used)
+        self._metrics.slots_pinned.set(num_pinned)
+        self._metrics.variants_resident.labels(level="gpu").set(num_resident)
+
+    def host_cache(self, num_resident: int, num_bytes: int) -> None:
+        self._metrics.variants_resident.labels(level="host").set(num_resident)
+        self._metrics.host_cache_bytes.set(num_bytes)

@@ -26,7 +26,16 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
     max_gpu_deltas: Annotated[int | None, typer.Option(help="Slots for deltas, at least 2.")] = None,
+    max_host_cache_gb: Annotated[
+        float | None, typer.Option(help="Host memory for deltas without a slot, in 10^9 bytes; 0 keeps none.")
+    ] = None,
     slot_headroom: Annotated[float | None, typer.Option(help="Slot size over the one-bit plan's.")] = None,
+    kv_cache_gb: Annotated[float | None, typer.Option(help="Key-value cache, in 10^9 bytes.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Samples that run at a time.")] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a step; fewer shorten the gaps between tokens, more speed up prompts."),
+    ] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
     load_timeout: Annotated[float | None, typer.Option(help="Seconds a request waits for its delta.")] = None,

@@ -110,6 +110,10 @@ class Metrics:
         self.variant_evictions_total = self._counter(
             "variant_evictions", "Deltas that left memory", level=LEVELS, reason=EVICTION_REASONS
         )
+        self.host_cache_bytes = self._gauge("host_cache_bytes", "Host memory that holds deltas")
+        self.host_cache_limit_bytes = self._gauge(
+            "host_cache_limit_bytes", "Host memory that may hold deltas"
+        )
         self.device_memory_bytes = self._gauge(
             "device_memory_bytes", "Device memory by what it holds", kind=MEMORY_KINDS
         )
@@ -170,6 +174,16 @@ class Metrics:
     def _define_engine(self) -> None:
         self.step_seconds = self._histogram("step_seconds", "Time of one step of the engine")
         self.batch_requests = self._histogram("batch_requests", "Requests in a step", BATCH_BUCKETS)
+        self.kv_cache_usage_ratio = self._gauge(
+            "kv_cache_usage_ratio", "Share of the key-value cache that running requests hold"
+        )
+        self.prefix_cache_queries_total = self._counter(
+            "prefix_cache_queries", "Tokens that were looked for among known prefixes"
+        )
+        self.prefix_cache_hits_total = self._counter("prefix_cache_hits", "Tokens that were found there")
+        self.preemptions_total = self._counter(
+            "preemptions", "Samples that gave up their part of the key-value cache and began anew"
+        )
         self.batch_distinct_variants = self._histogram(
             "batch_distinct_variants", "Different deltas in a step; the base is none", (0, *BATCH_BUCKETS)
         )

@@ -47,8 +47,20 @@ class Settings(BaseModel):
     admin_port: Port | None = None  # where /metrics is served alone; None serves it beside the rest
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_gpu_deltas: Annotated[int, Field(ge=2, le=65536)] = 8
+    max_gpu_deltas: Annotated[int, Field(ge=2, le=65536)] | None = (
+        None  # slots; None: as many as fit, up to 64
+    )
     slot_headroom: Annotated[float, Field(ge=1, le=100)] = 1.15
+    max_host_cache_gb: Annotated[float, Field(ge=0, le=1e6)] | None = (
+        None  # None: an eighth of what is free, up to 16
+    )
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = (
+        None  # None: what fits, at most what can be used
+    )
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64  # samples that run at a time
+    max_batch_tokens: Annotated[int, Field(ge=16)] | None = (
+        None  # of a step; None: 128 on the CPU, 2048 on CUDA
+    )
     max_queue: Annotated[int, Field(ge=1)] = 256
     load_timeout: Seconds = 60.0
     shutdown_timeout: Seconds = 30.0
@@ -71,6 +83,23 @@ class Settings(BaseModel):
         if self.admin_port is not None and self.admin_port == self.port != 0:
             raise ValueError(f"port and admin_port are both {self.port}: give each its own")
         return self
+
+    @model_validator(mode="after")
+    def _steps_hold_more_than_seats(self) -> Settings:
+        if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
+            raise ValueError(
+                f"max_batch_tokens is {self.max_batch_tokens} and max_num_seqs {self.max_num_seqs}: a step must hold "
+                "more tokens than samples, or prompts would never move while all of them decode"
+            )
+        return self
+
+    @property
+    def max_host_cache_bytes(self) -> int | None:
+        return None if self.max_host_cache_gb is None else int(self.max_host_cache_gb * GIGABYTE)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * GIGABYTE)
 
     @property
     def max_upload_bytes(self) -> int:

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compressor.merge import MergeConfig, merge
 from compressor.pipeline import CompressConfig, compress
-from deltastore.artifact import Artifact
-from deltastore.records import ArtifactFacts, VersionRecord
+from deltastore.records import VersionRecord
 from deltastore.registry import Registry
 from server.engine.build import BuildConfig, build_engine
 from server.engine.engine import Engine
 from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
 from server.engine.tokenizer import Tokenizers
 from server.metrics import Metrics
+from tests.residing import publish
 
 WAIT_S = 60.0
 
@@ -97,7 +97,8 @@ def serving(base: Path, registry_dir: Path, **config: Any) -> Iterator[Served]:
     """Run an engine on `base` in float32; `config` overrides fields of its BuildConfig."""
     registry, metrics = Registry(registry_dir), CollectorRegistry()
     settings: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "num_slots": 2, "slot_headroom": 1.15, "max_queue": 64,
+        "device": "cpu", "dtype": "float32", "num_slots": 2, "slot_headroom": 1.15, "host_cache_bytes": 1 << 24,
+        "kv_cache_bytes": None, "max_num_seqs": 16, "max_batch_tokens": None, "max_queue": 64,
         "load_timeout_s": 30.0, "max_model_len": None, "num_load_threads": 2,
     }  # fmt: skip
     engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
@@ -106,22 +107,6 @@ def serving(base: Path, registry_dir: Path, **config: Any) -> Iterator[Served]:
     finally:
         engine.close()
         tokenizers.close()
-
-
-def publish(registry: Registry, artifact: Path, name: str) -> VersionRecord:
-    """What an upload does after its checks."""
-    with Artifact.open(artifact) as opened:
-        manifest = opened.manifest
-        facts = ArtifactFacts(
-            opened.header.data_start,
-            manifest.device_bytes,
-            manifest.base_fingerprint,
-            manifest.method,
-            manifest.fidelity,
-        )
-    with registry.open_upload(None) as upload:
-        upload.write(artifact.read_bytes())
-        return registry.publish(upload.seal(), facts, tenant="default", name=name).record
 
 
 def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:

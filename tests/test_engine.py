@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
+from server.engine.admitted import Admitted
+from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.engine.runner import Piece
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
 from tests.served import Answer, Served, make_delta, serving
 from tests.tiny_models import Change, make_pair
@@ -38,19 +41,22 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> Deltas:
 
 @pytest.fixture
 def served(deltas: Deltas, tmp_path: Path) -> Iterator[Served]:
-    with serving(deltas.base, tmp_path / "registry", max_queue=6, load_timeout_s=20.0) as running:
+    with serving(
+        deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout_s=20.0
+    ) as running:
         yield running
 
 
 def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step take long enough that requests of many tokens are still there a moment later."""
-    forward = served.engine._runner.forward
+    runner = served.engine._core._runner
+    forward = runner.forward
 
-    def slowly(*args: object) -> object:
+    def slowly(pieces: list[Piece], fresh: list[int]) -> Tensor:
         time.sleep(0.02)
-        return forward(*args)  # type: ignore[arg-type]
+        return forward(pieces, fresh)
 
-    monkeypatch.setattr(served.engine._runner, "forward", slowly)
+    monkeypatch.setattr(runner, "forward", slowly)
 
 
 def error_of(answer: Answer) -> Exception:
@@ -81,7 +87,7 @@ def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas:
     records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files[:3])]
     for record in (records[0], records[1], records[0], records[2]):
         served.ask(record, PROMPT, max_new_tokens=1)
-    assert [served.engine.level_of(record.digest) for record in records] == ["gpu", "disk", "gpu"]
+    assert [served.engine.level_of(record.digest) for record in records] == ["gpu", "host", "gpu"]
     assert served.metric("variant_evictions_total", level="gpu", reason="capacity") == 1
 
 
@@ -143,13 +149,13 @@ def test_a_step_that_fails_fails_its_request_alone(
 ) -> None:
     record = served.publish(deltas.files[0], "v")
     want = served.ask(record, PROMPT).token_ids
-    runner = served.engine._runner
+    runner = served.engine._core._runner
     forward = runner.forward
 
-    def fails_for_the_base(ids: object, cache: object, delta: object, vocab_size: int) -> object:
-        if delta is None:
+    def fails_for_the_base(pieces: list[Piece], fresh: list[int]) -> Tensor:
+        if any(piece.delta is None for piece in pieces):
             raise RuntimeError("as if a kernel had failed")
-        return forward(ids, cache, delta, vocab_size)  # type: ignore[arg-type]
+        return forward(pieces, fresh)
 
     monkeypatch.setattr(runner, "forward", fails_for_the_base)
     broken, fine = served.start(None, PROMPT), served.start(record, PROMPT)
@@ -162,20 +168,19 @@ def test_a_request_that_cannot_even_begin_fails_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = served.ask(None, PROMPT).token_ids
-    runner = served.engine._runner
-    new_cache = runner.new_cache
+    begin = served.engine._core._begin_sample
     failures = iter([True])
 
-    def fails_once() -> object:
+    def fails_once(admitted: Admitted) -> None:
         if next(failures, False):
             raise ValueError("as if the library refused")
-        return new_cache()
+        begin(admitted)
 
-    monkeypatch.setattr(runner, "new_cache", fails_once)
+    monkeypatch.setattr(served.engine._core, "_begin_sample", fails_once)
     broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
     assert "as if the library refused" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
-    assert "step failed" in caplog.text
+    assert "failed" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -287,8 +292,11 @@ def test_an_id_in_use_is_refused_and_its_owner_is_answered(
 def test_samples_of_one_request_follow_their_own_seeds(served: Served) -> None:
     both = served.ask(None, PROMPT, temperature=1.0, seed=4, n=2, max_new_tokens=6)
     second = served.ask(None, PROMPT, temperature=1.0, seed=5, max_new_tokens=6)
-    assert len(both.token_ids) == 12
-    assert both.token_ids[6:] == second.token_ids
+    samples = [
+        [e.token_id for e in both.events if isinstance(e, TokenEvent) and e.index == i] for i in (0, 1)
+    ]
+    assert len(samples[0]) == len(samples[1]) == 6
+    assert samples[1] == second.token_ids
 
 
 def test_metrics_count_what_happened(served: Served, deltas: Deltas) -> None:

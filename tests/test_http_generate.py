@@ -89,6 +89,7 @@ def test_defaults_come_from_the_variants_generation_config(server: LiveServer) -
 def test_a_default_length_gives_way_to_a_long_prompt(server: LiveServer) -> None:
     body = {"prompt": "a" * (MAX_MODEL_LEN - 2)}
     reply = server.client.post("/generate?variant=chatty", json=body)
+    assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["completion_tokens"] == 2
 
 

@@ -23,7 +23,7 @@ from tests.live_server import (
     live_server,
 )
 
-LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100}  # until the client hangs up
+LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0}  # until the client hangs up
 OCTETS = {"Content-Type": "application/octet-stream"}
 
 
@@ -51,9 +51,10 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def small(artifacts: Artifacts, admin_port: int, small_disk: Path) -> Iterator[LiveServer]:
-    """Two slots, one place in the queue, a second to load, a small disk, and metrics on a port of their own."""
+    """Two slots, one request at a time, one in the queue, half a second to load, a small disk, a port for metrics."""
     registry = small_disk / "registry"
-    options = ("--max-queue", 1, "--load-timeout", 1, "--max-gpu-deltas", 2, "--admin-port", admin_port)
+    limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5)
+    options = (*limits, "--max-gpu-deltas", 2, "--admin-port", admin_port)
     with live_server(artifacts.base, registry, *options) as running:
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201

@@ -9,7 +9,7 @@ import pytest
 
 from tests.live_server import MAX_MODEL_LEN, Artifacts, LiveServer, error_of, eventually
 
-LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100}  # until the client hangs up
+LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0}  # until the client hangs up
 
 
 def version_of(server: LiveServer, name: str, version: int = 1) -> dict[str, Any]:

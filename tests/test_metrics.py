@@ -12,7 +12,8 @@ from server.metrics import LATENCY_BUCKETS, MAX_VARIANT_LABELS, Metrics
 EXPECTED = (
     "variant_load_seconds", "variant_load_bytes_total", "variant_load_failures_total",
     "cold_start_seconds", "variant_lookups_total", "slots", "slots_in_use", "slots_pinned",
-    "variants_resident", "variant_resident", "variant_evictions_total", "device_memory_bytes",
+    "variants_resident", "variant_resident", "variant_evictions_total", "host_cache_bytes",
+    "host_cache_limit_bytes", "device_memory_bytes",
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
     "request_queue_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "e2e_request_latency_seconds", "prompt_tokens_total", "generation_tokens_total",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from server.engine.request import Sampling
-from server.engine.sampling import Sampler
+from server.engine.sampling import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
@@ -77,7 +77,7 @@ def test_logprobs_never_name_a_token_that_the_variant_lacks() -> None:
 @pytest.mark.parametrize("logits", [torch.tensor([0.0, torch.nan]), torch.full((4,), -torch.inf)])
 def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> None:
     with pytest.raises(EngineFailed, match="not finite"):
-        Sampler(Sampling(), 0).choose(logits, [0])
+        LastLogits(logits[None]).choose(0, len(logits), Sampler(Sampling(), 0), [0])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
     monkeypatch.setenv("PERAXIS_MAX_QUEUE", "2")
     settings = loaded(tmp_path, config, port=3).settings
     assert (settings.port, settings.max_queue, settings.load_threads) == (3, 2, 1)
-    assert settings.max_gpu_deltas == 8
+    assert settings.max_num_seqs == 64
+    assert settings.max_gpu_deltas is None
 
 
 def test_an_empty_variable_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.compressing import enriched
 from tests.served import generate, make_delta, merged, same_up_to_a_tie, serving
-from tests.tiny_models import ARCHITECTURES, Change, make_pair
+from tests.tiny_models import ARCHITECTURES, MORE_SERVED, Change, make_pair
 
 PROMPTS = [[10, 20, 30], list(range(40, 90)), [7] * 11]
 NUM_TOKENS = 20
@@ -18,11 +18,13 @@ CHANGES = (
     Change(),
     Change(added_tokens=3),
 )
+UNEXTENDED = ("phi",)  # its output head has a bias, which cannot have added rows
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE_SERVED])
 def test_a_variant_answers_as_its_merged_checkpoint(architecture: str, tmp_path: Path) -> None:
-    models = make_pair(architecture, tmp_path, seed=1, changes=CHANGES)
+    changes = CHANGES if architecture not in UNEXTENDED else (Change(), Change())
+    models = make_pair(architecture, tmp_path, seed=1, changes=changes)
     deltas = [
         make_delta(models.base, finetune, tmp_path / f"{number}.safetensors", method=method)
         for number, finetune in enumerate(models.finetunes)

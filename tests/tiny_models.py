@@ -39,6 +39,23 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"tie_word_embeddings": False},
     "gpt_neox": {"tie_word_embeddings": False, "rotary_pct": 0.25},
 }
+MORE_SERVED: Mapping[str, Mapping[str, Any]] = {  # windows are shorter than the contexts of tests
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {"tie_word_embeddings": True, "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6},
+    "olmo2": {"tie_word_embeddings": False},
+    "granite": {"tie_word_embeddings": False, "attention_multiplier": 0.25},
+    "cohere": {"tie_word_embeddings": True},
+    "phi": {"tie_word_embeddings": False},
+    "starcoder2": {"tie_word_embeddings": False, "sliding_window": 8},
+    "smollm3": {"tie_word_embeddings": True},
+    "glm": {"tie_word_embeddings": False, "head_dim": 16},
+    "stablelm": {"tie_word_embeddings": False},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +89,13 @@ def make_pair(
     """Write ``base`` and, for each change, ``finetune-0``, ``finetune-1``, ... under `directory`.
 
     Args:
-        architecture: a key of ARCHITECTURES.
+        architecture: a key of ARCHITECTURES or of MORE_SERVED.
         config: overrides of the architecture's configuration.
     """
     generator = torch.Generator().manual_seed(seed)
-    settings = AutoConfig.for_model(architecture, **{**_COMMON, **ARCHITECTURES[architecture], **config})
+    settings = AutoConfig.for_model(
+        architecture, **{**_COMMON, **{**ARCHITECTURES, **MORE_SERVED}[architecture], **config}
+    )
     base = _model(settings, dtype)
     for name, parameter in base.named_parameters():
         parameter.data = _drawn(name, parameter.data, settings.initializer_range, generator)

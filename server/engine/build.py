@@ -10,10 +10,18 @@ import torch
 from deltastore.loader import Loader
 from deltastore.plan import one_bit_plan
 from deltastore.registry import Registry
+from server.deltas.fetcher import Fetcher
+from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
+from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
+from server.engine.core import Core
 from server.engine.engine import Engine, Limits
+from server.engine.kv_cache import KVCache
+from server.engine.memory import Wanted, free_bytes, host_cache_bytes, share_out
 from server.engine.runner import Runner
+from server.engine.scheduler import Scheduler, SchedulerLimits
+from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.engine.templates import TemplateWorker
 from server.engine.tokenizer import Tokenizers
@@ -22,6 +30,8 @@ from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model
 
 SLOT_ALIGNMENT = 4096
+NUM_LOADS = 2  # at once from disk: while one waits for its file or its copy, the other keeps the disk busy
+BATCH_TOKENS = {"cpu": 128, "cuda": 2048}  # of a step; a prompt's share of it delays the others' next token
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -32,8 +42,12 @@ class BuildConfig:
     base_dir: Path
     device: str  # auto, cpu or cuda
     dtype: str  # auto, bfloat16, float16 or float32
-    num_slots: int
+    num_slots: int | None  # None: as many as fit
     slot_headroom: float  # slot size over the one-bit plan's bytes
+    host_cache_bytes: int | None  # None: a part of what is free
+    kv_cache_bytes: int | None  # None: what fits, at most what can be used
+    max_num_seqs: int
+    max_batch_tokens: int | None  # None: as the device
     max_queue: int
     load_timeout_s: float
     max_model_len: int | None
@@ -51,17 +65,42 @@ def build_engine(config: BuildConfig, registry: Registry, metrics: Metrics) -> t
     served = load_model(config.base_dir, device, DTYPES[config.dtype])
     plan = one_bit_plan(served.base.shapes)
     slot_bytes = -(-int(plan.device_bytes * config.slot_headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    slots = arena(config.num_slots, slot_bytes, device)
-    loader = Loader(device, slot_bytes, config.num_load_threads)
-    telemetry = Telemetry(metrics)
-    metrics.slots.set(config.num_slots)
-    metrics.device_memory_bytes.labels(kind="slots").set(config.num_slots * slot_bytes)
-    metrics.device_memory_bytes.labels(kind="base").set(_num_bytes(served))
-    residency = Residency(slots, loader, registry, telemetry)
-    tokenizers = Tokenizers(config.base_dir, served.base, registry, TemplateWorker())
     max_len = min(config.max_model_len or served.max_positions, served.max_positions)
-    limits = Limits(config.max_queue, config.load_timeout_s, max_len)
-    return Engine(Runner(served), residency, served.base, telemetry, limits), tokenizers
+    cache_bytes = host_cache_bytes(config.host_cache_bytes)
+    wanted = Wanted(config.kv_cache_bytes, config.num_slots, config.max_num_seqs * max_len)
+    attention = served.attention
+    page_bytes = attention.page_tokens * attention.bytes_per_token
+    shares = share_out(free_bytes(device, cache_bytes), page_bytes, attention.page_tokens, slot_bytes, wanted)
+    attention.allocate(shares.num_pages)
+    slots = arena(shares.num_slots, slot_bytes, device)
+    kv_cache = KVCache(shares.num_pages, attention.page_tokens)
+    telemetry, residency_metrics = Telemetry(metrics), ResidencyMetrics(metrics)
+    cache = HostCache(cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics)
+    fetcher = Fetcher(Loader(device, config.num_load_threads), cache, registry)
+    metrics.slots.set(shares.num_slots)
+    metrics.host_cache_limit_bytes.set(cache_bytes)
+    used = {
+        "slots": shares.num_slots * slot_bytes,
+        "kv": shares.num_pages * page_bytes,
+        "base": _num_bytes(served),
+    }
+    for kind, size in used.items():
+        metrics.device_memory_bytes.labels(kind=kind).set(size)
+    residency = Residency(slots, fetcher, residency_metrics)
+    scheduler = Scheduler[Sequence](
+        SchedulerLimits(
+            config.max_num_seqs,
+            config.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * config.max_num_seqs),
+        ),
+        pages=kv_cache,
+        slots=residency,
+    )
+    core = Core(Runner(served), residency, scheduler, kv_cache, telemetry)
+    limits = Limits(
+        config.max_num_seqs + config.max_queue, config.load_timeout_s, min(max_len, kv_cache.max_tokens)
+    )
+    tokenizers = Tokenizers(config.base_dir, served.base, registry, TemplateWorker())
+    return Engine(core, residency, served.base, telemetry, limits), tokenizers
 
 
 def _num_bytes(served: ServedModel) -> int:

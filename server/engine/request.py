@@ -30,6 +30,7 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     seed: int | None = None  # sample `index` uses seed + index
     logprobs: int | None = None  # how many of the likeliest tokens are reported; 0 is the sampled one alone
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -38,10 +39,29 @@ class Sampling:
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", "0 or more")
         _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
-        _require(self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "from 0.01 to 100")
         _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "from 0 to 20")
+        _require(
+            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "from 0 to 20"
+        )
         _require(1 <= self.n <= 128, "n", "from 1 to 128")
         _require(all(self.stop), "stop", "strings that are not empty")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of the prompt and what the model thought of it; `top` are the likeliest there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """The prompt's tokens but the first, scored; comes before the first token."""
+
+    tokens: tuple[ScoredToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,7 @@ class ErrorEvent:
     error: PeraxisError
 
 
-Event = TokenEvent | FinishEvent | DoneEvent | ErrorEvent
+Event = PromptEvent | TokenEvent | FinishEvent | DoneEvent | ErrorEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

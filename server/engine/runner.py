@@ -1,18 +1,31 @@
-"""One forward pass: ids of one sequence in, logits of its last token out. Owns the model; knows no requests."""
+"""One forward pass over a mixed batch: pieces of sequences in, logits out. Owns the model; knows no requests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from server.deltas.batch import DeltaBatch
 from server.deltas.resident import ResidentDelta
+from server.model.attention import Chunk, Layout
 from server.model.loader import ServedModel
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sequence that a step computes."""
+
+    ids: Items[int]
+    chunk: Chunk
+    delta: ResidentDelta | None
+    num_kept: int  # of its last tokens, how many logits are wanted
+
+
 class Runner:
-    """Runs the model for one sequence at a time, with the delta of its variant."""
+    """Runs the model for many sequences at a time, each with the delta of its variant."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -21,31 +34,28 @@ class Runner:
     def device(self) -> torch.device:
         return self._served.device
 
-    def new_cache(self) -> DynamicCache:
-        """An empty key-value cache for one sequence."""
-        return DynamicCache(config=self._served.model.config)
-
     @torch.inference_mode()
     def forward(
         self,
-        ids: list[int],  # the tokens that the cache does not hold yet
-        cache: DynamicCache,  # grows by len(ids)
-        delta: ResidentDelta | None,
-        vocab_size: int,  # rows of the variant's embedding
-    ) -> Tensor:  # [vocab_size] float32
-        """Logits of the token that follows."""
-        batch = DeltaBatch.of([delta], [len(ids)], [1])
-        start = cache.get_seq_length()
-        positions = torch.arange(start, start + len(ids), device=self.device)
-        with self._served.context.step(batch):
+        pieces: Items[Piece],  # those of one delta together
+        fresh: Items[int],  # pages that hold another sequence's past
+    ) -> Tensor:  # [kept, vocabulary] float32
+        """Logits of the kept tokens, in order; minus infinity for tokens that a piece's variant lacks."""
+        attention, counts = self._served.attention, [len(piece.ids) for piece in pieces]
+        layout = Layout.of([piece.chunk for piece in pieces], attention.page_tokens, self.device)
+        kept = [piece.num_kept for piece in pieces]
+        batch = DeltaBatch.of([piece.delta for piece in pieces], counts, kept)
+        ids = [token for piece in pieces for token in piece.ids]
+        positions = [piece.chunk.start + i for piece in pieces for i in range(len(piece.ids))]
+        attention.clear(fresh)
+        with self._served.context.step(batch), attention.step(layout):
             output = self._served.model(
                 input_ids=torch.tensor([ids], device=self.device),
-                position_ids=positions[None],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(_last(counts, kept), dtype=torch.long, device=self.device),
             )
-        logits: Tensor = output.logits[0, -1, :vocab_size].float()
+        logits: Tensor = output.logits[0].float()
         return logits
 
     def is_usable(self) -> bool:
@@ -54,3 +64,13 @@ class Runner:
             return bool(torch.ones(1, device=self.device).sum() == 1)
         except RuntimeError:
             return False
+
+
+def _last(counts: Items[int], kept: Items[int]) -> list[int]:
+    """Rows of the flat batch whose logits are wanted."""
+    rows: list[int] = []
+    end = 0
+    for count, wanted in zip(counts, kept, strict=True):
+        end += count
+        rows += range(end - wanted, end)
+    return rows

@@ -1,8 +1,9 @@
-"""From logits to a token: the library's own processors in the library's own order, then one seeded draw per request."""
+"""From logits to tokens: the library's own processors in the library's own order, then one seeded draw per sample."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from server.engine.request import Sampling
+from server.engine.request import Sampling, ScoredToken
 from server.errors import EngineFailed
 
 GREEDY_BELOW = 1e-4  # a lower temperature chooses the likeliest token too, and overflows float32 on the way
@@ -41,29 +42,67 @@ class Sampler:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed + index
         self.generator = torch.Generator().manual_seed(seed % 2**63)
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the likeliest token is all there is to find."""
+        return self.greedy and not self.processors and self.num_logprobs is None
+
     def choose(
         self,
-        logits: Tensor,  # [vocab] float32; minus infinity for tokens that the variant lacks
+        logits: Tensor,  # [vocab] float32 on the CPU; minus infinity for tokens that the variant lacks
         history: list[int],  # prompt and tokens so far
     ) -> Choice:
-        """The next token; EngineFailed where the logits hold NaN or no finite number."""
-        logits = logits.cpu()
-        if bool(logits.isnan().any()) or not bool(logits.isfinite().any()):
-            raise EngineFailed("the model's logits are not finite: this variant or its base is damaged")
+        """The next token; at least one logit is finite and none is NaN."""
         scores = self.processors(torch.tensor([history]), logits[None].clone())[0]  # type: ignore[arg-type]
         if self.greedy:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
-        return Choice(token, *self._logprobs(logits, token))
-
-    def _logprobs(self, logits: Tensor, token: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
         if self.num_logprobs is None:
-            return None, ()
-        logprobs = logits.log_softmax(-1)
-        values, ids = logprobs.topk(min(self.num_logprobs, len(logprobs)))
-        top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True) if v > -torch.inf)
-        return float(logprobs[token]), top
+            return Choice(token, None, ())
+        scored = score(logits[None], [token], self.num_logprobs)[0]
+        return Choice(token, scored.logprob, scored.top)
+
+
+class LastLogits:
+    """What a step says of the next token of each sequence in it."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """Args: logits: ``[sequences, vocab]`` float32, on any device."""
+        self._logits = logits
+        self._usable = (~logits.isnan().any(-1) & logits.isfinite().any(-1)).tolist()
+        self._likeliest = logits.argmax(-1).tolist()
+
+    def choose(self, row: int, num_ids: int, sampler: Sampler, history: list[int]) -> Choice:
+        """The next token of sequence `row`; EngineFailed where its logits hold NaN or no finite number.
+
+        Only its variant's `num_ids` logits are drawn from: how many others there are is another variant's business, and
+        would change the draw.
+        """
+        if not self._usable[row]:
+            raise EngineFailed("the model's logits are not finite: this variant or its base is damaged")
+        if sampler.takes_likeliest:
+            return Choice(self._likeliest[row], None, ())
+        return sampler.choose(self._logits[row, :num_ids].cpu(), history)
+
+
+def score(
+    logits: Tensor,  # [tokens, vocab] float32
+    token_ids: Items[int],
+    num_top: int,
+) -> list[ScoredToken]:
+    """What a model thought of tokens, each by the logits before it; `num_top` likeliest beside each."""
+    logprobs = logits.log_softmax(-1).cpu()
+    own = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    values, ids = (found.tolist() for found in logprobs.topk(min(num_top, logprobs.shape[1])))
+    return [
+        ScoredToken(
+            token,
+            own[row],
+            tuple((i, v) for i, v in zip(ids[row], values[row], strict=True) if v > -torch.inf),
+        )
+        for row, token in enumerate(token_ids)
+    ]
 
 
 def _processors(sampling: Sampling) -> LogitsProcessorList:

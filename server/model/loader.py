@@ -24,8 +24,10 @@ from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta, is_norm
 from server.deltas.resident import ResidentDelta, Slot
 from server.errors import NotServable
+from server.model.attention import Chunk, Layout, PagedAttention
 
-PROBE_TOKENS = 5
+PROBE_TOKENS = 13  # no model's number of heads, so that tokens and heads are told apart
+PAGE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +37,7 @@ class ServedModel:
     model: PreTrainedModel
     base: Base
     context: BatchContext
+    attention: PagedAttention
     device: torch.device
     max_positions: int
 
@@ -59,13 +62,30 @@ def load_model(base_dir: Path, device: torch.device, dtype: torch.dtype | None) 
     )
     nn.Module.to(model, device)  # the library's own wrapper has lost its signature
     nn.Module.train(model, False).requires_grad_(False)
-    kernels.prepare(device)
+    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    kernels.prepare(device, {(len(weight), weight.shape[1]) for weight in weights}, model.dtype)
     with torch.inference_mode():
         plain = _probe(model)
         context, norms = _attach(model, base)
+        attention = _page(model)
         _check_unchanged(model, context, norms, plain)
-    text = config.get_text_config()
-    return ServedModel(model, base, context, device, int(getattr(text, "max_position_embeddings", 0) or 2048))
+        _check_paged(model, attention, plain)
+    return ServedModel(model, base, context, attention, device, _max_positions(config.get_text_config()))
+
+
+def _max_positions(config: Any) -> int:
+    """The longest context that a mixed batch can have.
+
+    LongRoPE turns every position of a batch by one set of factors, which its longest sequence chooses. So contexts end
+    where the factors would change.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if one.get("rope_type") == "longrope":
+            first = one.get("original_max_position_embeddings") or longest
+            longest = min(longest, int(first))
+    return longest
 
 
 def _attach(model: PreTrainedModel, base: Base) -> tuple[BatchContext, dict[str, Tensor]]:
@@ -112,18 +132,46 @@ def _check_unchanged(
     model: PreTrainedModel, context: BatchContext, norms: dict[str, Tensor], plain: Tensor
 ) -> None:
     """The base answers as before, also beside tokens of a delta whose every norm weight is given per token."""
-    same = ResidentDelta("", False, "", {}, norms, Slot(0, torch.empty(0)), 0)
+    same = ResidentDelta("", False, "", {}, norms, Slot(0, torch.empty(0, device=model.device)), 0)
     batch = DeltaBatch.of([None, same, None], [1, PROBE_TOKENS - 2, 1], [1, PROBE_TOKENS - 2, 1])
     try:
         with context.step(batch):
             mixed = _probe(model)
     except RuntimeError as error:
         raise NotServable(f"{_kind(model)}: its norms take no weight per token: {error}") from error
+    _check_close(model, _probe(model), plain)
+    _check_close(model, mixed, plain)
+
+
+def _check_close(model: PreTrainedModel, logits: Tensor, plain: Tensor) -> None:
     tolerance = 1e-4 if plain.dtype == torch.float32 else 5e-2
-    if not torch.equal(_probe(model), plain) or not torch.allclose(
-        mixed, plain, rtol=tolerance, atol=tolerance
-    ):
+    if not torch.allclose(logits, plain, rtol=tolerance, atol=tolerance):
         raise NotServable(f"{_kind(model)}: its outputs change when its layers are made delta-aware")
+
+
+def _page(model: PreTrainedModel) -> PagedAttention:
+    """Let the model attend to a paged cache; NotServable where one of its layers has no attention that can be."""
+    attention = PagedAttention(model, PAGE_TOKENS)
+    _probe(model)
+    config = model.config.get_text_config()
+    if len(attention.shapes) != config.num_hidden_layers:
+        raise NotServable(
+            f"{_kind(model)}: {len(attention.shapes)} of its {config.num_hidden_layers} layers look their attention "
+            "up by name: such models can be compressed and merged, not served"
+        )
+    return attention
+
+
+def _check_paged(model: PreTrainedModel, attention: PagedAttention, plain: Tensor) -> None:
+    """In two steps and through pages that do not follow each other the base answers as before."""
+    attention.allocate(3)
+    size = attention.page_tokens
+    for start, count in ((0, PROBE_TOKENS - 1), (PROBE_TOKENS - 1, 1)):
+        layout = Layout.of([Chunk(start, count, [2])], size, model.device)
+        positions = torch.arange(start, start + count, device=model.device)[None]
+        with attention.step(layout):
+            logits = model(input_ids=positions + 1, position_ids=positions, use_cache=False).logits
+        _check_close(model, logits, plain[:, start : start + count])
 
 
 def _check_names(model: PreTrainedModel, base: Base, names: set[str]) -> None:

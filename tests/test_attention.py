@@ -1,0 +1,152 @@
+"""Paged attention against attention over whole sequences, written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from server.model.attention import Chunk, LayerShape, Layout, Options, PagedAttention
+
+HEADS, SHARED, DIM, SIZE = 6, 2, 12, 4
+LENGTHS = [(0, 5), (9, 1), (3, 1), (17, 6), (0, 1), (30, 1)]  # what is in the cache, and what is new
+VARIANTS = [
+    Options(None, None, None, None),
+    Options(0.3, 5, None, None),
+    Options(None, None, 2.0, None),
+    Options(0.2, 7, 1.5, torch.linspace(-1, 1, HEADS)),
+    Options(None, None, None, torch.linspace(-2, 2, HEADS)),
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Queries, keys and values of one whole sequence, [tokens, heads, dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def paged(num_pages: int, dtype: torch.dtype = torch.float32) -> PagedAttention:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    attention = PagedAttention(LlamaForCausalLM(config).to(dtype), SIZE)  # type: ignore[arg-type]
+    attention.shapes[0] = LayerShape(SHARED, DIM, DIM)
+    attention.allocate(num_pages)
+    return attention
+
+
+def drawn(length: int, seed: int) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, SHARED, SHARED)
+    )
+    return Tokens(query, key, value)
+
+
+def oracle(tokens: Tokens, position: int, options: Options) -> Tensor:  # [heads, dim] float64
+    """One token's attention, key by key."""
+    first = 0 if options.window is None else max(0, position - options.window + 1)
+    rows = []
+    for head in range(HEADS):
+        shared = head // (HEADS // SHARED)
+        keys = tokens.key[first : position + 1, shared].double()
+        scores = keys @ tokens.query[position, head].double()
+        scores *= DIM**-0.5 if options.scaling is None else options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * (scores / options.softcap).tanh()
+        weights = scores.exp()
+        total = weights.sum() + (0 if options.sinks is None else options.sinks[head].double().exp())
+        rows.append(weights / total @ tokens.value[first : position + 1, shared].double())
+    return torch.stack(rows)
+
+
+def run(attention: PagedAttention, parts: list[tuple[Tokens, Chunk]], options: Options) -> Tensor:
+    """One step: the new tokens' outputs, [tokens, heads, dim]."""
+
+    def new(name: str) -> Tensor:
+        rows = [getattr(t, name)[c.start : c.start + c.num_tokens] for t, c in parts]
+        return torch.cat(rows).transpose(0, 1)[None]
+
+    layout = Layout.of([chunk for _, chunk in parts], SIZE, torch.device("cpu"))
+    with attention.step(layout):
+        return attention.attend(0, new("query"), new("key"), new("value"), options)[0]
+
+
+def scattered_pages(attention: PagedAttention, generator: torch.Generator) -> list[list[int]]:
+    """Pages for each of LENGTHS, out of order, with garbage in all that nobody was given."""
+    needs = [-(-(start + count) // SIZE) for start, count in LENGTHS]
+    free = (torch.randperm(sum(needs), generator=generator) + 1).tolist()
+    return [[free.pop() for _ in range(need)] for need in needs]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_each_sequence_attends_to_its_own_past_alone(options: Options) -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = paged(60)
+    pages = scattered_pages(attention, generator)
+    tokens = [drawn(start + count, seed) for seed, (start, count) in enumerate(LENGTHS)]
+    for one, own, (start, _) in zip(tokens, pages, LENGTHS, strict=True):
+        if start:
+            run(attention, [(one, Chunk(0, start, own))], options)
+    parts = [
+        (one, Chunk(start, count, own))
+        for one, own, (start, count) in zip(tokens, pages, LENGTHS, strict=True)
+    ]
+    output = run(attention, parts, options)
+    expected = [
+        oracle(one, position, options)
+        for one, (start, count) in zip(tokens, LENGTHS, strict=True)
+        for position in range(start, start + count)
+    ]
+    torch.testing.assert_close(output.double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_single_tokens_over_gathered_pages_are_the_same(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, pages = drawn(9, 3), [4, 2, 7]
+    tokens = Tokens(whole.query.to(dtype), whole.key.to(dtype), whole.value.to(dtype))
+    parts = [(tokens, Chunk(8, 1, pages))]
+
+    def last(attention: PagedAttention) -> Tensor:
+        run(attention, [(tokens, Chunk(0, 8, pages))], VARIANTS[3])
+        return run(attention, parts, VARIANTS[3])
+
+    by_kernel = last(paged(12, dtype))
+    monkeypatch.setattr("server.model.attention._single_token_kernel", lambda kind: None)
+    torch.testing.assert_close(last(paged(12, dtype)), by_kernel, rtol=tolerance, atol=tolerance)
+
+
+def test_a_prompt_in_chunks_gives_what_it_gives_at_once() -> None:
+    tokens, pages = drawn(23, 5), [3, 1, 7, 2, 9, 4]
+    options = VARIANTS[1]
+    whole = run(paged(12), [(tokens, Chunk(0, 23, pages))], options)
+    attention = paged(12)
+    parts = [run(attention, [(tokens, Chunk(a, n, pages))], options) for a, n in ((0, 7), (7, 1), (8, 15))]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_page_that_changes_hands_is_cleared_so_that_no_nan_shows_through() -> None:
+    attention, tokens = paged(4), drawn(6, 1)
+    poison = Tokens(*(torch.full_like(part, torch.nan) for part in (tokens.query, tokens.key, tokens.value)))
+    run(attention, [(poison, Chunk(0, 6, [1, 2]))], VARIANTS[0])
+    attention.clear([1, 2])
+    output = run(attention, [(tokens, Chunk(0, 6, [2, 1]))], VARIANTS[0])
+    assert output.isfinite().all()
+
+
+def test_the_nan_of_one_sequence_stays_its_own() -> None:
+    attention, tokens = paged(6), drawn(5, 1)
+    poison = Tokens(*(torch.full_like(part, torch.nan) for part in (tokens.query, tokens.key, tokens.value)))
+    want = run(paged(6), [(tokens, Chunk(0, 5, [3, 4]))], VARIANTS[0])
+    both = run(attention, [(poison, Chunk(0, 5, [1, 2])), (tokens, Chunk(0, 5, [3, 4]))], VARIANTS[0])
+    assert torch.equal(both[5:], want)
+    step = run(attention, [(poison, Chunk(4, 1, [1, 2])), (tokens, Chunk(4, 1, [3, 4]))], VARIANTS[0])
+    assert step[1].isfinite().all()

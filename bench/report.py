@@ -9,15 +9,16 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "numba")
+LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "numba", "triton")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -31,8 +32,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The software that figures belong to."""
-    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    """The software that figures belong to, as far as it is installed."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def write_result(path: Path, bench: str, device: torch.device, figures: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from deltastore.signs import packed_width
 from deltastore.uploads import CHUNK_BYTES, ChunkedDigest
 
 SHARD_BYTES = 512 << 20
-TOKENIZER_BYTES = 2 << 20
+FILE_BYTES = 2 << 20  # of a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,11 @@ def write_checkpoint(directory: Path, shapes: LlamaShapes) -> list[Path]:
     return paths
 
 
-def write_delta(path: Path, shapes: LlamaShapes) -> ObjectSource:
-    """Write an artifact: random signs for every matrix, whole norms, a tokenizer; and what a registry records of it."""
-    generator = torch.Generator().manual_seed(1)
+def write_delta(
+    path: Path, shapes: LlamaShapes, seed: int = 1, num_file_bytes: int = FILE_BYTES
+) -> ObjectSource:
+    """Write an artifact: random signs for every matrix, whole norms, a file; and what a registry records of it."""
+    generator = torch.Generator().manual_seed(seed)
     specs: dict[str, TensorSpec] = {}
     with ArtifactWriter(path) as writer:
         for name, shape in shapes.tensors():
@@ -87,8 +89,10 @@ def write_delta(path: Path, shapes: LlamaShapes) -> ObjectSource:
             else:
                 writer.add_whole(name, torch.ones(shape, dtype=torch.float16))
                 specs[name] = TensorSpec(codec="whole", shape=list(shape))
-        writer.add_file("tokenizer.json", bytes(TOKENIZER_BYTES))
-        writer.finish(_manifest(specs, writer.device_bytes))
+        if num_file_bytes:
+            writer.add_file("tokenizer.json", bytes(num_file_bytes))
+        files = ["tokenizer.json"] if num_file_bytes else []
+        writer.finish(_manifest(specs, writer.device_bytes, files))
     return _source(path)
 
 
@@ -99,7 +103,7 @@ def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> OneBit
     return OneBit(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
 
 
-def _manifest(specs: dict[str, TensorSpec], device_bytes: int) -> Manifest:
+def _manifest(specs: dict[str, TensorSpec], device_bytes: int, files: list[str]) -> Manifest:
     return Manifest(
         base_id="synthetic",
         base_fingerprint="0" * 64,
@@ -108,7 +112,7 @@ def _manifest(specs: dict[str, TensorSpec], device_bytes: int) -> Manifest:
         device_bytes=device_bytes,
         config={},
         tensors=specs,
-        files=["tokenizer.json"],
+        files=files,
         compressor={},
         fidelity={},
     )

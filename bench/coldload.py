@@ -1,0 +1,286 @@
+"""Does anybody notice when a variant is loaded?
+
+First: the gaps between the tokens of eight running streams, with nothing loading and while twenty cold variants load
+one after another. Second: the first token of a cold variant beside a warm one's. Third: twice as many active variants
+as slots, Zipf's law, Poisson arrivals at 70% of what the server was measured to sustain, every load slowed; beside the
+same arrivals with a slot for everyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench.report import RESULTS, describe, write_result
+from bench.serving import FULL, SMALL, Service, prompts, publish_variants, serving, write_base
+from bench.synthetic import LlamaShapes
+from deltastore.loader import Loader, LoadReport
+from deltastore.records import VersionRecord
+from deltastore.registry import Registry
+from demo.table import table
+
+PROMPT_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How much is asked."""
+
+    shapes: LlamaShapes
+    num_streams: int = 8
+    stream_tokens: int = 400
+    num_cold: int = 20
+    num_slots: int = 8
+    num_active: int = 16  # variants under Zipf's law
+    num_arrivals: int = 240
+    answer_tokens: int = 16
+    slowed_s: float = 0.02  # added to every load
+
+    @property
+    def num_variants(self) -> int:
+        return self.num_streams + self.num_cold
+
+
+SMALL_SCOPE = Scope(SMALL, stream_tokens=120, num_cold=4, num_arrivals=30, answer_tokens=4)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A base, its variants, and a place to work."""
+
+    base: Path
+    registry: Registry
+    records: list[VersionRecord]
+    scope: Scope
+
+    @contextmanager
+    def service(self, num_slots: int) -> Iterator[Service]:
+        """With nothing cached between disk and slots."""
+        with serving(self.base, self.registry, self.records, num_slots=num_slots) as service:
+            yield service
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        return prompts(count, PROMPT_TOKENS, self.scope.shapes.vocabulary, seed)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    scope = SMALL_SCOPE if args.small else Scope(FULL)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        directory = Path(name)
+        base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
+        records = publish_variants(registry, directory, scope.shapes, scope.num_variants)
+        world = World(base, registry, records, scope)
+        figures = {
+            "streams": _said("streams", lambda: streams(world)),
+            "first_token": _said("first tokens", lambda: first_tokens(world)),
+            "zipf": _said("Zipf", lambda: zipf(world)),
+        }
+    print(f"{describe(device)}\n\n{_tables(figures)}\n\n{_goal_table(figures)}")
+    if out := args.out or (None if args.small else RESULTS / "coldload.json"):
+        settings = {**asdict(scope), "prompt_tokens": PROMPT_TOKENS}
+        write_result(out, "coldload", device, {"settings": settings, **figures, "goals": goals(figures)})
+
+
+def streams(world: World) -> dict[str, float]:
+    """p50 and p99 of the gaps between tokens, in seconds, without loads and with; both of the same running streams."""
+    scope = world.scope
+    with world.service(scope.num_variants) as service:
+        running = world.records[: scope.num_streams]
+        for record in running:
+            service.engine.load(record).result()
+        asked = [
+            service.ask(record, prompt, scope.stream_tokens)
+            for record, prompt in zip(running, world.prompts(scope.num_streams, 1), strict=True)
+        ]
+        while service.metrics.get_sample_value("peraxis_generation_tokens_total") is None:
+            time.sleep(0.01)
+        time.sleep(0.5 if scope.shapes is SMALL else 4.0)
+        begun = time.perf_counter()
+        for record in world.records[scope.num_streams :]:
+            service.engine.load(record).result()
+            time.sleep(0.02)
+        ended = time.perf_counter()
+        times = [one.token_times() for one in asked]
+    gaps = [(b, b - a) for one in times for a, b in pairwise(one[1:])]
+    quiet = [gap for when, gap in gaps if not begun <= when <= ended]
+    loading = [gap for when, gap in gaps if begun <= when <= ended]
+    return {
+        "gaps_quiet": len(quiet),
+        "gaps_loading": len(loading),
+        "quiet_p50_s": median(quiet),
+        "quiet_p99_s": _p99(quiet),
+        "loading_p50_s": median(loading),
+        "loading_p99_s": _p99(loading),
+    }
+
+
+def first_tokens(world: World) -> dict[str, float]:
+    """Median seconds to the first token of a request that is alone: variant in its slot, and on disk."""
+    cold, warm = [], []
+    with world.service(world.scope.num_variants) as service:
+        for record, prompt in zip(world.records, world.prompts(len(world.records), 2), strict=True):
+            cold.append(_first(service, record, prompt))
+            warm.append(_first(service, record, prompt[::-1]))
+    return {"cold_p50_s": median(cold[1:]), "warm_p50_s": median(warm[1:])}
+
+
+def zipf(world: World) -> dict[str, float]:
+    """First-token times under the same arrivals, with slots for half of the active variants and for all of them."""
+    scope = world.scope
+    with world.service(scope.num_active) as service, _slowed_loads(scope.slowed_s):
+        rate = 0.7 * saturation(world, service)
+        plenty = arrive(world, service, rate)
+    with world.service(scope.num_slots) as service, _slowed_loads(scope.slowed_s):
+        scarce = arrive(world, service, rate)
+        loads = service.metrics.get_sample_value(
+            "peraxis_variant_load_seconds_count", {"source": "disk", "stage": "total"}
+        )
+    return {
+        "arrivals_per_s": rate,
+        "slot_for_all_p50_s": median(plenty),
+        "slot_for_all_p99_s": _p99(plenty),
+        "slots_for_half_p50_s": median(scarce),
+        "slots_for_half_p99_s": _p99(scarce),
+        "loads_per_request": (loads or 0.0) / scope.num_arrivals,
+    }
+
+
+def saturation(world: World, service: Service) -> float:
+    """Requests per second that the server sustains when as many as can run always do."""
+    scope, draw = world.scope, random.Random(3)
+    for record in world.records[: scope.num_active]:
+        service.engine.load(record).result()
+    chosen = _by_zipf(world, draw, scope.num_arrivals)
+    texts = world.prompts(scope.num_arrivals, 3)
+    begun = time.perf_counter()
+    asked = [service.ask(r, p, scope.answer_tokens) for r, p in zip(chosen, texts, strict=True)]
+    for one in asked:
+        one.token_times()
+    return scope.num_arrivals / (time.perf_counter() - begun)
+
+
+def arrive(world: World, service: Service, rate: float) -> list[float]:
+    """Seconds to the first token of each request, arriving at random at `rate` per second."""
+    scope, draw = world.scope, random.Random(4)
+    chosen = _by_zipf(world, draw, scope.num_arrivals)
+    texts = world.prompts(scope.num_arrivals, 4)
+    asked, when = [], time.perf_counter()
+    for record, prompt in zip(chosen, texts, strict=True):
+        when += draw.expovariate(rate)
+        time.sleep(max(0.0, when - time.perf_counter()))
+        asked.append(service.ask(record, prompt, scope.answer_tokens))
+    return [one.token_times()[0] - one.begun for one in asked]
+
+
+def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """What the figures are held against."""
+    gaps, zipfs = figures["streams"], figures["zipf"]
+    asked = [
+        (
+            "p99 between tokens, while variants load / without",
+            gaps["loading_p99_s"] / gaps["quiet_p99_s"],
+            1.2,
+        ),
+        (
+            "median first token, slots for half of the variants / for all",
+            zipfs["slots_for_half_p50_s"] / zipfs["slot_for_all_p50_s"],
+            5.0,
+        ),
+    ]
+    return [
+        {"goal": goal, "at_most": most, "reached": round(value, 3), "met": value <= most}
+        for goal, value, most in asked
+    ]
+
+
+def _by_zipf(world: World, draw: random.Random, count: int) -> list[VersionRecord]:
+    active = world.records[: world.scope.num_active]
+    return draw.choices(active, [1 / rank for rank in range(1, len(active) + 1)], k=count)
+
+
+def _first(service: Service, record: VersionRecord, prompt: list[int]) -> float:
+    asked = service.ask(record, prompt, 1)
+    return asked.token_times()[0] - asked.begun
+
+
+@contextmanager
+def _slowed_loads(added_s: float) -> Iterator[None]:
+    """Let every load of a delta take longer, as from a slower disk."""
+    load: Callable[..., LoadReport] = Loader.load
+
+    def slowly(*args: Any) -> LoadReport:
+        time.sleep(added_s)
+        return load(*args)
+
+    with patch.object(Loader, "load", slowly):
+        yield
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100)[98]
+
+
+def _said(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    figures = measure()
+    print(f"{what} done", file=sys.stderr, flush=True)
+    return {name: round(value, 6) for name, value in figures.items()}
+
+
+def _tables(figures: dict[str, dict[str, float]]) -> str:
+    gaps, first, zipfs = figures["streams"], figures["first_token"], figures["zipf"]
+
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:.1f}"
+
+    rows = [
+        ("between tokens of 8 streams, nothing loads", ms(gaps["quiet_p50_s"]), ms(gaps["quiet_p99_s"])),
+        ("the same while 20 cold variants load", ms(gaps["loading_p50_s"]), ms(gaps["loading_p99_s"])),
+        ("first token, alone, variant in its slot", ms(first["warm_p50_s"]), ""),
+        ("first token, alone, variant on disk", ms(first["cold_p50_s"]), ""),
+        (
+            "first token, 16 active variants, 16 slots",
+            ms(zipfs["slot_for_all_p50_s"]),
+            ms(zipfs["slot_for_all_p99_s"]),
+        ),
+        (
+            "first token, 16 active variants, 8 slots",
+            ms(zipfs["slots_for_half_p50_s"]),
+            ms(zipfs["slots_for_half_p99_s"]),
+        ),
+    ]
+    return table(("what", "median, ms", "p99, ms"), rows)
+
+
+def _goal_table(figures: dict[str, dict[str, float]]) -> str:
+    rows = [
+        (g["goal"], f"at most {g['at_most']:g}", f"{g['reached']:.2f}", "met" if g["met"] else "not met")
+        for g in goals(figures)
+    ]
+    return table(("goal", "limit", "reached", ""), rows)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.coldload", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
+    parser.add_argument("--dir", type=Path, help="where the checkpoint and the registry are made: a disk")
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/coldload.json by default")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

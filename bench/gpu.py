@@ -1,0 +1,137 @@
+"""What does a GPU do with deltas? Kernels that are right, loads by stage, steps over k variants, prompts, memory.
+
+One command, at most nine minutes, on random weights with the shapes of Llama 3.1 8B; needs torch, triton, transformers
+and safetensors alone. Without a GPU every row says "not measured"; `--small --device cpu` runs all at tiny shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from bench.gpu_check import check
+from bench.gpu_load import measure_load
+from bench.gpu_model import blueprint, build_model
+from bench.gpu_rows import FULL, SMALL, Rows, Sizes
+from bench.gpu_steps import Stage
+from bench.report import RESULTS, describe, write_result
+from demo.table import table
+from server import kernels
+
+MINUTES = 8.5
+SMALL_LENGTHS = (1, 37, 300)
+
+
+class Run:
+    """The sections in order, each with what is left of the time. A section that fails leaves the others alone."""
+
+    def __init__(self, rows: Rows, minutes: float) -> None:
+        self.rows = rows
+        self._start = time.perf_counter()
+        self._end = self._start + 60 * minutes
+        self._failures = _failures()
+
+    def section(self, names: Sequence[str], work: Callable[[], object]) -> None:
+        """Do `work`, which fills the sections `names`."""
+        if time.perf_counter() > self._end:
+            self._explain(names, "out of time")
+            return
+        try:
+            work()
+        except self._failures as error:
+            self._explain(
+                names, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+        print(f"{self.seconds:6.1f} s  {', '.join(names)}", file=sys.stderr, flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _explain(self, names: Sequence[str], reason: str) -> None:
+        for name in names:
+            self.rows.explain(name, reason)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    sizes = SMALL if args.small else FULL
+    rows = Rows(sizes)
+    device = torch.device(args.device)
+    run = Run(rows, args.minutes)
+    is_measured = device.type == "cuda" and not args.small
+    out = args.out or (RESULTS / "gpu.json" if is_measured else None)
+    try:
+        if args.small or device.type == "cuda":
+            with tempfile.TemporaryDirectory(dir=args.dir) as name, torch.no_grad():
+                measure(run, sizes, device, Path(name))
+        else:
+            print("no GPU: nothing is measured; --small --device cpu tries all of it out\n", file=sys.stderr)
+    finally:  # what was measured before a mistake of this program counts: a GPU is not had every day
+        report(run, sizes, device, out)
+    return int(rows.is_wrong)
+
+
+def report(run: Run, sizes: Sizes, device: torch.device, out: Path | None) -> None:
+    """Print the table, and write it if asked to."""
+    tiny = "; TINY shapes: figures show that it runs, and nothing else" if sizes is SMALL else ""
+    print(f"{describe(device)}; {run.seconds:.0f} s{tiny}\n")
+    print(table(("what", "measured", "goal", "", "note"), [row.cells() for row in run.rows]))
+    if out is not None:
+        settings = {"sizes": asdict(sizes), "statistic": "median", "seconds": round(run.seconds)}
+        write_result(out, "gpu", device, {"settings": settings, "results": run.rows.as_json()})
+
+
+def measure(run: Run, sizes: Sizes, device: torch.device, directory: Path) -> None:
+    """All sections: the model is plain first, then paged, then delta-enabled."""
+    rows = run.rows
+    lengths = {"lengths": SMALL_LENGTHS} if sizes is SMALL else {}
+    kernels.prepare(device)
+    run.section(["kernels"], lambda: check(rows, device, **lengths))
+    model = build_model(sizes, device)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    drawing = blueprint({name: tuple(value.shape) for name, value in weights.items()})
+    run.section(["load"], lambda: measure_load(rows, weights, drawing, directory, sizes.repeats))
+    stage = Stage(model, sizes, device, rows)
+    plain: dict[int, float] = {}
+    paged: dict[int, float] = {}
+    base: dict[int, float] = {}
+    run.section(["base traffic"], lambda: plain.update(stage.plain()))
+    run.section(["base traffic"], lambda: paged.update(stage.page()))
+    run.section(["fit"], lambda: stage.fit(drawing))
+    run.section(["decode"], lambda: base.update(stage.decode()))
+    run.section(["base traffic"], lambda: stage.compare(plain, paged, base))
+    run.section(["prefill"], stage.prefill)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a kernel or a device fails with; anything else is a mistake of this program."""
+    if find_spec("triton") is None:
+        return (RuntimeError, OSError)
+    from triton.errors import TritonError
+
+    return (RuntimeError, OSError, TritonError)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="no section begins later")
+    parser.add_argument("--dir", type=Path, help="where files are made; a disk, not a file system in memory")
+    parser.add_argument(
+        "--out", type=Path, help="the JSON file; by default bench/results/gpu.json, if measured"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What does the one-bit product of many variants cost, beside the library's product of the base and beside memory?
+
+The linear layers of some blocks of a model run in turn, as in a step: once the library's bfloat16 product alone, once
+with the grouped one-bit product after each. There are as many blocks as no cache holds. A plain copy says what memory
+gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bench.report import RESULTS, describe, write_result
+from demo.table import table
+from server import kernels
+
+# (out, in) of one block's linear layers: q, k, v, o, gate, up, down
+CPU_BLOCK = ((1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (2816, 1024), (2816, 1024), (1024, 2816))
+CUDA_BLOCK = (*((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)), *((14336, 4096),) * 2, (4096, 14336))
+SMALL_BLOCK = ((40, 24), (24, 40))
+GROUPS = (
+    (1, 1),
+    (1, 2),
+    (1, 4),
+    (1, 16),
+    (2, 8),
+    (4, 4),
+    (8, 2),
+    (16, 1),
+    (1, 64),
+    (1, 256),
+)  # groups, rows of each
+COPY_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A base's matrix and what every variant has at its place."""
+
+    weight: Tensor  # [out, in] bfloat16
+    signs: Tensor  # [variants, out, in / 8] uint8
+    factors: tuple[Tensor, Tensor]  # [out], [in] float32: all variants'
+
+    @classmethod
+    def drawn(cls, shape: tuple[int, int], num_variants: int, device: torch.device) -> Layer:
+        out_features, in_features = shape
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        packed = (num_variants, out_features, in_features // 8)
+        signs = torch.randint(0, 256, packed, dtype=torch.uint8, device=device)
+        factors = torch.full((out_features,), 0.002, device=device), torch.ones(in_features, device=device)
+        return cls(weight, signs, factors)
+
+    def places(self, num_groups: int) -> Tensor:
+        """The addresses of the first variants' parts."""
+        rows = [
+            [signs.data_ptr(), *(f.data_ptr() for f in self.factors)] for signs in self.signs[:num_groups]
+        ]
+        return torch.tensor(rows, device=self.weight.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Medians over turns, of one block."""
+
+    groups: int
+    rows: int  # of each group
+    base_s: float  # the library's products alone
+    both_s: float  # with the one-bit products
+    num_weights: int
+    copy_bytes_s: float
+
+    @property
+    def added(self) -> float:
+        """What one-bit products add to a block, in units of the library's products."""
+        return self.both_s / self.base_s - 1
+
+    @property
+    def memory(self) -> float:
+        """Bytes of signs per second that a block's one-bit products took, over those that a copy reads and writes."""
+        return self.groups * self.num_weights / 8 / max(self.both_s - self.base_s, 1e-9) / self.copy_bytes_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "groups": self.groups,
+            "rows_of_each": self.rows,
+            "base_s": round(self.base_s, 7),
+            "both_s": round(self.both_s, 7),
+            "added_over_base": round(self.added, 3),
+            "sign_bytes_over_copy": round(self.memory, 3),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("not measured: there is no CUDA device")
+        return
+    shapes = SMALL_BLOCK if args.small else CUDA_BLOCK if device.type == "cuda" else CPU_BLOCK
+    kernels.prepare(device)
+    copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
+    most = max(groups for groups, _ in GROUPS)
+    layers = [Layer.drawn(shape, most, device) for _ in range(args.blocks) for shape in shapes]
+    figures = [measure(layers, args, each, copy_bytes_s) for each in GROUPS]
+    print(
+        f"{describe(device)}; one block of {len(shapes)} linear layers, bfloat16; medians of {args.repeats} turns"
+    )
+    print(f"a copy reads and writes {copy_bytes_s / 1e9:.1f} GB/s\n")
+    head = ("variants x rows", "base, ms", "with one-bit products, ms", "added / base", "signs read / copy")
+    print(table(head, [_row(figure) for figure in figures]))
+    name = "kernels.json" if device.type == "cpu" else "kernels-cuda.json"
+    if out := args.out or (None if args.small else RESULTS / name):
+        settings = {"repeats": args.repeats, "blocks": args.blocks, "dtype": "bfloat16", "shapes": shapes}
+        settings |= {"num_threads": torch.get_num_threads(), "copy_bytes_s": round(copy_bytes_s)}
+        write_result(
+            out, "kernels", device, {"settings": settings, "results": [f.as_json() for f in figures]}
+        )
+
+
+@torch.inference_mode()
+def measure(
+    layers: Sequence[Layer], args: argparse.Namespace, each: tuple[int, int], copy_bytes_s: float
+) -> Figure:
+    """The layers with and without one-bit products, in turns."""
+    num_groups, rows = each
+    device = layers[0].weight.device
+    places = [layer.places(num_groups) for layer in layers]
+    bounds = [(group * rows, (group + 1) * rows) for group in range(num_groups)]
+    ranges = torch.tensor(bounds, dtype=torch.int32, device=device)
+    widths = {layer.weight.shape[1] for layer in layers}
+    x = {width: torch.randn(num_groups * rows, width, device=device).bfloat16() for width in widths}
+
+    def base() -> None:
+        for layer in layers:
+            linear(x[layer.weight.shape[1]], layer.weight)
+
+    def both() -> None:
+        for layer, own in zip(layers, places, strict=True):
+            inputs = x[layer.weight.shape[1]]
+            kernels.add_onebit_matmul(linear(inputs, layer.weight), inputs, own, ranges)
+
+    both()
+    turns = [(seconds(base, device), seconds(both, device)) for _ in range(args.repeats)]
+    base_s, both_s = (median(times) / args.blocks for times in zip(*turns, strict=True))
+    num_weights = sum(layer.weight.numel() for layer in layers) // args.blocks
+    return Figure(num_groups, rows, base_s, both_s, num_weights, copy_bytes_s)
+
+
+def copied(num_bytes: int, repeats: int, device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    times = [seconds(lambda: target.copy_(source), device) for _ in range(repeats)]
+    return 2 * num_bytes / median(times)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """What `work` takes until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    return (
+        f"{figure.groups} x {figure.rows}",
+        f"{1e3 * figure.base_s:.3f}",
+        f"{1e3 * figure.both_s:.3f}",
+        f"{figure.added:.2f}",
+        f"{figure.memory:.2f}",
+    )
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--small", action="store_true", help="tiny matrices; writes JSON only with --out")
+    parser.add_argument("--blocks", type=int, default=4, help="of the model, so that no cache holds them")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Does a server with a thousand registered variants pay for them?
+
+The same traffic to the same ten variants, with ten registered and with a thousand, in turns; the start of a whole
+server on both registries; then Zipf's law over all thousand: where requests find their delta, and how long their first
+token takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from bench.report import RESULTS, describe, write_result
+from bench.serving import SMALL, Service, prompts, publish_variants, serving, write_base
+from deltastore.records import VersionRecord
+from deltastore.registry import Registry
+from demo.service import running
+from demo.table import table
+
+PROMPT_TOKENS, ANSWER_TOKENS = 16, 16
+NUM_ACTIVE, NUM_SLOTS = 10, 32
+HOST_CACHE_SHARE = 0.25  # of all deltas' bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    num_variants: int = 1000
+    num_requests: int = 400  # of one measurement
+    repeats: int = 5
+
+
+FULL_SCOPE, SMALL_SCOPE = Scope(), Scope(num_variants=40, num_requests=40, repeats=1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    scope = SMALL_SCOPE if args.small else FULL_SCOPE
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        directory = Path(name)
+        base = write_base(directory / "base", SMALL)
+        few, many = Registry(directory / "few"), Registry(directory / "many")
+        ten = publish_variants(few, directory, SMALL, NUM_ACTIVE)
+        records = publish_variants(many, directory, SMALL, scope.num_variants)
+        rates = same_traffic(base, [(few, ten), (many, records)], scope)
+        starts = [start_up_s(base, directory / folder) for folder in ("few", "many")]
+        zipfs = zipf(base, many, records, scope)
+    figures = {
+        "tokens_per_s": {"10": round(rates[0], 1), str(scope.num_variants): round(rates[1], 1)},
+        "ratio": round(rates[1] / rates[0], 4),
+        "start_up_s": {"10": round(starts[0], 3), str(scope.num_variants): round(starts[1], 3)},
+        "zipf": zipfs,
+    }
+    print(f"{describe(device)}; median of {scope.repeats}\n\n{_table(scope, figures)}")
+    if out := args.out or (None if args.small else RESULTS / "registry.json"):
+        settings = {"slots": NUM_SLOTS, "active": NUM_ACTIVE, "requests": scope.num_requests}
+        write_result(out, "registry", device, {"settings": settings, **figures})
+
+
+def same_traffic(
+    base: Path, registries: Sequence[tuple[Registry, list[VersionRecord]]], scope: Scope
+) -> list[float]:
+    """Tokens per second of the same requests to ten variants on each registry, in turns."""
+    seconds: list[list[float]] = [[] for _ in registries]
+    for turn in range(scope.repeats + 1):
+        for index, (registry, records) in enumerate(registries):
+            with serving(base, registry, records, num_slots=NUM_SLOTS) as service:
+                active = records[:NUM_ACTIVE]
+                _run(service, active, scope)  # warms up: loads, first calls
+                begun = time.perf_counter()
+                _run(service, active, scope)
+                if turn:
+                    seconds[index].append(time.perf_counter() - begun)
+        print(f"turn {turn} of {scope.repeats} is done", file=sys.stderr, flush=True)
+    return [scope.num_requests * ANSWER_TOKENS / median(one) for one in seconds]
+
+
+def zipf(base: Path, registry: Registry, records: list[VersionRecord], scope: Scope) -> dict[str, float]:
+    """Every variant is asked for, few of them often; a slot for 3 in 100, host memory for a quarter."""
+    draw = random.Random(5)
+    chosen = draw.choices(records, [1 / rank for rank in range(1, len(records) + 1)], k=scope.num_requests)
+    host = int(HOST_CACHE_SHARE * sum(record.device_bytes for record in records))
+    with serving(base, registry, records, num_slots=NUM_SLOTS, host_cache_bytes=host) as service:
+        times = []
+        texts = prompts(len(chosen), PROMPT_TOKENS, SMALL.vocabulary, seed=6)
+        for first in range(0, len(chosen), 8):  # eight at a time
+            asked = [
+                service.ask(record, prompt, ANSWER_TOKENS)
+                for record, prompt in zip(chosen[first : first + 8], texts[first : first + 8], strict=True)
+            ]
+            times += [one.token_times()[0] - one.begun for one in asked]
+        found = {
+            level: service.metrics.get_sample_value("peraxis_variant_lookups_total", {"result": level}) or 0.0
+            for level in ("gpu", "host", "disk")
+        }
+    shares = {f"found_{level}": round(count / len(chosen), 4) for level, count in found.items()}
+    return {
+        **shares,
+        "first_token_p50_s": round(median(times), 6),
+        "first_token_p99_s": round(quantiles(times, n=100)[98], 6),
+    }
+
+
+def start_up_s(base: Path, registry: Path) -> float:
+    """Seconds from `peraxis serve` to being ready, in a process of its own."""
+    begun = time.perf_counter()
+    with running(base, registry, registry.with_suffix(".log")):
+        return time.perf_counter() - begun
+
+
+def _run(service: Service, active: Sequence[VersionRecord], scope: Scope) -> None:
+    texts = prompts(scope.num_requests, PROMPT_TOKENS, SMALL.vocabulary)
+    asked = [
+        service.ask(active[index % len(active)], prompt, ANSWER_TOKENS) for index, prompt in enumerate(texts)
+    ]
+    for one in asked:
+        one.token_times()
+
+
+def _table(scope: Scope, figures: dict[str, Any]) -> str:
+    rates, starts, zipfs = figures["tokens_per_s"], figures["start_up_s"], figures["zipf"]
+    rows = [
+        ("registered variants", "10", str(scope.num_variants)),
+        ("tokens/s, traffic to the same ten", *(f"{rate:.0f}" for rate in rates.values())),
+        ("server's start, s", *(f"{value:.1f}" for value in starts.values())),
+        ("Zipf over all: found in a slot", "", f"{zipfs['found_gpu']:.0%}"),
+        ("found in host memory", "", f"{zipfs['found_host']:.0%}"),
+        ("first token, median, ms", "", f"{1e3 * zipfs['first_token_p50_s']:.1f}"),
+        ("first token, p99, ms", "", f"{1e3 * zipfs['first_token_p99_s']:.1f}"),
+    ]
+    met = "met" if figures["ratio"] >= 0.95 else "not met"
+    body = table(rows[0], rows[1:])
+    ratio = f"{figures['ratio']:.3f} of that with 10 (goal: 0.95, {met})"
+    return f"{body}\n\nThroughput with {scope.num_variants} registered is {ratio}."
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.registry", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="40 variants; writes JSON only with --out")
+    parser.add_argument("--dir", type=Path, help="where the checkpoint and the registries are made: a disk")
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/registry.json by default")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

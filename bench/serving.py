@@ -1,0 +1,161 @@
+"""A base with random weights and variants of it, served by a true engine in this process, for benches of serving."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from bench.synthetic import LlamaShapes, write_delta
+from deltastore.artifact import Artifact
+from deltastore.records import ArtifactFacts, VersionRecord
+from deltastore.registry import Registry
+from server.engine.build import BuildConfig, build_engine
+from server.engine.engine import Engine
+from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
+from server.engine.tokenizer import Tokenizers
+from server.metrics import Metrics
+
+HEAD_DIM = 64
+FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
+SMALL = LlamaShapes(num_layers=2, hidden=128, intermediate=192, kv=64, vocabulary=256)
+MAX_POSITIONS = 2048
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request, and when its tokens came, in seconds of `time.perf_counter`."""
+
+    begun: float
+    events: queue.SimpleQueue[tuple[float, Event]] = field(default_factory=queue.SimpleQueue)
+
+    def token_times(self) -> list[float]:
+        """When each token came; waits for the end. RuntimeError if the request failed."""
+        times: list[float] = []
+        while True:
+            when, event = self.events.get()
+            if isinstance(event, ErrorEvent):
+                raise RuntimeError(f"a request failed: {event.error}")
+            if isinstance(event, DoneEvent):
+                return times
+            if isinstance(event, TokenEvent):
+                times.append(when)
+
+
+@dataclass(slots=True)
+class Service:
+    """An engine and what it serves."""
+
+    engine: Engine
+    tokenizers: Tokenizers
+    records: list[VersionRecord]
+    metrics: CollectorRegistry
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def ask(self, record: VersionRecord | None, prompt: list[int], num_new: int) -> Asked:
+        """Submit one greedy request."""
+        asked = Asked(time.perf_counter())
+        request = Request(
+            id=f"bench-{next(self._ids)}",
+            tenant="default",
+            name=None if record is None else record.name,
+            record=record,
+            tokenizer=self.tokenizers.of(record),
+            prompt_ids=tuple(prompt),
+            on_event=lambda event: asked.events.put((time.perf_counter(), event)),
+            sampling=Sampling(max_new_tokens=num_new, temperature=0.0),
+        )
+        self.engine.submit(request)
+        return asked
+
+
+def write_base(directory: Path, shapes: LlamaShapes) -> Path:
+    """Write a checkpoint in bfloat16 with random weights and no end token, so that answers have their full length."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shapes.vocabulary,
+        hidden_size=shapes.hidden,
+        intermediate_size=shapes.intermediate,
+        num_hidden_layers=shapes.num_layers,
+        num_attention_heads=shapes.hidden // HEAD_DIM,
+        num_key_value_heads=shapes.kv // HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shapes.vocabulary)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def publish_variants(
+    registry: Registry, scratch: Path, shapes: LlamaShapes, count: int
+) -> list[VersionRecord]:
+    """Register so many variants of random signs."""
+    return [_publish(registry, scratch / f"{seed}.safetensors", shapes, seed) for seed in range(1, count + 1)]
+
+
+@contextmanager
+def serving(base: Path, registry: Registry, records: list[VersionRecord], **config: Any) -> Iterator[Service]:
+    """Run an engine; `config` overrides fields of its BuildConfig."""
+    metrics = CollectorRegistry()
+    settings: dict[str, Any] = {
+        "device": "auto",
+        "dtype": "auto",
+        "num_slots": max(2, len(records)),
+        "slot_headroom": 1.15,
+        "host_cache_bytes": 0,
+        "kv_cache_bytes": None,
+        "max_num_seqs": 16,
+        "max_batch_tokens": None,
+        "max_queue": 4096,
+        "load_timeout_s": 300.0,
+        "max_model_len": None,
+        "num_load_threads": 2,
+    }
+    engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
+    try:
+        yield Service(engine, tokenizers, records, metrics)
+    finally:
+        engine.close()
+        tokenizers.close()
+
+
+def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts that share no prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[list[int]] = torch.randint(1, vocabulary, (count, length), generator=generator).tolist()
+    return ids
+
+
+def _publish(registry: Registry, path: Path, shapes: LlamaShapes, seed: int) -> VersionRecord:
+    write_delta(path, shapes, seed, num_file_bytes=0)
+    with Artifact.open(path) as artifact:
+        manifest = artifact.manifest
+        facts = ArtifactFacts(
+            artifact.header.data_start,
+            manifest.device_bytes,
+            manifest.base_fingerprint,
+            manifest.method,
+            manifest.fidelity,
+        )
+    with registry.open_upload(None) as upload, path.open("rb") as file:
+        while block := file.read(1 << 22):
+            upload.write(block)
+        record = registry.publish(upload.seal(), facts, tenant="default", name=f"v{seed}").record
+    path.unlink()
+    return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -35,12 +36,13 @@ def delta_of(directory: Path, number: int, out: Path) -> Path:
 
 
 def edited(directory: Path, out: Path, filename: str, content: str) -> Path:
-    """A delta of the chat fine-tune, one of whose files says something else."""
+    """A delta of the chat fine-tune, one of whose files says something else, from a compressor that lets it pass."""
     path = directory / "finetune-1" / filename
     before = path.read_text()
     path.write_text(content)
     try:
-        return delta_of(directory, 1, out)
+        with patch("compressor.variant_files._check_tokenizer"):
+            return delta_of(directory, 1, out)
     finally:
         path.write_text(before)
 

@@ -107,7 +107,7 @@ def streams(world: World) -> dict[str, float]:
             service.ask(record, prompt, scope.stream_tokens)
             for record, prompt in zip(running, world.prompts(scope.num_streams, 1), strict=True)
         ]
-        while service.metrics.get_sample_value("peraxis_generation_tokens_total") is None:
+        while not service.metrics.get_sample_value("peraxis_generation_tokens_total"):
             time.sleep(0.01)
         time.sleep(0.5 if scope.shapes is SMALL else 4.0)
         begun = time.perf_counter()

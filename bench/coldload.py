@@ -54,7 +54,7 @@ class Scope:
         return self.num_streams + self.num_cold
 
 
-SMALL_SCOPE = Scope(SMALL, stream_tokens=120, num_cold=4, num_arrivals=30, answer_tokens=4)
+SMALL_SCOPE = Scope(SMALL, stream_tokens=1500, num_cold=4, num_arrivals=30, answer_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,11 +154,14 @@ def test_refusals_are_counted_by_route_and_tenant(server: LiveServer, grown: Cal
     assert counts() == [1, 1, 1, 1, 1, 1]
 
 
-def test_running_and_waiting_requests_are_gauged(server: LiveServer) -> None:
-    body = {"prompt": "hello", "max_new_tokens": 4000, "n": 100}
+def test_running_and_waiting_requests_are_gauged(server: LiveServer, grown: Callable[..., float]) -> None:
+    request = json_request("/generate?variant=plain", {"prompt": "hello", "max_new_tokens": 4000, "n": 100})
+    grown("generation_tokens_total")
     with connection(server.url) as first, connection(server.url) as second:
-        for raw in (first, second):
-            raw.sendall(json_request("/generate?variant=plain", body))
+        first.sendall(request)
+        # With its first token, all its samples begin, more than there are seats.
+        assert eventually(lambda: grown("generation_tokens_total") > 0)
+        second.sendall(request)
         assert eventually(lambda: server.metric("num_requests_waiting") == 1)
         assert server.metric("num_requests_running") == 1
         assert server.metric("num_requests_waiting_by_reason", reason="capacity") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import time
@@ -25,6 +26,7 @@ from server.engine.engine import Engine
 from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
 from server.engine.tokenizer import Tokenizers
 from server.metrics import Metrics
+from server.process import spare_collections
 
 HEAD_DIM = 64
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
@@ -36,6 +38,7 @@ MAX_POSITIONS = 2048
 class Asked:
     """One request, and when its tokens came, in seconds of `time.perf_counter`."""
 
+    id: str
     begun: float
     events: queue.SimpleQueue[tuple[float, Event]] = field(default_factory=queue.SimpleQueue)
 
@@ -64,9 +67,9 @@ class Service:
 
     def ask(self, record: VersionRecord | None, prompt: list[int], num_new: int) -> Asked:
         """Submit one greedy request."""
-        asked = Asked(time.perf_counter())
+        asked = Asked(f"bench-{next(self._ids)}", time.perf_counter())
         request = Request(
-            id=f"bench-{next(self._ids)}",
+            id=asked.id,
             tenant="default",
             name=None if record is None else record.name,
             record=record,
@@ -77,6 +80,10 @@ class Service:
         )
         self.engine.submit(request)
         return asked
+
+    def stop(self, asked: Asked) -> None:
+        """Cancel a request, which then ends."""
+        self.engine.cancel(asked.id)
 
 
 def write_base(directory: Path, shapes: LlamaShapes) -> Path:
@@ -128,9 +135,11 @@ def serving(base: Path, registry: Registry, records: list[VersionRecord], **conf
         "num_load_threads": 2,
     }
     engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
+    spare_collections()  # as the server's process does
     try:
         yield Service(engine, tokenizers, records, metrics)
     finally:
+        gc.unfreeze()
         engine.close()
         tokenizers.close()
 

@@ -30,6 +30,7 @@ MAX_DIGITS = 20
 MAX_NAME_CHARS = 512
 MAX_RANK = 8
 MAX_SIZE = 1 << 62
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 METADATA_KEY = "__metadata__"
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -127,6 +128,21 @@ def read_header(fd: int, where: str) -> Header:
     return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
 
 
+def known_header(raw: bytes) -> Header:
+    """The header of a file that `read_header` has accepted before; nothing is checked again.
+
+    Args:
+        raw: the file's bytes up to its data section, verified against a digest that was taken then.
+    """
+    document = json.loads(raw[8:])
+    metadata = document.pop(METADATA_KEY, {})
+    entries = {
+        name: TensorEntry(name, value["dtype"], tuple(value["shape"]), *value["data_offsets"])
+        for name, value in document.items()
+    }
+    return Header(entries, metadata, len(raw))
+
+
 def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
     """Fill `target` from `offset` by pread; a short file is an ArtifactError, never a fault."""
     done = 0
@@ -208,20 +224,21 @@ def _entry(name: str, value: Any, where: str) -> TensorEntry:
         raise ArtifactError(
             f"{where}: tensor name {shown(name)} is not 1 to {MAX_NAME_CHARS} characters that can be printed"
         )
-    label = f"{where}: tensor {shown(name)}"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ArtifactError(f"{label} needs exactly dtype, shape and data_offsets")
+
+    def bad(what: str) -> ArtifactError:
+        return ArtifactError(f"{where}: tensor {shown(name)} {what}")
+
+    if not isinstance(value, dict) or value.keys() != ENTRY_KEYS:
+        raise bad("needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ArtifactError(f"{label} has the unknown dtype {shown(dtype)}")
+        raise bad(f"has the unknown dtype {shown(dtype)}")
     if not _is_sizes(shape) or len(shape) > MAX_RANK or prod(size or 1 for size in shape) >= MAX_SIZE:
-        raise ArtifactError(f"{label} has the malformed shape {shown(shape)}")
+        raise bad(f"has the malformed shape {shown(shape)}")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise ArtifactError(f"{label} has the malformed data_offsets {shown(offsets)}")
+        raise bad(f"has the malformed data_offsets {shown(offsets)}")
     if prod(shape) * DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
-        raise ArtifactError(
-            f"{label} of shape {shape} and dtype {dtype} does not fill its {offsets[1] - offsets[0]} bytes"
-        )
+        raise bad(f"of shape {shape} and dtype {dtype} does not fill its {offsets[1] - offsets[0]} bytes")
     return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 

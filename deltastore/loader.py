@@ -71,6 +71,7 @@ class LoadReport:
     read_s: float  # until every chunk was read and verified; 0 from host memory
     copy_s: float  # from then on: what of the copy no read has hidden
     total_s: float
+    header: bytes = b""  # of the object, up to its data section; verified; none from host memory
 
 
 def give_way() -> None:
@@ -112,17 +113,17 @@ class Loader:
             RegistryError: the file cannot be opened or read.
             UsageError: the loader is closed.
         """
-        size = source.device_bytes
+        size, header = source.device_bytes, bytearray(source.data_start)
         assert host.dtype == slot.dtype == torch.uint8
         assert size <= min(len(host), len(slot))
         start = time.perf_counter()
         try:
-            self._read(source, host[:size], slot[:size])
+            self._read(source, header, host[:size], slot[:size])
             read = time.perf_counter()
         finally:
             self._settle()
         ready = time.perf_counter()
-        return LoadReport("disk", size, read - start, ready - read, ready - start)
+        return LoadReport("disk", size, read - start, ready - read, ready - start, bytes(header))
 
     def copy(self, host: Tensor, slot: Tensor) -> LoadReport:
         """Bring a device part that a load has left in host memory into a slot: one copy, nothing is read or hashed.
@@ -141,13 +142,13 @@ class Loader:
         """Wait for running reads and give the threads back. Later loads are refused."""
         self._readers.shutdown()
 
-    def _read(self, source: ObjectSource, host: Tensor, slot: Tensor) -> None:
+    def _read(self, source: ObjectSource, header: bytearray, host: Tensor, slot: Tensor) -> None:
         """All chunks up to the end of the device's part; the header's too: views of the slot rest on it."""
         reads: list[Future[None]] = []
         with _opened(source) as fd:
             try:
                 for index in range(-(-source.data_end // CHUNK_BYTES)):
-                    reads.append(self._submit(fd, source, index, host, slot))
+                    reads.append(self._submit(fd, source, index, header, host, slot))
                 for read in reads:
                     read.result()
             finally:
@@ -155,15 +156,21 @@ class Loader:
                     read.cancel()
                 wait(reads)  # one that runs still writes to memory that is about to be somebody else's
 
-    def _submit(self, fd: int, source: ObjectSource, index: int, host: Tensor, slot: Tensor) -> Future[None]:
+    def _submit(
+        self, fd: int, source: ObjectSource, index: int, header: bytearray, host: Tensor, slot: Tensor
+    ) -> Future[None]:
         try:
-            return self._readers.submit(self._read_chunk, fd, source, index, host, slot)
+            return self._readers.submit(self._read_chunk, fd, source, index, header, host, slot)
         except RuntimeError as error:  # what an executor says after its shutdown
             raise UsageError("the loader is closed: nothing can be loaded any more") from error
 
-    def _read_chunk(self, fd: int, source: ObjectSource, index: int, host: Tensor, slot: Tensor) -> None:
+    def _read_chunk(
+        self, fd: int, source: ObjectSource, index: int, header: bytearray, host: Tensor, slot: Tensor
+    ) -> None:
         part = source.device_range(index)
-        _read_verified(fd, source, index, host[part].numpy().data)
+        _read_verified(
+            fd, source, index, memoryview(header)[slice(*source.chunk_range(index))], host[part].numpy().data
+        )
         self._begin_copy(host[part], slot[part])
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
@@ -205,9 +212,13 @@ def _opened(source: ObjectSource) -> Iterator[int]:
         ) from error
 
 
-def _read_verified(fd: int, source: ObjectSource, index: int, part: memoryview) -> None:
-    """Read one chunk, what the device needs of it into `part`, and compare its digest."""
-    pieces = _pieces(source, index, part)
+def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, part: memoryview) -> None:
+    """Read one chunk and compare its digest: its bytes of the header into `head`, those of the device into `part`,
+    the others into memory that is dropped.
+    """
+    start, end = source.chunk_range(index)
+    rest = memoryview(bytearray(end - start - len(head) - len(part)))
+    pieces = [piece for piece in (head, part, rest) if len(piece)]
     _fill(fd, pieces, source, index)
     digest = hashlib.sha256()
     for piece in pieces:
@@ -216,15 +227,6 @@ def _read_verified(fd: int, source: ObjectSource, index: int, part: memoryview) 
         raise CorruptObject(
             f"object {source.digest} is corrupt: chunk {index} does not match its SHA-256: upload it again"
         )
-
-
-def _pieces(source: ObjectSource, index: int, part: memoryview) -> list[memoryview]:
-    """Where a chunk's bytes go, in order: what the device does not need goes to memory that is dropped."""
-    start, end = source.chunk_range(index)
-    before = min(max(source.data_start - start, 0), end - start)
-    after = end - start - before - len(part)
-    pieces = (memoryview(bytearray(before)), part, memoryview(bytearray(after)))
-    return [piece for piece in pieces if len(piece)]
 
 
 def _fill(fd: int, pieces: list[memoryview], source: ObjectSource, index: int) -> None:

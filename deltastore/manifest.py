@@ -134,36 +134,57 @@ class Manifest(_Strict):
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
         """Parse a header's metadata; anything unexpected is an ArtifactError."""
-        if FORMAT_KEY not in metadata or MANIFEST_KEY not in metadata:
-            raise ArtifactError(
-                f"{where}: a safetensors file but no Peraxis artifact; make one with `peraxis compress`"
-            )
-        if metadata[FORMAT_KEY] != str(FORMAT):
-            raise ArtifactError(
-                f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
-                f"format {FORMAT}: update it, or compress again with it"
-            )
+        _check_format(metadata, where)
         where = f"{where}: manifest"
         document = parse_json(metadata[MANIFEST_KEY], where)
         if isinstance(document, dict) and isinstance(specs := document.get("tensors"), dict):
             # One by one, because the library would first collect the defects of all of them.
-            parsed = {
-                name: _parse(TensorSpec, spec, f"{where}: tensor {shown(name)}")
-                for name, spec in specs.items()
+            document["tensors"] = {
+                name: _parse(TensorSpec, spec, where, name) for name, spec in specs.items()
             }
-            document["tensors"] = parsed
         return _parse(cls, document, where)
 
+    @classmethod
+    def known(cls, metadata: Mapping[str, str], where: str) -> Manifest:
+        """The manifest of an artifact that `from_metadata` has accepted before: parsed, and little is checked.
 
-def _parse(model: type[_Parsed], value: Any, where: str) -> _Parsed:
-    """One object of the document, or an ArtifactError with its first defect."""
+        Raises:
+            ArtifactError: it was accepted by another version of Peraxis.
+        """
+        _check_format(metadata, where)
+        try:
+            return cls.model_validate_json(metadata[MANIFEST_KEY])
+        except ValidationError as error:
+            raise ArtifactError(f"{where}: its manifest is one of another version: compress again") from error
+
+
+def _check_format(metadata: Mapping[str, str], where: str) -> None:
+    if FORMAT_KEY not in metadata or MANIFEST_KEY not in metadata:
+        raise ArtifactError(
+            f"{where}: a safetensors file but no Peraxis artifact; make one with `peraxis compress`"
+        )
+    if metadata[FORMAT_KEY] != str(FORMAT):
+        raise ArtifactError(
+            f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
+            f"format {FORMAT}: update it, or compress again with it"
+        )
+
+
+def _parse(model: type[_Parsed], value: Any, where: str, tensor: str | None = None) -> _Parsed:
+    """One object of the document, `tensor`'s or the whole, or an ArtifactError with its first defect."""
+
+    def bad(what: str) -> ArtifactError:
+        return ArtifactError(
+            f"{where}: {what}" if tensor is None else f"{where}: tensor {shown(tensor)}: {what}"
+        )
+
     if not isinstance(value, dict):
-        raise ArtifactError(f"{where}: it is no JSON object")
+        raise bad("it is no JSON object")
     if unknown := sorted(value.keys() - model.model_fields.keys()):
-        raise ArtifactError(f"{where}: it has the unknown field {shown(unknown[0])}")
+        raise bad(f"it has the unknown field {shown(unknown[0])}")
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = "".join(f"{part}: " for part in first["loc"])
-        raise ArtifactError(f"{where}: {place}{first['msg']}") from error
+        raise bad(f"{place}{first['msg']}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ import torch
 from pydantic import ValidationError
 
 from deltastore.artifact import Artifact, ArtifactWriter
-from deltastore.errors import CheckpointError, StorageFull, UsageError
-from deltastore.manifest import Manifest, TensorSpec
+from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError
+from deltastore.header import known_header
+from deltastore.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
 from deltastore.plan import one_bit_plan
 from deltastore.signs import pack_signs
 from deltastore.validate import check_artifact
 from tests.tiny_artifact import BASE, NORM, norm, tiny_manifest, write_tiny
+from tests.tiny_planes import write_planes
 
 
 def manifest_of(specs: dict[str, TensorSpec], device_bytes: int, files: tuple[str, ...] = ()) -> Manifest:
@@ -130,3 +133,21 @@ def test_a_manifest_survives_its_own_metadata() -> None:
     manifest = tiny_manifest(320)
     assert Manifest.from_metadata(manifest.to_metadata(), "x") == manifest
     assert manifest.base_fingerprint == BASE.fingerprint
+
+
+@pytest.mark.parametrize("write", [write_tiny, write_planes])
+def test_what_was_accepted_once_is_read_the_same_without_its_checks(
+    tmp_path: Path, write: Callable[[Path], str]
+) -> None:
+    path = tmp_path / "tiny.safetensors"
+    write(path)
+    with Artifact.open(path) as artifact:
+        header = known_header(path.read_bytes()[: artifact.header.data_start])
+        assert header == artifact.header
+        assert Manifest.known(header.metadata, "tiny") == artifact.manifest
+
+
+@pytest.mark.parametrize("change", [{FORMAT_KEY: "2"}, {MANIFEST_KEY: "{}"}])
+def test_what_another_version_accepted_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ArtifactError, match="compress again"):
+        Manifest.known({**manifest_of({}, 0).to_metadata(), **change}, "old")

@@ -102,6 +102,11 @@ def test_the_report_says_what_was_moved(loader: Loader, source: ObjectSource) ->
     assert report.total_s == pytest.approx(report.read_s + report.copy_s)
 
 
+def test_the_header_comes_with_the_report(tmp_path: Path, loader: Loader) -> None:
+    source = store(tmp_path / "object", 3 * CHUNK_BYTES, CHUNK_BYTES + 4096, CHUNK_BYTES)
+    assert load(loader, source, fresh_slot()).header == source.path.read_bytes()[: source.data_start]
+
+
 def test_host_memory_holds_what_a_load_verified_and_can_be_copied_again_without_a_read(
     loader: Loader, source: ObjectSource
 ) -> None:

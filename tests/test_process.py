@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -68,6 +69,20 @@ def test_a_base_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path: P
 
     with pytest.raises(CheckpointError, match="no such base"):
         serve(tmp_path, lambda backend, url: None, build)
+
+
+def test_what_start_up_makes_is_left_out_of_garbage_collections(tmp_path: Path) -> None:
+    frozen = []
+
+    def on_ready(backend: Backend, url: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        serve(tmp_path, on_ready)
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:

@@ -92,10 +92,11 @@ def test_an_object_that_is_gone_is_missing_and_not_quarantined(place: Residing) 
     assert place.metric("variant_load_failures_total", reason="missing") == 1
 
 
-def test_an_object_deleted_while_it_is_read_is_missing_and_its_unloading_goes_on(
+def test_an_object_deleted_while_it_is_read_is_read_to_its_end_and_its_unloading_goes_on(
     place: Residing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = place.publish("v", seed=1)
+    section = place.section(record)
     disk = hold_disk(monkeypatch)
     assert place.residency.load(record.digest)
     assert disk.reading.wait(20)
@@ -103,7 +104,8 @@ def test_an_object_deleted_while_it_is_read_is_missing_and_its_unloading_goes_on
     place.registry.gc()
     assert not place.residency.evict(record.digest, "unload")
     disk.open.set()
-    assert isinstance(place.settle()[record.digest], VariantNotFound)
+    assert place.settle()[record.digest] is None
+    assert place.in_slot(record) == section
     assert place.residency.evict(record.digest, "unload")
     assert is_as_if_never_loaded(place, record.digest)
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltastore.artifact import Artifact
 from deltastore.errors import (
     ArtifactError,
     ArtifactTooLarge,
@@ -17,7 +16,9 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
+from deltastore.header import known_header
 from deltastore.loader import Loader, LoadReport, ObjectSource, give_way
+from deltastore.manifest import Manifest
 from deltastore.records import VersionRecord
 from deltastore.registry import Registry
 from server.deltas.host_cache import HostCache
@@ -90,8 +91,8 @@ class Fetcher:
             )
         with self._explained(record, path), self.cache.room(record.device_bytes) as room:
             report = self._loader.load(source, room.memory, slot.memory)
-            with Artifact.open(path, label(record)) as artifact:
-                plan = DeltaPlan.of(artifact, record.digest)
+            header = known_header(report.header)
+            plan = DeltaPlan.of(header, Manifest.known(header.metadata, label(record)), record.digest)
             self.cache.keep(room, record, plan)
         return plan, report
 

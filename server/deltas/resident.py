@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from deltastore.artifact import Artifact
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
-from deltastore.header import TensorEntry
-from deltastore.parts import MatrixParts, PlaneParts
+from deltastore.header import Header, TensorEntry
+from deltastore.manifest import Manifest
+from deltastore.parts import MatrixParts, PlaneParts, part_names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class MatrixView:
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """Where an artifact's tensors lie in its data section, taken from its header before the bytes arrive."""
+    """Where an artifact's tensors lie in its data section."""
 
     digest: str
     tied: bool
@@ -59,14 +60,18 @@ class DeltaPlan:
     whole: Mapping[str, TensorEntry]
 
     @classmethod
-    def of(cls, artifact: Artifact, digest: str) -> DeltaPlan:
-        specs = artifact.manifest.tensors
+    def of(cls, header: Header, manifest: Manifest, digest: str) -> DeltaPlan:
+        specs, entries = manifest.tensors, header.tensors
         return cls(
             digest,
-            artifact.manifest.tied,
+            manifest.tied,
             next((name for name in specs if name.endswith(HEAD_SUFFIXES)), ""),
-            {name: artifact.parts(name) for name, spec in specs.items() if spec.codec == "onebit"},
-            {name: artifact.header.tensors[name] for name, spec in specs.items() if spec.codec == "whole"},
+            {
+                name: part_names(name, spec).map(entries.__getitem__)
+                for name, spec in specs.items()
+                if spec.codec == "onebit"
+            },
+            {name: entries[name] for name, spec in specs.items() if spec.codec == "whole"},
         )
 
 
@@ -94,7 +99,19 @@ class ResidentDelta:
     @classmethod
     def in_slot(cls, plan: DeltaPlan, slot: Slot) -> ResidentDelta:
         """Views of a slot that holds the data section of the artifact that `plan` was taken from."""
-        matrices = {name: _matrix(parts, slot.memory) for name, parts in plan.matrices.items()}
+        planes = iter(
+            _planes([plane for parts in plan.matrices.values() for plane in parts.planes], slot.memory)
+        )
+        matrices = {
+            name: MatrixView(
+                tuple(islice(planes, len(parts.planes))),
+                *(
+                    None if part is None else _view(part, slot.memory)
+                    for part in (parts.left, parts.right, parts.added)
+                ),
+            )
+            for name, parts in plan.matrices.items()
+        }
         whole = {name: _view(entry, slot.memory) for name, entry in plan.whole.items()}
         return cls(plan.digest, plan.tied, plan.head, matrices, whole, slot, slot.generation)
 
@@ -115,18 +132,44 @@ def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
     return [Slot(index, memory[index]) for index in range(num_slots)]
 
 
-def _matrix(entries: MatrixParts[TensorEntry], memory: Tensor) -> MatrixView:
-    parts = entries.map(lambda entry: _view(entry, memory))
-    return MatrixView(tuple(map(_plane, parts.planes)), parts.left, parts.right, parts.added)
+def _planes(parts: Sequence[PlaneParts[TensorEntry]], memory: Tensor) -> list[PlaneView]:
+    """Views of planes, in their order. All factors are made at once: an operation for each would hold up the engine,
+    on whose interpreter and device they run.
+    """
+    if not parts:
+        return []
+    halves = memory[: len(memory) // 2 * 2].view(torch.float16)
+    ones = halves.new_ones(1)
+    rows = [plane.signs.shape[0] for plane in parts]
+    scales = [
+        (ones if plane.scale_out is None else _elements(plane.scale_out, halves)).expand(count)
+        for plane, count in zip(parts, rows, strict=True)
+    ]
+    gains = torch.cat([_view(plane.gain, memory) for plane in parts])
+    repeats = torch.tensor(rows, device=memory.device)
+    factors_out = torch.cat(scales).float() * gains.repeat_interleave(repeats, output_size=sum(rows))
+    scales_in = [plane.scale_in for plane in parts if plane.scale_in is not None]
+    factors_in = iter(_float32(scales_in, halves))
+    return [
+        PlaneView(
+            memory[plane.signs.start : plane.signs.end].view(plane.signs.shape),
+            factor_out,
+            None if plane.scale_in is None else next(factors_in),
+        )
+        for plane, factor_out in zip(parts, torch.split(factors_out, rows), strict=True)
+    ]
 
 
-def _plane(parts: PlaneParts[Tensor]) -> PlaneView:
-    out = parts.gain if parts.scale_out is None else parts.scale_out.float() * parts.gain
-    return PlaneView(
-        signs=parts.signs,
-        factor_out=out.expand(len(parts.signs)).contiguous(),
-        factor_in=None if parts.scale_in is None else parts.scale_in.float(),
-    )
+def _float32(vectors: Sequence[TensorEntry], halves: Tensor) -> Sequence[Tensor]:
+    if not vectors:
+        return []
+    together = torch.cat([_elements(entry, halves) for entry in vectors]).float()
+    return torch.split(together, [entry.shape[0] for entry in vectors])
+
+
+def _elements(entry: TensorEntry, halves: Tensor) -> Tensor:
+    """A float16 vector in a slot that is seen as float16."""
+    return halves[entry.start // 2 : entry.end // 2]
 
 
 def _view(entry: TensorEntry, memory: Tensor) -> Tensor:

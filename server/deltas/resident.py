@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.header import Header, TensorEntry
-from deltastore.manifest import Manifest
 from deltastore.parts import MatrixParts, PlaneParts, part_names
+
+if TYPE_CHECKING:  # those who only compute need not have what parses it
+    from deltastore.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

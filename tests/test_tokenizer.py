@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from deltastore.artifact import Artifact
 from deltastore.errors import ArtifactError
 from server.engine.tokenizer import TextStream, sampling_defaults
 from server.errors import InvalidRequest
@@ -82,8 +83,8 @@ def test_a_variant_brings_its_template_tokens_and_defaults(
 def test_files_that_cannot_be_used_are_refused_before_publication(
     served: Served, directory: Path, tmp_path: Path, filename: str, content: str
 ) -> None:
-    artifact = edited(directory, tmp_path / "d", filename, content)
-    with pytest.raises(ArtifactError):
+    path = edited(directory, tmp_path / "d", filename, content)
+    with Artifact.open(path) as artifact, pytest.raises(ArtifactError):
         served.tokenizers.check(artifact)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from typing import Annotated, ParamSpec, TypeVar
 
+import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
+from deltastore.loader import give_way
 from deltastore.registry import Registry
 from server.engine.engine import Engine
 from server.engine.tokenizer import Tokenizers
@@ -21,6 +25,10 @@ from server.settings import Settings
 from server.tenants import Open, Tenant, Tenants
 
 POLL_S = 0.02
+UPLOAD_THREADS = 8
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +54,14 @@ class Service:
         self.lost = asyncio.Event()  # the device is gone, and with it every request
         self._backend: Backend | None = None
         self._closed = False
+        self._aside = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=give_way)
+
+    async def run_aside(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run what computes for long on a thread that gives way to the engine's; waits for its end, whatever comes."""
+        work = partial(function, *args, **kwargs)
+        with anyio.CancelScope(shield=True):
+            result = await asyncio.get_running_loop().run_in_executor(self._aside, work)
+        return result
 
     def start(self, build: Callable[[], Backend]) -> None:
         """Begin to build the backend on a thread; `loading` ends when it is there, or holds the reason why not."""

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 
 from deltastore.artifact import Artifact
 from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
@@ -49,11 +48,11 @@ async def receive_upload(
         async with _upload(service, limit) as upload:
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    await run_in_threadpool(upload.write, chunk)
+                    await service.run_aside(upload.write, chunk)
                     metrics.upload_bytes_total.inc(len(chunk))
-            sealed = await run_in_threadpool(upload.seal)
-            facts = await run_in_threadpool(_verify, sealed, expected, backend)
-            publication = await run_in_threadpool(
+            sealed = await service.run_aside(upload.seal)
+            facts = await service.run_aside(_verify, sealed, expected, backend)
+            publication = await service.run_aside(
                 service.registry.publish, sealed, facts, tenant=caller.name, name=name, activate=activate
             )
     except BaseException as error:
@@ -80,25 +79,24 @@ def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend)
             raise ArtifactTooLarge(
                 f"{where} carries files of more than {MAX_FILES_BYTES} bytes: leave some out"
             )
-        facts = ArtifactFacts(
+        backend.tokenizers.check(artifact)
+        return ArtifactFacts(
             data_start=artifact.header.data_start,
             device_bytes=manifest.device_bytes,
             base_fingerprint=manifest.base_fingerprint,
             method=manifest.method,
             fidelity=manifest.fidelity,
         )
-    backend.tokenizers.check(sealed.path)
-    return facts
 
 
 @asynccontextmanager
 async def _upload(service: Service, limit: int) -> AsyncIterator[Upload]:
     """The registry's upload, opened and removed on a thread: unlinking gigabytes takes a while."""
-    upload = await run_in_threadpool(service.registry.open_upload(limit).__enter__)
+    upload = await service.run_aside(service.registry.open_upload(limit).__enter__)
     try:
         yield upload
     finally:
-        await run_in_threadpool(upload.__exit__, None, None, None)
+        await service.run_aside(upload.__exit__, None, None, None)
 
 
 async def _artifact_bytes(request: Request, limit: int) -> AsyncGenerator[bytes, None]:

@@ -119,50 +119,50 @@ class Tokenizers:
             if record.digest in self._cache:
                 self._cache.move_to_end(record.digest)
                 return self._cache[record.digest]
-        loaded = self._load(self._registry.object_path(record.digest), record.name)
+        with Artifact.open(self._registry.object_path(record.digest), record.name) as artifact:
+            loaded = self._load(artifact)
         with self._lock:
             self._cache[record.digest] = loaded
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return loaded
 
-    def check(self, artifact_path: Path) -> None:
+    def check(self, artifact: Artifact) -> None:
         """Load an uploaded artifact's tokenizer once, before it is published: ArtifactError if it does not work."""
-        self._load(artifact_path, "the artifact").encode("probe")
+        self._load(artifact).encode("probe")
 
     def close(self) -> None:
         """End the child process that renders templates."""
         self._worker.close()
 
-    def _load(self, path: Path, where: str) -> VariantTokenizer:
-        with Artifact.open(path, where) as artifact:
-            spec = artifact.manifest.tensors.get(self._base_shapes.embedding or "")
-            rows = self._base.num_embeddings if spec is None else spec.shape[0]
-            generation = self._base_generation
-            if GENERATION_FILE in artifact.manifest.files:
-                generation = _generation(artifact.file(GENERATION_FILE), where)
-            files = [name for name in artifact.manifest.files if name in TOKENIZER_FILES]
-            if not files:
-                return _with(self._base, rows, generation)
-            with tempfile.TemporaryDirectory(prefix="peraxis-tokenizer-") as scratch:
-                directory = Path(scratch)
-                for name in files:
-                    (directory / name).write_bytes(artifact.file(name))
-                shutil.copy(
-                    self._base_dir / "config.json", directory
-                )  # tells the library the tokenizer's class
-                try:
-                    return self._make(directory, rows, generation)
-                except (
-                    OSError,
-                    TypeError,
-                    ValueError,
-                    KeyError,
-                    AttributeError,
-                    NotServable,
-                    InvalidRequest,
-                ) as error:
-                    raise ArtifactError(f"{where}: its tokenizer cannot be loaded: {error}"[:500]) from error
+    def _load(self, artifact: Artifact) -> VariantTokenizer:
+        spec = artifact.manifest.tensors.get(self._base_shapes.embedding or "")
+        rows = self._base.num_embeddings if spec is None else spec.shape[0]
+        generation = self._base_generation
+        if GENERATION_FILE in artifact.manifest.files:
+            generation = _generation(artifact.file(GENERATION_FILE), artifact.where)
+        files = [name for name in artifact.manifest.files if name in TOKENIZER_FILES]
+        if not files:
+            return _with(self._base, rows, generation)
+        with tempfile.TemporaryDirectory(prefix="peraxis-tokenizer-") as scratch:
+            directory = Path(scratch)
+            for name in files:
+                (directory / name).write_bytes(artifact.file(name))
+            shutil.copy(self._base_dir / "config.json", directory)  # tells the library the tokenizer's class
+            try:
+                return self._make(directory, rows, generation)
+            except (
+                OSError,
+                TypeError,
+                ValueError,
+                KeyError,
+                AttributeError,
+                NotServable,
+                InvalidRequest,
+            ) as error:
+                raise ArtifactError(
+                    f"{artifact.where}: its tokenizer cannot be loaded: {error}"[:500]
+                ) from error
 
     def _make(self, directory: Path, rows: int, generation: Mapping[str, Any]) -> VariantTokenizer:
         tokenizer = _guarded(

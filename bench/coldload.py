@@ -57,7 +57,7 @@ class Scope:
         return self.num_streams + self.num_cold
 
 
-SMALL_SCOPE = Scope(SMALL, num_turns=2, quiet_s=0.5, num_cold=4, num_arrivals=30, answer_tokens=4)
+SMALL_SCOPE = Scope(SMALL, num_turns=1, quiet_s=0.5, num_cold=2, num_arrivals=24, answer_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,25 @@
+"""The bench of loads under traffic runs end to end on a tiny model and says what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import coldload
+
+
+def test_the_small_bench_fills_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coldload.main(["--small", "--dir", str(tmp_path), "--out", str(tmp_path / "coldload.json")])
+    written = json.loads((tmp_path / "coldload.json").read_text())
+    assert written["streams"]["gaps_quiet"] > 100
+    assert written["streams"]["gaps_loading"] > 0
+    assert 0 < written["streams"]["quiet_p50_s"] <= written["streams"]["quiet_p99_s"]
+    assert written["zipf"]["loads_per_request"] > 0
+    assert [goal["met"] for goal in written["goals"]] == [
+        goal["reached"] <= goal["at_most"] for goal in written["goals"]
+    ]
+    printed = capsys.readouterr().out
+    assert "| first token, alone, variant on disk " in printed
+    assert "| p99 between tokens, while variants load / without " in printed

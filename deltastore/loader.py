@@ -106,7 +106,7 @@ class Loader:
             slot: ``[at least device_bytes]`` uint8 on the loader's device.
 
         Nothing may be reading either. After an error both hold anything, and nothing writes to them any more. Bytes
-        behind `device_bytes` stay as they are.
+        behind `device_bytes` stay as they are. The report brings the verified header.
 
         Raises:
             CorruptObject: truncated, grown, or a chunk that does not match its digest.

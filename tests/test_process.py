@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from server.app import create_app
 from server.errors import EngineFailed
 from server.process import listen, run, url_of
 from server.settings import Settings
+
+WAIT_S = 20.0
 
 
 class Backend:
@@ -83,6 +87,29 @@ def test_what_start_up_makes_is_left_out_of_garbage_collections(tmp_path: Path) 
     finally:
         gc.unfreeze()
     assert frozen[0] > 10_000
+
+
+def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) -> None:
+    service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(WAIT_S)
+        ended.set()
+
+    async def cancel_it() -> None:
+        task = asyncio.create_task(service.run_aside(work))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(cancel_it())
 
 
 def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:

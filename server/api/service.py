@@ -58,9 +58,14 @@ class Service:
 
     async def run_aside(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run what computes for long on a thread that gives way to the engine's; waits for its end, whatever comes."""
-        work = partial(function, *args, **kwargs)
-        with anyio.CancelScope(shield=True):
-            result = await asyncio.get_running_loop().run_in_executor(self._aside, work)
+        call = partial(function, *args, **kwargs)
+        with anyio.CancelScope(shield=True):  # against the framework's cancelling, which is repeated
+            work = asyncio.get_running_loop().run_in_executor(self._aside, call)
+            try:
+                result = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait({work})
+                raise
         return result
 
     def start(self, build: Callable[[], Backend]) -> None:

@@ -74,6 +74,15 @@ class LoadReport:
     header: bytes = b""  # of the object, up to its data section; verified; none from host memory
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one load's bytes go."""
+
+    header: memoryview  # [data_start]
+    host: Tensor  # [device_bytes] uint8
+    slot: Tensor  # [device_bytes] uint8
+
+
 def give_way() -> None:
     """Let the calling thread run behind those that compute: Linux keeps a niceness for each thread."""
     os.nice(NICENESS)
@@ -118,7 +127,7 @@ class Loader:
         assert size <= min(len(host), len(slot))
         start = time.perf_counter()
         try:
-            self._read(source, header, host[:size], slot[:size])
+            self._read(source, _Target(memoryview(header), host[:size], slot[:size]))
             read = time.perf_counter()
         finally:
             self._settle()
@@ -142,13 +151,13 @@ class Loader:
         """Wait for running reads and give the threads back. Later loads are refused."""
         self._readers.shutdown()
 
-    def _read(self, source: ObjectSource, header: bytearray, host: Tensor, slot: Tensor) -> None:
+    def _read(self, source: ObjectSource, target: _Target) -> None:
         """All chunks up to the end of the device's part; the header's too: views of the slot rest on it."""
         reads: list[Future[None]] = []
         with _opened(source) as fd:
             try:
                 for index in range(-(-source.data_end // CHUNK_BYTES)):
-                    reads.append(self._submit(fd, source, index, header, host, slot))
+                    reads.append(self._submit(fd, source, index, target))
                 for read in reads:
                     read.result()
             finally:
@@ -156,22 +165,17 @@ class Loader:
                     read.cancel()
                 wait(reads)  # one that runs still writes to memory that is about to be somebody else's
 
-    def _submit(
-        self, fd: int, source: ObjectSource, index: int, header: bytearray, host: Tensor, slot: Tensor
-    ) -> Future[None]:
+    def _submit(self, fd: int, source: ObjectSource, index: int, target: _Target) -> Future[None]:
         try:
-            return self._readers.submit(self._read_chunk, fd, source, index, header, host, slot)
+            return self._readers.submit(self._read_chunk, fd, source, index, target)
         except RuntimeError as error:  # what an executor says after its shutdown
             raise UsageError("the loader is closed: nothing can be loaded any more") from error
 
-    def _read_chunk(
-        self, fd: int, source: ObjectSource, index: int, header: bytearray, host: Tensor, slot: Tensor
-    ) -> None:
+    def _read_chunk(self, fd: int, source: ObjectSource, index: int, target: _Target) -> None:
         part = source.device_range(index)
-        _read_verified(
-            fd, source, index, memoryview(header)[slice(*source.chunk_range(index))], host[part].numpy().data
-        )
-        self._begin_copy(host[part], slot[part])
+        head = target.header[slice(*source.chunk_range(index))]
+        _read_verified(fd, source, index, head, target.host[part].numpy().data)
+        self._begin_copy(target.host[part], target.slot[part])
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
         """On the side stream, without waiting; on a CPU it has ended on return."""

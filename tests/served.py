@@ -24,6 +24,7 @@ from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Samplin
 from server.engine.tokenizer import Tokenizers
 from server.metrics import Metrics
 from tests.residing import publish
+from tests.tiny_models import Change, make_pair
 
 WAIT_S = 60.0
 
@@ -107,6 +108,24 @@ def serving(base: Path, registry_dir: Path, **config: Any) -> Iterator[Served]:
     finally:
         engine.close()
         tokenizers.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A base, and the artifacts of variants of it."""
+
+    base: Path
+    artifacts: list[Path]
+
+
+def make_family(directory: Path, seed: int, num_variants: int) -> Family:
+    """Make a tiny Llama, its fine-tunes and their deltas."""
+    pair = make_pair("llama", directory, seed, (Change(),) * num_variants)
+    artifacts = [
+        make_delta(pair.base, finetune, directory / f"{number}.safetensors")
+        for number, finetune in enumerate(pair.finetunes)
+    ]
+    return Family(pair.base, artifacts)
 
 
 def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:

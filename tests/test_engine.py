@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,31 +15,18 @@ from server.engine.admitted import Admitted
 from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from server.engine.runner import Piece
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
-from tests.served import Answer, Served, make_delta, serving
-from tests.tiny_models import Change, make_pair
+from tests.served import Answer, Family, Served, make_family, serving
 
 PROMPT = [5, 6, 7, 8]
 
 
-@dataclass(frozen=True, slots=True)
-class Deltas:
-    base: Path
-    files: list[Path]
-
-
 @pytest.fixture(scope="module")
-def deltas(tmp_path_factory: pytest.TempPathFactory) -> Deltas:
-    directory = tmp_path_factory.mktemp("models")
-    models = make_pair("llama", directory, seed=3, changes=(Change(),) * 4)
-    files = [
-        make_delta(models.base, finetune, directory / f"{number}.safetensors")
-        for number, finetune in enumerate(models.finetunes)
-    ]
-    return Deltas(models.base, files)
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("models"), seed=3, num_variants=4)
 
 
 @pytest.fixture
-def served(deltas: Deltas, tmp_path: Path) -> Iterator[Served]:
+def served(deltas: Family, tmp_path: Path) -> Iterator[Served]:
     with serving(
         deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout_s=20.0
     ) as running:
@@ -64,16 +50,16 @@ def error_of(answer: Answer) -> Exception:
     return answer.end.error
 
 
-def test_more_active_variants_than_slots_all_answer_as_they_do_alone(served: Served, deltas: Deltas) -> None:
-    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files)]
+def test_more_active_variants_than_slots_all_answer_as_they_do_alone(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts)]
     alone = [served.ask(record, PROMPT, max_new_tokens=8).token_ids for record in records]
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
     together = [served.start(record, PROMPT, max_new_tokens=8) for record in records]
     assert [pending.answer().token_ids for pending in together] == alone
 
 
-def test_the_first_request_is_cold_and_the_second_is_not(served: Served, deltas: Deltas) -> None:
-    record = served.publish(deltas.files[0], "v")
+def test_the_first_request_is_cold_and_the_second_is_not(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
     first, second = served.ask(record, PROMPT).end, served.ask(record, PROMPT).end
     assert isinstance(first, DoneEvent)
     assert isinstance(second, DoneEvent)
@@ -83,16 +69,16 @@ def test_the_first_request_is_cold_and_the_second_is_not(served: Served, deltas:
     assert second.timings.load_s == 0
 
 
-def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas: Deltas) -> None:
-    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files[:3])]
+def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
     for record in (records[0], records[1], records[0], records[2]):
         served.ask(record, PROMPT, max_new_tokens=1)
     assert [served.engine.level_of(record.digest) for record in records] == ["gpu", "host", "gpu"]
     assert served.metric("variant_evictions_total", level="gpu", reason="capacity") == 1
 
 
-def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, deltas: Deltas) -> None:
-    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files[:3])]
+def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
     served.engine.pin(records[0]).result(20)
     for record in records[1:]:
         served.ask(record, PROMPT, max_new_tokens=1)
@@ -103,16 +89,16 @@ def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, del
     assert not served.engine.is_pinned(records[0].digest)
 
 
-def test_unload_frees_the_slot(served: Served, deltas: Deltas) -> None:
-    record = served.publish(deltas.files[0], "v")
+def test_unload_frees_the_slot(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
     served.engine.load(record).result(20)
     assert served.engine.level_of(record.digest) == "gpu"
     served.engine.unload(record).result(20)
     assert served.engine.level_of(record.digest) == "disk"
 
 
-def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: Deltas) -> None:
-    record = served.publish(deltas.files[0], "v")
+def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
     want = served.ask(record, PROMPT, max_new_tokens=60).token_ids
     running = served.start(record, PROMPT, max_new_tokens=60)
     unloaded = served.engine.unload(record)
@@ -120,8 +106,8 @@ def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: De
     unloaded.result(20)
 
 
-def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Served, deltas: Deltas) -> None:
-    good, bad = served.publish(deltas.files[0], "good"), served.publish(deltas.files[1], "bad")
+def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Served, deltas: Family) -> None:
+    good, bad = served.publish(deltas.artifacts[0], "good"), served.publish(deltas.artifacts[1], "bad")
     want = served.ask(good, PROMPT).token_ids
     path = served.registry.object_path(bad.digest)
     path.chmod(0o644)
@@ -137,17 +123,17 @@ def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Serv
         served.registry.resolve("default", "bad")
 
 
-def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Deltas) -> None:
-    record = served.publish(deltas.files[0], "v")
+def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
     served.tokenizers.of(record)
     served.registry.object_path(record.digest).unlink()
     assert isinstance(error_of(served.ask(record, PROMPT)), VariantNotFound)
 
 
 def test_a_step_that_fails_fails_its_request_alone(
-    served: Served, deltas: Deltas, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: Served, deltas: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = served.publish(deltas.files[0], "v")
+    record = served.publish(deltas.artifacts[0], "v")
     want = served.ask(record, PROMPT).token_ids
     runner = served.engine._core._runner
     forward = runner.forward
@@ -204,11 +190,11 @@ def test_an_engine_that_breaks_tells_everybody_and_its_service(
 
 
 def test_a_variant_that_finds_no_slot_in_time_is_told_so(
-    deltas: Deltas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(deltas.base, tmp_path / "registry", load_timeout_s=0.05) as served:
         slow_down(served, monkeypatch)
-        records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.files[:3])]
+        records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:
             served.engine.load(record).result(20)
         long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
@@ -251,7 +237,7 @@ def test_a_draining_engine_finishes_what_it_admitted(served: Served, monkeypatch
 
 
 def test_a_closed_engine_tells_those_it_could_not_answer(
-    deltas: Deltas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(deltas.base, tmp_path / "registry") as served:
         slow_down(served, monkeypatch)
@@ -299,8 +285,8 @@ def test_samples_of_one_request_follow_their_own_seeds(served: Served) -> None:
     assert samples[1] == second.token_ids
 
 
-def test_metrics_count_what_happened(served: Served, deltas: Deltas) -> None:
-    record = served.publish(deltas.files[0], "v")
+def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
     for _ in range(2):
         served.ask(record, PROMPT, max_new_tokens=3)
     assert served.metric("variant_lookups_total", result="disk") == 1

@@ -16,28 +16,16 @@ from deltastore.records import VersionRecord
 from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
 from server.engine.runner import Piece
 from server.errors import EngineFailed, InvalidRequest
-from tests.served import Answer, Pending, Served, make_delta, serving
+from tests.served import Answer, Family, Pending, Served, make_delta, make_family, serving
 from tests.tiny_models import Change, make_pair
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9] * 20, [200, 3, 1]]
 NUM_NEW = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    base: Path
-    artifacts: list[Path]
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    directory = tmp_path_factory.mktemp("family")
-    pair = make_pair("llama", directory, seed=5, changes=(Change(),) * 3)
-    files = [
-        make_delta(pair.base, finetune, directory / f"{n}.safetensors")
-        for n, finetune in enumerate(pair.finetunes)
-    ]
-    return Family(pair.base, files)
+    return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=3)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,29 +12,15 @@ from transformers import PreTrainedModel
 
 from server.engine.request import DoneEvent, PromptEvent, TokenEvent
 from tests.live_server import eventually
-from tests.served import Served, generate, make_delta, merged, serving
-from tests.tiny_models import Change, make_pair
+from tests.served import Family, Served, generate, make_family, merged, serving
 
 PROMPT = list(range(40, 75))  # two pages of 16 and three tokens
 NEW = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    base: Path
-    artifacts: list[Path]
-    scratch: Path
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    directory = tmp_path_factory.mktemp("family")
-    pair = make_pair("llama", directory, seed=9, changes=(Change(),) * 2)
-    files = [
-        make_delta(pair.base, finetune, directory / f"{n}.safetensors")
-        for n, finetune in enumerate(pair.finetunes)
-    ]
-    return Family(pair.base, files, directory)
+    return make_family(tmp_path_factory.mktemp("family"), seed=9, num_variants=2)
 
 
 @torch.inference_mode()
@@ -108,14 +93,16 @@ def test_where_a_request_found_its_delta_is_counted(served: Served, family: Fami
     assert served.metric("cold_start_seconds_count", source="disk") == 2
 
 
-def test_prompt_logprobs_are_those_of_the_merged_model(served: Served, family: Family) -> None:
+def test_prompt_logprobs_are_those_of_the_merged_model(
+    served: Served, family: Family, tmp_path: Path
+) -> None:
     record = served.publish(family.artifacts[1], "v")
     plain = served.ask(record, PROMPT, max_new_tokens=2).token_ids
     answer = served.ask(record, PROMPT, max_new_tokens=2, prompt_logprobs=2, n=2)
     scored = [event for event in answer.events if isinstance(event, PromptEvent)]
     assert len(scored) == 1
     assert [token.token_id for token in scored[0].tokens] == PROMPT[1:]
-    reference = merged(family.base, family.artifacts[1], family.scratch / "merged")
+    reference = merged(family.base, family.artifacts[1], tmp_path / "merged")
     expected = log_probabilities(reference, PROMPT)
     for token, row in zip(scored[0].tokens, expected, strict=True):
         assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-3)

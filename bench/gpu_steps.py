@@ -15,7 +15,7 @@ from bench.gpu_rows import BASE_TRAFFIC, RESIDENT, Rows, Sizes, step_limit
 from bench.gpu_timing import captured, seconds
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.resident import ResidentDelta, arena
-from server.engine.memory import MOST_SLOTS, USABLE
+from server.engine.memory import CUDA_SHARE, MOST_SLOTS
 from server.model.attention import Chunk, Layout, PagedAttention
 
 PAGE_TOKENS = 16  # as the server's
@@ -182,4 +182,4 @@ class Stage:
         if self.device.type != "cuda":
             return CPU_MEMORY
         torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self.device)[0] * USABLE["cuda"])
+        return int(torch.cuda.mem_get_info(self.device)[0] * CUDA_SHARE)

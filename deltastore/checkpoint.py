@@ -113,6 +113,11 @@ class Checkpoint:
             for block in (slice(start, start + rows.step) for start in rows)
         )
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape by name, without a head that repeats the embedding, so that all copies give the same."""
+        left_out = self.head_name if self.is_tied() else None
+        return {name: stored.shape for name, stored in self.tensors.items() if name != left_out}
+
     @property
     def embedding_name(self) -> str | None:
         """The input embedding's tensor, by the names that the library's models use."""

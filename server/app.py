@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from importlib.metadata import version
@@ -18,11 +19,13 @@ from server.metrics import Metrics
 from server.process import listen, run, url_of
 from server.settings import Settings
 
-Build = Callable[[Settings, Registry, Metrics], Backend]
+Build = Callable[[Settings, Registry, Metrics, threading.Event], Backend]
 
 
-def build_backend(settings: Settings, registry: Registry, metrics: Metrics) -> Backend:
-    """Load the base and start its engine; takes as long as reading the checkpoint."""
+def build_backend(
+    settings: Settings, registry: Registry, metrics: Metrics, stopping: threading.Event
+) -> Backend:
+    """Load the base and start its engine; takes as long as reading the checkpoint. `stopping` ends it sooner."""
     config = BuildConfig(
         base_dir=settings.base,
         device=settings.device,
@@ -38,7 +41,7 @@ def build_backend(settings: Settings, registry: Registry, metrics: Metrics) -> B
         max_model_len=settings.max_model_len,
         num_load_threads=settings.load_threads,
     )
-    return Backend(*build_engine(config, registry, metrics))
+    return Backend(*build_engine(config, registry, metrics, stopping))
 
 
 def create_app(settings: Settings, build: Build = build_backend) -> FastAPI:
@@ -55,7 +58,7 @@ def create_app(settings: Settings, build: Build = build_backend) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.start(lambda: build(settings, service.registry, metrics))
+        service.start(lambda: build(settings, service.registry, metrics, service.stopping))
         yield
         await service.close()
 

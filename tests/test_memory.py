@@ -1,17 +1,29 @@
-"""How memory is shared out between the key-value cache and slots."""
+"""How memory is shared out between the KV cache and slots."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from server.engine.memory import Shares, Wanted, share_out
+import pytest
+import torch
+
+from server.engine import memory
+from server.engine.memory import Free, Shares, Wanted, available_bytes, check_base, share_out
 from server.errors import NotServable
 
 PAGE, SLOT = 1000, 30_000
+CPU = torch.device("cpu")
 
 
-def shares(free: int, kv: int | None = None, slots: int | None = None, max_tokens: int = 10**9) -> Shares:
-    return share_out(free, PAGE, 16, SLOT, Wanted(kv, slots, max_tokens))
+def shares(
+    free: int,
+    kv: int | None = None,
+    slots: int | None = None,
+    max_tokens: int = 10**9,
+    unasked: int | None = None,
+) -> Shares:
+    share = Free(free, free if unasked is None else unasked)
+    return share_out(share, PAGE, 16, SLOT, Wanted(kv, slots, max_tokens))
 
 
 def test_half_is_the_cache_s_and_half_is_slots_where_nothing_is_asked_for() -> None:
@@ -33,15 +45,61 @@ def test_many_slots_are_taken_only_when_asked_for() -> None:
     assert shares(10**9, slots=500).num_slots == 500
 
 
+def test_two_slots_come_before_half_of_the_cache() -> None:
+    assert shares(80_000) == Shares(num_pages=20, num_slots=2)
+
+
+def test_unasked_shares_leave_memory_that_can_be_asked_for() -> None:
+    assert shares(600_000, unasked=300_000) == Shares(150, 5)
+    assert shares(600_000, kv=90_000, slots=15, unasked=300_000) == Shares(90, 15)
+
+
+def test_half_of_what_is_left_is_taken_where_much_was_asked_for() -> None:
+    assert shares(600_000, slots=15, unasked=300_000) == Shares(75, 15)
+
+
 @pytest.mark.parametrize(
     ("free", "kv", "slots"),
     [(60_000, None, 2), (60_000, 59_000, None), (600_000, 400_000, 8), (1500, None, None)],
 )
 def test_what_does_not_fit_is_refused_with_the_ways_out(free: int, kv: int | None, slots: int | None) -> None:
-    with pytest.raises(NotServable, match="lower --max-gpu-deltas, --kv-cache-gb or"):
+    with pytest.raises(NotServable, match=r"GB more: .*lower --max-gpu-deltas, --kv-cache-gb"):
         shares(free, kv, slots)
 
 
 def test_a_cache_of_less_than_two_pages_is_to_be_raised() -> None:
     with pytest.raises(NotServable, match="raise it"):
         shares(600_000, kv=1500)
+
+
+def test_a_base_that_fits_beside_what_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
+    check_base(4 * 10**9, torch.bfloat16, CPU, 10**9, Wanted(10**9, 2, 0))
+
+
+def test_a_base_too_large_for_memory_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
+    with pytest.raises(
+        NotServable, match=r"7\.00 GB of memory are free .*9\.50 GB are needed, 2\.50 GB more"
+    ):
+        check_base(4 * 10**9, torch.bfloat16, CPU, 10**9, Wanted(15 * 10**8, 4, 0))
+    with pytest.raises(NotServable, match="lower --dtype to bfloat16"):
+        check_base(16 * 10**9, torch.float32, CPU, 10**9, Wanted(None, None, 0))
+
+
+def test_the_limit_of_a_control_group_is_the_memory_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\nactive_file 100000\ninactive_file 150000\n")
+    monkeypatch.setattr(memory, "_control_groups", lambda: [tmp_path])
+    assert available_bytes() == 550_000
+
+
+def test_a_control_group_without_a_limit_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(memory, "_control_groups", lambda: [tmp_path])
+    assert available_bytes() > 10**8

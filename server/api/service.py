@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,8 @@ class Service:
         self.num_in_flight = 0  # HTTP requests
         self.draining = False
         self.loading: asyncio.Task[None] | None = None
+        # Set when the base need not be loaded to its end.
+        self.stopping = threading.Event()
         self.lost = asyncio.Event()  # the device is gone, and with it every request
         self._backend: Backend | None = None
         self._closed = False
@@ -121,6 +124,7 @@ class Service:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
+        self.stopping.set()
         self.metrics.ready.set(0)
         if self._backend is not None:
             self._backend.engine.drain()
@@ -131,7 +135,10 @@ class Service:
         timeout = self.settings.shutdown_timeout
         deadline = time.monotonic() + timeout
         if self.loading is not None:
-            await asyncio.wait({self.loading}, timeout=timeout)
+            done, _ = await asyncio.wait({self.loading}, timeout=timeout)
+            for loading in done:
+                # Whoever asked for the end knows why loading ended; asyncio would log it as never retrieved.
+                loading.exception()
         if self._backend is not None and not self._closed:
             self._closed = True
             await run_in_threadpool(self._backend.engine.close, max(0.0, deadline - time.monotonic()))

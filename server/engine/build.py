@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from deltastore.checkpoint import Checkpoint
 from deltastore.loader import Loader
 from deltastore.plan import one_bit_plan
 from deltastore.registry import Registry
@@ -18,7 +22,7 @@ from server.deltas.resident import arena
 from server.engine.core import Core
 from server.engine.engine import Engine, Limits
 from server.engine.kv_cache import KVCache
-from server.engine.memory import Wanted, free_bytes, host_cache_bytes, share_out
+from server.engine.memory import Wanted, check_base, free_memory, host_cache_bytes, share_out
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler, SchedulerLimits
 from server.engine.sequence import Sequence
@@ -28,6 +32,7 @@ from server.engine.tokenizer import Tokenizers
 from server.errors import NotServable
 from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model
+from server.model.weights import own_dtype
 
 SLOT_ALIGNMENT = 4096
 NUM_LOADS = 2  # at once from disk: while one waits for its file or its copy, the other keeps the disk busy
@@ -54,23 +59,37 @@ class BuildConfig:
     num_load_threads: int
 
 
-def build_engine(config: BuildConfig, registry: Registry, metrics: Metrics) -> tuple[Engine, Tokenizers]:
-    """Load the base and start the engine; slow.
+def build_engine(
+    config: BuildConfig, registry: Registry, metrics: Metrics, stopping: threading.Event | None = None
+) -> tuple[Engine, Tokenizers]:
+    """Load the base and start the engine; takes as long as reading the base, and seconds more.
+
+    Args:
+        config: what to load and how much memory to take.
+        registry: where deltas come from.
+        metrics: what the engine counts in.
+        stopping: when set, loading ends soon.
 
     Raises:
         CheckpointError: the base cannot be read.
-        NotServable: its architecture or the device is not one that can be served.
+        NotServable: its architecture or the device is not one that can be served, or memory is too small.
+        Draining: `stopping` was set.
     """
-    device = _device(config.device)
-    served = load_model(config.base_dir, device, DTYPES[config.dtype])
-    plan = one_bit_plan(served.base.shapes)
-    slot_bytes = -(-int(plan.device_bytes * config.slot_headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    device, checkpoint = _device(config.device), Checkpoint.open(config.base_dir)
+    dtype = DTYPES[config.dtype] or own_dtype(checkpoint)
+    shapes = checkpoint.shapes()
+    slot_bytes = _slot_bytes(shapes, config.slot_headroom)
+    base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
+    check_base(base_bytes, dtype, device, slot_bytes, Wanted(config.kv_cache_bytes, config.num_slots, 0))
+    served = load_model(checkpoint, device, dtype, stopping or threading.Event())
     max_len = min(config.max_model_len or served.max_positions, served.max_positions)
     cache_bytes = host_cache_bytes(config.host_cache_bytes)
     wanted = Wanted(config.kv_cache_bytes, config.num_slots, config.max_num_seqs * max_len)
     attention = served.attention
     page_bytes = attention.page_tokens * attention.bytes_per_token
-    shares = share_out(free_bytes(device, cache_bytes), page_bytes, attention.page_tokens, slot_bytes, wanted)
+    shares = share_out(
+        free_memory(device, cache_bytes), page_bytes, attention.page_tokens, slot_bytes, wanted
+    )
     attention.allocate(shares.num_pages)
     slots = arena(shares.num_slots, slot_bytes, device)
     kv_cache = KVCache(shares.num_pages, attention.page_tokens)
@@ -101,6 +120,12 @@ def build_engine(config: BuildConfig, registry: Registry, metrics: Metrics) -> t
     )
     tokenizers = Tokenizers(config.base_dir, served.base, registry, TemplateWorker())
     return Engine(core, residency, served.base, telemetry, limits), tokenizers
+
+
+def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
+    """Bytes of a slot: what one bit per weight of a base takes, times `headroom`, in whole pages."""
+    plan = one_bit_plan(shapes)
+    return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def _num_bytes(served: ServedModel) -> int:

@@ -1,25 +1,42 @@
-"""How memory is shared out beside the base: pages of the key-value cache, and slots for deltas."""
+"""Share out the memory beside the base: pages of the KV cache, slots for deltas, and the host cache.
+
+Sizes are bytes. On the CPU all of them come from host memory; on CUDA the host cache alone does.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from server.errors import NotServable
 
-USABLE = {
-    "cuda": 0.9,
-    "cpu": 0.5,
-}  # of what is free; the rest is for activations, and on the CPU for everybody else
-MOST_SLOTS = 64  # that are taken unasked
-MOST_HOST_CACHE = 16 * 10**9  # that is taken unasked
-LEAST_SLOTS = 2  # so that one can be pinned
+# On CUDA, this share of free memory is taken; the rest is for activations.
+CUDA_SHARE = 0.9
+# On the CPU, this share of free memory is taken without being asked for, because other processes need memory, too.
+CPU_SHARE = 0.5
+# On the CPU, this is left for activations and libraries whatever is asked for.
+RESERVE_BYTES = 10**9
+# Taken unless more is asked for.
+MOST_SLOTS = 64
+MOST_HOST_CACHE = 16 * 10**9
+# One can be pinned then, and another be loaded.
+LEAST_SLOTS = 2
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free memory of the device, beside the host cache."""
+
+    usable: int  # what can be asked for
+    unasked: int  # what is taken without being asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for; None is what fits."""
+    """Settings; None is what fits."""
 
     kv_cache_bytes: int | None
     num_slots: int | None
@@ -28,53 +45,128 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What there will be."""
+    """The result."""
 
     num_pages: int  # one of which is padding
     num_slots: int
 
 
-def share_out(free_bytes: int, page_bytes: int, page_tokens: int, slot_bytes: int, wanted: Wanted) -> Shares:
-    """Divide `free_bytes`: what was asked for first, then half of the rest to the cache, at most what it can use.
+def share_out(free: Free, page_bytes: int, page_tokens: int, slot_bytes: int, wanted: Wanted) -> Shares:
+    """Give what was asked for; divide the unasked share between cache and slots, with two slots at least.
 
     Raises:
-        NotServable: what was asked for does not fit.
+        NotServable: it does not fit; the message says how much is missing and which setting to lower.
     """
     most_pages = -(-wanted.max_tokens // page_tokens) + 1
-    asked_slots = (wanted.num_slots or 0) * slot_bytes
-    if wanted.kv_cache_bytes is None:
-        room = free_bytes - asked_slots
-        pages = min(most_pages, (room if wanted.num_slots else room // 2) // page_bytes)
-    else:
+    asked = (wanted.num_slots or 0) * slot_bytes + (wanted.kv_cache_bytes or 0)
+    left = free.usable - asked
+    room = max(0, min(left, max(free.unasked - asked, left // 2)))
+    if wanted.kv_cache_bytes is not None:
         pages = wanted.kv_cache_bytes // page_bytes
-    left = free_bytes - pages * page_bytes
-    slots = min(MOST_SLOTS, left // slot_bytes) if wanted.num_slots is None else wanted.num_slots
-    sizes = f"pages of the key-value cache take {page_bytes / 1e6:.2f} MB, slots {slot_bytes / 1e6:.2f} MB"
+    elif wanted.num_slots is not None:
+        pages = min(most_pages, room // page_bytes)
+    else:
+        pages = min(most_pages, min(room // 2, max(0, room - LEAST_SLOTS * slot_bytes)) // page_bytes)
+    unasked_pages = pages * page_bytes if wanted.kv_cache_bytes is None else 0
+    slots = min(MOST_SLOTS, (room - unasked_pages) // slot_bytes)
+    if wanted.num_slots is not None:
+        slots = wanted.num_slots
     if wanted.kv_cache_bytes is not None and pages < 2:
         raise NotServable(
-            f"--kv-cache-gb {wanted.kv_cache_bytes / 1e9:g} holds less than two pages: {sizes}: raise it"
+            f"--kv-cache-gb {wanted.kv_cache_bytes / 1e9:g} holds less than two pages of {page_bytes / 1e6:.2f} MB: "
+            "raise it"
         )
-    if pages < 2 or slots < LEAST_SLOTS or slots * slot_bytes > left:
+    if pages < 2 or slots < LEAST_SLOTS or left < 0:
+        needed = max(slots, LEAST_SLOTS) * slot_bytes + max(pages, 2) * page_bytes
         raise NotServable(
-            f"{max(free_bytes, 0) / 1e9:.2f} GB are left to serve with, and {sizes}: lower --max-gpu-deltas, "
-            "--kv-cache-gb or --max-host-cache-gb, or serve on a larger device"
+            f"{_gb(max(0, free.usable))} are left beside the base and {_gb(needed)} are needed at least, "
+            f"{_gb(needed - free.usable)} more: slots take {_gb(slot_bytes)} each, pages of the KV cache "
+            f"{page_bytes / 1e6:.2f} MB: "
+            "lower --max-gpu-deltas, --kv-cache-gb, --max-host-cache-gb or --slot-headroom, or serve on a larger device"
         )
     return Shares(pages, slots)
 
 
-def free_bytes(device: torch.device, host_cache_bytes: int) -> int:
-    """What may be taken of a device's memory now, beside the host cache."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * USABLE["cuda"])
-    return int(_available() * USABLE["cpu"]) - host_cache_bytes
+def check_base(
+    base_bytes: int, dtype: torch.dtype, device: torch.device, slot_bytes: int, wanted: Wanted
+) -> None:
+    """Refuse a base that leaves no room for what was asked for, before it is read.
+
+    Raises:
+        NotServable: how much is missing, and which setting to lower.
+    """
+    slots = wanted.num_slots or LEAST_SLOTS
+    needed = base_bytes + slots * slot_bytes + (wanted.kv_cache_bytes or 0)
+    usable = _usable(device)
+    if needed <= usable:
+        return
+    lower = (
+        "--max-gpu-deltas, --kv-cache-gb" if wanted.num_slots or wanted.kv_cache_bytes else "--slot-headroom"
+    )
+    if dtype == torch.float32:
+        lower = f"--dtype to bfloat16, {lower}"
+    raise NotServable(
+        f"{_gb(max(0, usable))} of memory are free and {_gb(needed)} are needed, {_gb(needed - usable)} more: the "
+        f"base takes {_gb(base_bytes)} in {str(dtype).removeprefix('torch.')}, {slots} slots "
+        f"{_gb(slots * slot_bytes)}, the KV cache {_gb(wanted.kv_cache_bytes or 0)} or more: "
+        f"lower {lower}, or serve on a larger device"
+    )
+
+
+def free_memory(device: torch.device, host_cache_bytes: int) -> Free:
+    """What is left of a device's memory now, beside the host cache."""
+    if device.type == "cpu":
+        usable = _usable(device) - host_cache_bytes
+        return Free(usable, min(usable, int(available_bytes() * CPU_SHARE) - host_cache_bytes))
+    usable = _usable(device)
+    return Free(usable, usable)
 
 
 def host_cache_bytes(asked: int | None) -> int:
     """Host memory for deltas without a slot: what was asked for, or an eighth of what is free, within reason."""
-    return min(MOST_HOST_CACHE, _available() // 8) if asked is None else asked
+    return min(MOST_HOST_CACHE, available_bytes() // 8) if asked is None else asked
 
 
-def _available() -> int:
-    import psutil  # not where there is a GPU alone, as for its bench
+def available_bytes() -> int:
+    """Host memory that can be taken without swapping: the machine's, or less where a control group has a limit."""
+    # A machine that only runs the GPU bench need not have it.
+    import psutil
 
-    return int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
+    return min([available, *map(_left_in, _control_groups())])
+
+
+def _usable(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return available_bytes() - RESERVE_BYTES
+
+
+def _control_groups() -> list[Path]:
+    """Directories of this process's control group and of those above it (version 2), if there are any."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if own is None:
+        return []
+    group = CGROUP / own
+    return [path for path in (group, *group.parents) if path.is_relative_to(CGROUP)]
+
+
+def _left_in(group: Path) -> int:
+    """Bytes below a control group's limit; file pages that can be dropped count as free."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit == "max":
+            return 1 << 62
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 1 << 62
+    return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

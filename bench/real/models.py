@@ -1,0 +1,218 @@
+"""Checkpoints with the configurations of published models and random weights. Knows names, shapes and files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.real.vocabulary import byte_level_bpe
+from compressor.shards import Output, cut, write_index, write_shard
+
+WEIGHT_STD = 0.02
+NORM_STD = 0.1
+# A fine-tune's difference has this share of the weights' standard deviation.
+TUNING_SHARE = 0.05
+BLOCK_NUMEL = 1 << 24
+SHARD_BYTES = 5_000_000_000
+NUM_THREADS = 2
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
+_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+# 48 factors: half of the rotated 96 of a head's 128 dimensions. The published ones are not at hand; these grow alike.
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 48,
+    "long_factor": [round(1.0 + 46.0 * (i / 47) ** 2, 4) for i in range(48)],
+}
+
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.2-1b": {
+        **_LLAMA3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**_LLAMA3_ROPE, "factor": 32.0},
+    },
+    "llama-3.1-8b": {
+        **_LLAMA3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0},
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN,
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen3-4b": {
+        **_QWEN,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "phi-4-mini": {
+        "model_type": "phi3",
+        "vocab_size": 200064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "rope_parameters": _LONGROPE,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RealModel:
+    """One configuration and the tensors that its checkpoint holds."""
+
+    name: str
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of the model's modules
+
+    @classmethod
+    def of(cls, name: str, num_layers: int | None = None) -> RealModel:
+        """The configuration `name` of CONFIGS, with fewer layers where `num_layers` is given."""
+        config = {
+            **CONFIGS[name],
+            "dtype": "bfloat16",
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        if num_layers is not None:
+            config["num_hidden_layers"] = num_layers
+        settings = AutoConfig.for_model(**copy.deepcopy(config))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+        # A tied head is one parameter, which is named once.
+        shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
+        return cls(name, {**settings.to_dict(), "architectures": [type(model).__name__]}, shapes)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def write_base(self, directory: Path) -> Path:
+        """Write the base once: a directory that is there already is complete, because it takes its name last."""
+        if directory.is_dir():
+            return directory
+        partial = directory.with_name(f".{directory.name}.part")
+        partial.mkdir(parents=True, exist_ok=True)
+        byte_level_bpe(self.vocabulary, directory.parent).save_pretrained(partial)
+        self._write(partial, finetune=None)
+        partial.rename(directory)
+        return directory
+
+    def write_finetune(self, base: Path, directory: Path, seed: int) -> Path:
+        """Write the base's weights plus a small random difference, drawn from `seed` (1 or more)."""
+        directory.mkdir(parents=True)
+        for file in base.iterdir():
+            if file.suffix == ".json" and not file.name.startswith(("model", "config")):
+                (directory / file.name).write_bytes(file.read_bytes())
+        self._write(directory, finetune=seed)
+        return directory
+
+    def _write(self, directory: Path, finetune: int | None) -> None:
+        (directory / "config.json").write_text(json.dumps(self.config, indent=2, default=str) + "\n")
+        outputs = {name: Output(name, "BF16", shape) for name, shape in self.shapes.items()}
+        shards = cut(outputs.values(), SHARD_BYTES)
+        numbers = {name: index for index, name in enumerate(outputs)}
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+
+            def blocks(output: Output) -> Iterator[Tensor]:
+                starts = range(0, math.prod(output.shape), BLOCK_NUMEL)
+                count = math.prod(output.shape)
+                yield from pool.map(
+                    lambda start: self._block(
+                        output.name, numbers[output.name], start, min(BLOCK_NUMEL, count - start), finetune
+                    ),
+                    starts,
+                )
+
+            for shard in shards:
+                write_shard(directory, shard, blocks, lambda _: None)
+        write_index(directory, shards)
+
+    def _block(self, name: str, number: int, start: int, count: int, finetune: int | None) -> Tensor:
+        """Some elements of one tensor. Each block has its own seed, so that blocks can be drawn in parallel."""
+        is_norm = name.endswith("norm.weight")
+        std = NORM_STD if is_norm else WEIGHT_STD
+        seed = (number << 20) + start // BLOCK_NUMEL
+        base = _normal(count, std, seed)
+        # Gemma's norms multiply by one plus their weight.
+        if is_norm and "gemma" not in str(self.config["model_type"]):
+            base += 1
+        if finetune is not None:
+            base = base.bfloat16().float() + _normal(count, TUNING_SHARE * std, (finetune << 40) + seed)
+        return base.bfloat16()
+
+
+def _normal(count: int, std: float, seed: int) -> Tensor:
+    return torch.empty(count).normal_(std=std, generator=torch.Generator().manual_seed(seed))

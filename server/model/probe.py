@@ -1,0 +1,286 @@
+"""Check at start-up that the delta-aware model computes what the plain model computes, with and without a delta.
+
+A short text runs through the plain model in a wider dtype (`reference.py`), and then through the delta-aware model,
+where each decoder layer is given the reference's input. So each layer, the embedding and the output head are compared
+by themselves, and what rounding may change is measured on the plain model in its own dtype: the check is as sharp in 80
+layers of bfloat16 as in two of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deltastore.base import Base
+from deltastore.signs import pack_signs
+from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.norm import is_norm
+from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
+from server.errors import NotServable
+from server.model.attention import Chunk, Layout, PagedAttention
+from server.model.hooks import kind
+from server.model.reference import RankOneDelta, WideModel, own_norms
+
+# A prime that is no model's number of heads, so that tokens and heads are told apart.
+NUM_TOKENS = 13
+# Tokens of the text that have the delta; those around them are the base's.
+OWN = slice(1, NUM_TOKENS - 1)
+# Sliding windows during the probe, so that its few tokens reach beyond them.
+WINDOW = 5
+# Errors may be this many times those of the plain model; KL is quadratic in them.
+TOLERANCE = 3.0
+# Relative errors below this are allowed in any case; in 16 bits it is the spacing of the dtype's numbers.
+LEAST_FLOOR = 1e-5
+# Of the probe's delta, in units of each weight's standard deviation.
+DELTA_SHARE = 0.5
+# Norm weights are around one, or around zero where one is added to them.
+NORM_SHIFT = 0.25
+# Elements of a weight from which its standard deviation is taken.
+STD_SAMPLE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Hidden states of one run, float32 or wider."""
+
+    inputs: Sequence[Tensor]  # of each decoder layer: [sequences, tokens, hidden]
+    outputs: Sequence[Tensor]
+    logits: Tensor  # [sequences, tokens, vocabulary]
+
+    def of_sequence(self, index: int) -> Trace:
+        own = slice(index, index + 1)
+        return Trace([x[own] for x in self.inputs], [x[own] for x in self.outputs], self.logits[own])
+
+    def of_tokens(self, own: slice) -> Trace:
+        return Trace([x[:, own] for x in self.inputs], [x[:, own] for x in self.outputs], self.logits[:, own])
+
+    def then(self, later: Trace) -> Trace:
+        """This trace's tokens followed by those of `later`."""
+        return Trace(
+            [torch.cat(pair, 1) for pair in zip(self.inputs, later.inputs, strict=True)],
+            [torch.cat(pair, 1) for pair in zip(self.outputs, later.outputs, strict=True)],
+            torch.cat([self.logits, later.logits], 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far a run is from the reference."""
+
+    relative: Mapping[str, float]  # Frobenius norm of the error over that of what a part computes, by part
+    kl: float  # of the logits, in nats per token
+
+    @classmethod
+    def of(cls, found: Trace, truth: Trace) -> Errors:
+        relative = {"the embedding": _ratio(found.inputs[0] - truth.inputs[0], truth.inputs[0])}
+        for index, output in enumerate(found.outputs):
+            # The residual stream passes through; what the layer adds to it is what it computes.
+            added = truth.outputs[index] - truth.inputs[index]
+            relative[f"layer {index}"] = _ratio(output - truth.outputs[index], added)
+        relative["the output head"] = _ratio(found.logits - truth.logits, truth.logits)
+        expected, reached = truth.logits.log_softmax(-1), found.logits.to(truth.logits.dtype).log_softmax(-1)
+        return cls(relative, float((expected.exp() * (expected - reached)).sum(-1).mean()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """The reference of one model, and how far rounding alone takes the plain model from it."""
+
+    model: PreTrainedModel
+    layers: nn.ModuleList
+    plain: Trace  # of the base alone
+    mixed: Trace  # with the delta on the rows of OWN
+    rounding: Errors
+    delta: ResidentDelta
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, base: Base) -> Probe:
+        """Run the reference; `model` must be plain still.
+
+        Raises:
+            NotServable: the model cannot be run so, with the reason.
+        """
+        layers = _decoder_layers(model)
+        wide = torch.float64 if model.dtype == torch.float32 else torch.float32
+        delta, by_address, norms = _draw(model, base)
+        try:
+            with own_norms(norms, OWN, NUM_TOKENS), WideModel(wide, by_address, OWN):
+                both = _run(model, layers, torch.arange(1, 1 + NUM_TOKENS, device=model.device).expand(2, -1))
+            plain, mixed = both.of_sequence(0), both.of_sequence(1)
+            rounding = Errors.of(_run(model, layers, _ids(model), given=plain), plain)
+        except RuntimeError as error:
+            raise NotServable(f"{kind(model)}: it cannot be run in {wide}: {error}") from error
+        return cls(model, layers, plain, mixed, rounding, delta)
+
+    def run_base(self) -> Trace:
+        """Run the model as it is now over the base alone, with the reference's inputs of each layer."""
+        return _run(self.model, self.layers, _ids(self.model), given=self.plain)
+
+    def check_unpaged(self, context: BatchContext) -> None:
+        """Compare the delta-aware model without a cache; NotServable has the figures."""
+        self._check(self.run_base(), self.plain)
+        batch = DeltaBatch.of([None, self.delta, None], *[[1, OWN.stop - OWN.start, 1]] * 2)
+        try:
+            with context.step(batch):
+                found = _run(self.model, self.layers, _ids(self.model), given=self.mixed)
+        except RuntimeError as error:
+            raise NotServable(f"{kind(self.model)}: its norms take no weight per token: {error}") from error
+        self._check(found, self.mixed)
+
+    def check_paged(self, context: BatchContext, attention: PagedAttention) -> None:
+        """Compare the same in two steps, through pages that do not follow each other."""
+        attention.allocate(3)
+        last = NUM_TOKENS - 1
+        first_batch = DeltaBatch.of([None, self.delta], *[[1, OWN.stop - OWN.start]] * 2)
+        parts = []
+        for own, batch in ((slice(0, last), first_batch), (slice(last, NUM_TOKENS), DeltaBatch((), 1))):
+            chunk = Chunk(own.start, own.stop - own.start, [2])
+            layout = Layout.of([chunk], attention.page_tokens, self.model.device)
+            with context.step(batch), attention.step(layout):
+                parts.append(
+                    _run(
+                        self.model,
+                        self.layers,
+                        _ids(self.model)[:, own],
+                        self.mixed.of_tokens(own),
+                        own.start,
+                    )
+                )
+        self._check(parts[0].then(parts[1]), self.mixed)
+
+    def _check(self, found: Trace, truth: Trace) -> None:
+        errors, floor = Errors.of(found, truth), max(LEAST_FLOOR, torch.finfo(self.model.dtype).eps)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        for part, error in errors.relative.items():
+            limit = TOLERANCE * self.rounding.relative[part] + floor
+            if not error <= limit:
+                raise NotServable(
+                    f"{kind(self.model)}: {part} computes something else when it is delta-aware: relative error "
+                    f"{error:.2g}, where rounding in {dtype} makes {self.rounding.relative[part]:.2g} and "
+                    f"{limit:.2g} is allowed"
+                )
+        limit = TOLERANCE**2 * self.rounding.kl + floor**2
+        if not errors.kl <= limit:
+            raise NotServable(
+                f"{kind(self.model)}: its predictions change when it is delta-aware: KL {errors.kl:.2g} nats per "
+                f"token, where rounding in {dtype} makes {self.rounding.kl:.2g} and {limit:.2g} is allowed"
+            )
+
+
+@contextmanager
+def short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten the sliding windows of all layers to WINDOW tokens for as long as the block runs."""
+    owners = [*model.modules(), model.config, model.config.get_text_config()]
+    with ExitStack() as stack:
+        for owner in owners:
+            window = getattr(owner, "sliding_window", None)
+            if isinstance(window, int) and not isinstance(window, bool) and window > WINDOW:
+                stack.callback(setattr, owner, "sliding_window", window)
+                setattr(owner, "sliding_window", WINDOW)  # noqa: B010 - modules and configurations alike
+        yield
+
+
+def _run(
+    model: PreTrainedModel,
+    layers: nn.ModuleList,
+    ids: Tensor,  # [sequences, tokens]
+    given: Trace | None = None,
+    first: int = 0,
+) -> Trace:
+    """Run the model over positions `first` and on, with the layers' inputs of `given` where there is one."""
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        inputs.append(hidden.clone())
+        if given is not None:
+            hidden = given.inputs[len(inputs) - 1].to(hidden.dtype)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        outputs.append((output if isinstance(output, Tensor) else output[0]).clone())
+
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device)
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(after).remove)
+        logits = model(input_ids=ids, position_ids=positions.expand(ids.shape), use_cache=False).logits
+    return Trace(inputs, outputs, logits)
+
+
+def _ids(model: PreTrainedModel) -> Tensor:  # [1, NUM_TOKENS]
+    return torch.arange(1, 1 + NUM_TOKENS, device=model.device)[None]
+
+
+def _ratio(error: Tensor, whole: Tensor) -> float:
+    return float(error.double().norm() / whole.double().norm())
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise NotServable(f"{kind(model)}: its {count} decoder layers are in no list of modules")
+
+
+def _draw(
+    model: PreTrainedModel, base: Base
+) -> tuple[ResidentDelta, dict[int, RankOneDelta], dict[nn.Module, dict[str, Tensor]]]:
+    """Draw a delta of every matrix and norm: as layers take it, and as the reference does."""
+    generator = torch.Generator().manual_seed(0)
+    output_head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    matrices: dict[str, MatrixView] = {}
+    by_address: dict[int, RankOneDelta] = {}
+    norms: dict[nn.Module, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    signs: dict[torch.Size, _OuterSigns] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.data_ptr() not in by_address:
+            weight = module.weight
+            if weight.shape not in signs:
+                signs[weight.shape] = _OuterSigns.drawn(weight.shape, generator, weight.device)
+            stored = base.head or f"{name}.weight" if module is output_head else f"{name}.weight"
+            matrices[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(weight, generator)
+        elif is_norm(module):
+            norms[module] = {
+                key: value + NORM_SHIFT * torch.randn(value.shape, generator=generator).to(value)
+                for key, value in module.named_parameters(recurse=False)
+            }
+            whole |= {f"{name}.{key}": value for key, value in norms[module].items()}
+    slot = Slot(0, torch.empty(0, dtype=torch.uint8, device=model.device))
+    delta = ResidentDelta("", base.head is None, base.head or "", matrices, whole, slot, 0)
+    return delta, by_address, norms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OuterSigns:
+    """Signs ``a_i b_j`` for all matrices of one shape; their factors differ."""
+
+    packed: Tensor  # [out, ceil(in / 8)] uint8
+    a: Tensor  # [out] float32, each -1 or 1
+    b: Tensor  # [in] float32, each -1 or 1
+
+    @classmethod
+    def drawn(cls, shape: torch.Size, generator: torch.Generator, device: torch.device) -> _OuterSigns:
+        a, b = (torch.rand(size, generator=generator) < 0.5 for size in shape)
+        rows = pack_signs(torch.stack([~b, b])).to(device)
+        return cls(rows[a.long().to(device)], *((2.0 * side.float() - 1).to(device) for side in (a, b)))
+
+    def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[MatrixView, RankOneDelta]:
+        """A delta with factors of its own, in proportion to the weight."""
+        std = float(weight.flatten()[:STD_SAMPLE].float().std())
+        spread_out, spread_in = (
+            (0.5 + torch.rand(side.shape, generator=generator)).to(side) for side in (self.a, self.b)
+        )
+        factor_out = DELTA_SHARE * std * spread_out
+        plane = PlaneView(self.packed, factor_out, spread_in)
+        return MatrixView((plane,), None, None, None), RankOneDelta(factor_out * self.a, spread_in * self.b)

@@ -1,0 +1,123 @@
+"""Run a plain model in a wider dtype, with a delta on some of its rows: what the start-up probe compares with.
+
+Weights are widened one matrix at a time and a few rows at a time, so the memory needed does not grow with the model.
+Nothing here uses the layers, kernels or hooks that serve deltas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+# Elements of a weight that are widened at a time.
+BLOCK_NUMEL = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOneDelta:
+    """A one-bit delta whose signs are an outer product, so that its product costs two vectors.
+
+    With signs ``a_i b_j`` the delta of a weight is ``(factor_out * a)_i (factor_in * b)_j``.
+    """
+
+    out: Tensor  # [out] float32: factor_out * a
+    across: Tensor  # [in] float32: factor_in * b
+
+    def product(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        return (x * self.across.to(x.dtype)).sum(-1, keepdim=True) * self.out.to(x.dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:  # [tokens] -> [tokens, in]
+        return self.out[ids].to(dtype)[:, None] * self.across.to(dtype)
+
+
+class WideModel(TorchFunctionMode):
+    """While active, linear layers, embeddings and norms compute in `dtype`, whatever dtype their weights have.
+
+    The batch has two sequences of one text: the base's own, and one in which the rows of `own` have deltas.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        deltas: Mapping[int, RankOneDelta],  # by the address of the weight
+        own: slice,  # positions of the second sequence that have deltas
+    ) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._deltas = deltas
+        self._own = own
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        if func is F.embedding:
+            return self._embedding(*args, **kwargs)
+        if func in (F.layer_norm, F.rms_norm):
+            args = tuple(arg.to(self._dtype) if isinstance(arg, Tensor) else arg for arg in args)
+            kwargs = {
+                key: arg.to(self._dtype) if isinstance(arg, Tensor) else arg for key, arg in kwargs.items()
+            }
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = input.to(self._dtype)
+        blocks = torch.split(weight, max(1, BLOCK_NUMEL // weight.shape[1]))
+        output = torch.cat([F.linear(x, block.to(self._dtype)) for block in blocks], -1)
+        if bias is not None:
+            output += bias.to(self._dtype)
+        if (delta := self._deltas.get(weight.data_ptr())) is not None:
+            by_sequence = output.view(2, -1, output.shape[-1])
+            own = x.reshape(2, -1, x.shape[-1])[1, self._own]
+            by_sequence[1, self._own] += delta.product(own)
+        return output
+
+    def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = F.embedding(input, weight, *args, **kwargs).to(self._dtype)
+        if (delta := self._deltas.get(weight.data_ptr())) is not None:
+            output[1, self._own] += delta.rows(input[1, self._own], self._dtype)
+        return output
+
+
+@contextmanager
+def own_norms(norms: Mapping[nn.Module, Mapping[str, Tensor]], own: slice, num_tokens: int) -> Iterator[None]:
+    """Give the second sequence's rows of `own` their own norm weights, by running each norm a second time.
+
+    Args:
+        norms: other values for the parameters of some modules.
+        own: positions of the second sequence that have them.
+        num_tokens: of each sequence; no other dimension of a norm's output may have this size.
+    """
+
+    def rerun(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        before = dict(module._parameters)
+        try:
+            module._parameters.update(
+                {name: nn.Parameter(value, requires_grad=False) for name, value in norms[module].items()}
+            )
+            other: Tensor = module.forward(*args)
+        finally:
+            module._parameters.update(before)
+        token_axis = output.shape.index(num_tokens, 1)
+        output.select(0, 1).narrow(token_axis - 1, own.start, own.stop - own.start).copy_(
+            other.select(0, 1).narrow(token_axis - 1, own.start, own.stop - own.start)
+        )
+        return output
+
+    with ExitStack() as stack:
+        for module in norms:
+            stack.callback(module.register_forward_hook(rerun).remove)
+        yield

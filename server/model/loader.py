@@ -63,9 +63,10 @@ def load_model(
         _check_going_on(stopping)
         probe = Probe.of(model, base)
         context = attach(model, base)
-        probe.check_unpaged(context)
-        attention = _page(model, probe)
-        probe.check_paged(context, attention)
+        attention = PagedAttention(model, PAGE_TOKENS)
+        probe.check_base()
+        _check_paged(model, attention)
+        probe.check_mixed(context, attention)
     return ServedModel(
         model, base, context, attention, device, _max_positions(model.config.get_text_config())
     )
@@ -76,17 +77,14 @@ def _check_going_on(stopping: threading.Event) -> None:
         raise Draining("the server was told to stop while its base was loading")
 
 
-def _page(model: PreTrainedModel, probe: Probe) -> PagedAttention:
-    """Let the model attend to a paged cache; NotServable where one of its layers has no attention that can be."""
-    attention = PagedAttention(model, PAGE_TOKENS)
-    probe.run_base()
+def _check_paged(model: PreTrainedModel, attention: PagedAttention) -> None:
+    """Raise NotServable where a layer did not look its attention up by name in the pass before."""
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(attention.shapes) != num_layers:
         raise NotServable(
             f"{kind(model)}: {len(attention.shapes)} of its {num_layers} layers look their attention "
             "up by name: such models can be compressed and merged, not served"
         )
-    return attention
 
 
 def _max_positions(config: Any) -> int:

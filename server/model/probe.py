@@ -31,6 +31,8 @@ from server.model.reference import RankOneDelta, WideModel, own_norms
 NUM_TOKENS = 13
 # Tokens of the text that have the delta; those around them are the base's.
 OWN = slice(1, NUM_TOKENS - 1)
+# Of the probe's cache; the text's page is the last one.
+NUM_PAGES = 3
 # Sliding windows during the probe, so that its few tokens reach beyond them.
 WINDOW = 5
 # Errors may be this many times those of the plain model; KL is quadratic in them.
@@ -118,40 +120,27 @@ class Probe:
             raise NotServable(f"{kind(model)}: it cannot be run in {wide}: {error}") from error
         return cls(model, layers, plain, mixed, rounding, delta)
 
-    def run_base(self) -> Trace:
-        """Run the model as it is now over the base alone, with the reference's inputs of each layer."""
-        return _run(self.model, self.layers, _ids(self.model), given=self.plain)
+    def check_base(self) -> None:
+        """Compare the base alone, without a cache; NotServable has the figures."""
+        self._check(_run(self.model, self.layers, _ids(self.model), given=self.plain), self.plain)
 
-    def check_unpaged(self, context: BatchContext) -> None:
-        """Compare the delta-aware model without a cache; NotServable has the figures."""
-        self._check(self.run_base(), self.plain)
-        batch = DeltaBatch.of([None, self.delta, None], *[[1, OWN.stop - OWN.start, 1]] * 2)
-        try:
-            with context.step(batch):
-                found = _run(self.model, self.layers, _ids(self.model), given=self.mixed)
-        except RuntimeError as error:
-            raise NotServable(f"{kind(self.model)}: its norms take no weight per token: {error}") from error
-        self._check(found, self.mixed)
-
-    def check_paged(self, context: BatchContext, attention: PagedAttention) -> None:
-        """Compare the same in two steps, through pages that do not follow each other."""
-        attention.allocate(3)
+    def check_mixed(self, context: BatchContext, attention: PagedAttention) -> None:
+        """Compare a text whose tokens are the base's and a delta's, in two steps through pages of the cache."""
+        attention.allocate(NUM_PAGES)
         last = NUM_TOKENS - 1
         first_batch = DeltaBatch.of([None, self.delta], *[[1, OWN.stop - OWN.start]] * 2)
         parts = []
         for own, batch in ((slice(0, last), first_batch), (slice(last, NUM_TOKENS), DeltaBatch((), 1))):
-            chunk = Chunk(own.start, own.stop - own.start, [2])
+            chunk = Chunk(own.start, own.stop - own.start, [NUM_PAGES - 1])
             layout = Layout.of([chunk], attention.page_tokens, self.model.device)
-            with context.step(batch), attention.step(layout):
-                parts.append(
-                    _run(
-                        self.model,
-                        self.layers,
-                        _ids(self.model)[:, own],
-                        self.mixed.of_tokens(own),
-                        own.start,
-                    )
-                )
+            given, ids = self.mixed.of_tokens(own), _ids(self.model)[:, own]
+            try:
+                with context.step(batch), attention.step(layout):
+                    parts.append(_run(self.model, self.layers, ids, given, own.start))
+            except RuntimeError as error:
+                raise NotServable(
+                    f"{kind(self.model)}: it cannot run tokens of several variants: {error}"
+                ) from error
         self._check(parts[0].then(parts[1]), self.mixed)
 
     def _check(self, found: Trace, truth: Trace) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 # Elements of a weight that are widened at a time.
-BLOCK_NUMEL = 1 << 25
+BLOCK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -111,7 +111,7 @@ class Loader:
 
         Args:
             source: the object.
-            host: ``[at least device_bytes]`` uint8 in host memory.
+            host: ``[at least device_bytes]`` uint8 in host memory; on the CPU it may be `slot`, and nothing is copied.
             slot: ``[at least device_bytes]`` uint8 on the loader's device.
 
         Nothing may be reading either. After an error both hold anything, and nothing writes to them any more. Bytes
@@ -179,6 +179,8 @@ class Loader:
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
         """On the side stream, without waiting; on a CPU it has ended on return."""
+        if host.data_ptr() == slot.data_ptr():
+            return
         if self._stream is None:
             np.copyto(
                 slot.numpy(), host.numpy()

@@ -103,7 +103,7 @@ def residing(
     """A residency over an empty registry under `directory`."""
     registry, metrics = Registry(directory / "registry"), CollectorRegistry()
     told = ResidencyMetrics(Metrics(metrics))
-    cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, told)
+    cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, told, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
     residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, told)
     try:

@@ -36,6 +36,7 @@ class Fixture:
     def read(self, number: int, num_pages: int = 1, keep: bool = True) -> None:
         """What a load does."""
         with self.cache.room(num_pages * PAGE_BYTES) as room:
+            assert room is not None
             room.memory.fill_(number)
             if keep:
                 self.cache.keep(room, *delta(number))
@@ -52,10 +53,11 @@ class Fixture:
         return self.registry.get_sample_value(f"peraxis_{name}", labels)
 
 
-def fixture(limit_pages: int, slot_pages: int = 8, num_loads: int = 1) -> Fixture:
+def fixture(limit_pages: int, slot_pages: int = 8, num_loads: int = 1, is_staged: bool = True) -> Fixture:
     registry = CollectorRegistry()
     metrics = ResidencyMetrics(Metrics(registry))
-    cache = HostCache(limit_pages * PAGE_BYTES, slot_pages * PAGE_BYTES, num_loads, CPU, metrics)
+    sizes = (limit_pages * PAGE_BYTES, slot_pages * PAGE_BYTES, num_loads)
+    cache = HostCache(*sizes, CPU, metrics, is_staged=is_staged)
     return Fixture(cache, registry)
 
 
@@ -183,6 +185,23 @@ def test_room_waits_for_other_loads_and_gets_what_they_give_back() -> None:
             with pytest.raises(TimeoutError):
                 waiting.result(0.1)
         waiting.result(WAIT_S)
+
+
+def test_a_load_that_is_not_staged_is_kept_where_there_is_place() -> None:
+    cached = fixture(limit_pages=8, is_staged=False)
+    cached.read(1, num_pages=8)
+    cached.read(2, num_pages=8)
+    assert cached.kept(1, 2) == [2]
+
+
+def test_a_load_that_is_not_staged_waits_for_nobody_and_takes_no_memory_beside_the_limit() -> None:
+    cached = fixture(limit_pages=4, is_staged=False)
+    with cached.cache.room(5 * PAGE_BYTES) as above_the_limit:
+        assert above_the_limit is None
+    cached.read(1, num_pages=4)
+    with cached.cache.copy_of(digest(1)), cached.cache.room(PAGE_BYTES) as beside_a_copy_in_use:
+        assert beside_a_copy_in_use is None
+    assert cached.kept(1) == [1]
 
 
 def test_a_delta_without_device_bytes_is_kept_too() -> None:

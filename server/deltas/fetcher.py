@@ -90,10 +90,12 @@ class Fetcher:
                 ": compress it with a smaller budget, or serve with larger slots"
             )
         with self._explained(record, path), self.cache.room(record.device_bytes) as room:
-            report = self._loader.load(source, room.memory, slot.memory)
+            memory = slot.memory if room is None else room.memory
+            report = self._loader.load(source, memory, slot.memory)
             header = known_header(report.header)
             plan = DeltaPlan.of(header, Manifest.known(header.metadata, label(record)), record.digest)
-            self.cache.keep(room, record, plan)
+            if room is not None:
+                self.cache.keep(room, record, plan)
         return plan, report
 
     @contextmanager

@@ -51,8 +51,8 @@ class HostCache:
 
     Each is one stretch, so that it is one copy to a slot. Stretches come in eighths of a slot: deltas of nearly the
     same size can take each other's place, and the memory does not fall into pieces too small for any.
-    Where the limit is too small for the loads that run at once, their memory is taken beside it, and given up after
-    each load.
+    Staged loads need host memory: where the limit is too small for those that run at once, it is taken beside it and
+    given up after each load. Other loads read what has no place below the limit straight into its slot.
     """
 
     def __init__(
@@ -62,6 +62,8 @@ class HostCache:
         num_loads: int,
         device: torch.device,
         metrics: ResidencyMetrics,
+        *,
+        is_staged: bool,
     ) -> None:
         """Take the memory.
 
@@ -70,6 +72,7 @@ class HostCache:
             slot_bytes: the largest delta.
             num_loads: how many loads can always run at once.
             device: where the slots are.
+            is_staged: loads must go through host memory, as copies to CUDA do.
 
         Raises:
             SettingsError: there is not so much memory.
@@ -77,7 +80,9 @@ class HostCache:
         self.num_loads = num_loads
         self.limit_bytes = limit_bytes
         self._unit_bytes = _rounded_up(-(-slot_bytes // UNITS_PER_SLOT), PAGE_BYTES)
-        size = max(limit_bytes, num_loads * UNITS_PER_SLOT * self._unit_bytes)
+        self._is_staged = is_staged
+        staging = num_loads * UNITS_PER_SLOT * self._unit_bytes if is_staged else 0
+        size = max(limit_bytes, staging)
         self._pool = _allocate(size, device)
         self._pinned = device.type == "cuda"
         self._holes = Holes(size)
@@ -113,17 +118,19 @@ class HostCache:
             self._leave(room)
 
     @contextmanager
-    def room(self, device_bytes: int) -> Iterator[Room]:
-        """Memory to read a delta into. Idle copies make place; where that is not enough, waits for other loads.
+    def room(self, device_bytes: int) -> Iterator[Room | None]:
+        """Memory to read a delta into. Idle copies make place; where that is not enough, staged loads wait for others.
 
         Args:
             device_bytes: at most a slot's.
+
+        Yields:
+            The memory, or None where a load that is not staged finds no place and reads straight into its slot.
         """
         num_bytes = _rounded_up(max(device_bytes, 1), self._unit_bytes)
-        with self._changed:
-            while (start := self._holes.take(num_bytes)) is None:
-                if not self._evict_idle():
-                    self._changed.wait()
+        if (start := self._reserve(num_bytes)) is None:
+            yield None
+            return
         room = Room(self._pool[start : start + device_bytes], start, num_bytes)
         try:
             yield room
@@ -164,6 +171,19 @@ class HostCache:
             self._pinned = False
         self._kept.clear()
         self._pool = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, num_bytes: int) -> int | None:
+        """Take a stretch; where there is none, staged loads wait for one and others get None."""
+        with self._changed:
+            if num_bytes > self.limit_bytes and not self._is_staged:
+                return None
+            while (start := self._holes.take(num_bytes)) is None:
+                if self._evict_idle():
+                    continue
+                if not self._is_staged:
+                    return None
+                self._changed.wait()
+            return start
 
     def _evict_idle(self) -> bool:
         """Evict the least recently used copy that nobody uses. False where there is none."""

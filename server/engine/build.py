@@ -94,7 +94,9 @@ def build_engine(
     slots = arena(shares.num_slots, slot_bytes, device)
     kv_cache = KVCache(shares.num_pages, attention.page_tokens)
     telemetry, residency_metrics = Telemetry(metrics), ResidencyMetrics(metrics)
-    cache = HostCache(cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics)
+    cache = HostCache(
+        cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"
+    )
     fetcher = Fetcher(Loader(device, config.num_load_threads), cache, registry)
     metrics.slots.set(shares.num_slots)
     metrics.host_cache_limit_bytes.set(cache_bytes)

@@ -14,12 +14,12 @@ from compressor.blocks import Map, row_blocks, workers
 from compressor.checkpoints import Pairs, TensorPair
 from compressor.codec import Coded, Method, code_matrix, measured
 from compressor.fidelity import rounded
-from compressor.progress import byte_progress
 from deltastore.artifact import ArtifactWriter
 from deltastore.errors import CheckpointError
 from deltastore.manifest import TensorSpec
 from deltastore.matrix import MatrixDelta, largest_of_plane, largest_of_residual
 from deltastore.onebit import OneBit
+from deltastore.progress import byte_progress
 from deltastore.validate import LARGEST_SCALE
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded

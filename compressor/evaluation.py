@@ -21,14 +21,13 @@ from compressor.checkpoints import Pairs, pair_up
 from compressor.decoder import Decoder
 from compressor.fidelity import Fidelity, Predictions, compare, rounded
 from compressor.merge import MergeConfig, merge
-from compressor.progress import progress_bar
 from compressor.sources import checkpoint_directory
 from compressor.tasks import Score, Tasks
 from compressor.variant import Variant, base_as_variant
 from deltastore.artifact import Artifact
-from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
+from deltastore.progress import identified, progress_bar
 from deltastore.validate import check_artifact, check_base
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
     pairs = pair_up(base, finetune)
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
-        check_base(artifact, Base.of(base))
+        check_base(artifact, identified(base, config.progress))
         variant = Variant(base, artifact)
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None

@@ -22,7 +22,6 @@ from compressor.codec import measured
 from compressor.diff_files import DIVERGED, WRONG_BASE, CodedModule, DiffFile, Kind
 from compressor.fidelity import rounded
 from compressor.outputs import check_apart
-from compressor.progress import byte_progress
 from compressor.variant_files import own_files
 from deltastore.artifact import ArtifactWriter
 from deltastore.base import Base, architecture, different_facts
@@ -33,6 +32,7 @@ from deltastore.layout import FLOATS
 from deltastore.manifest import Manifest, TensorSpec
 from deltastore.matrix import MatrixDelta
 from deltastore.onebit import OneBit
+from deltastore.progress import byte_progress, identified
 
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 SCALE_BYTES = 2
@@ -126,7 +126,7 @@ def import_diff(config: ImportConfig) -> ImportResult:
     pairs = {pair.name: pair for pair in measurable}
     _check_room(config.out, sum(change.num_bytes for change in changes) + sum(map(len, files.values())))
     with ArtifactWriter(config.out) as writer:
-        identity = Base.of(base)
+        identity = identified(base, config.progress)
         carried = _carry(changes, base, pairs, writer, config)
         device_bytes = writer.device_bytes
         for name, content in files.items():

@@ -20,17 +20,16 @@ from torch import Tensor
 from compressor.blocks import row_blocks
 from compressor.checkpoints import is_finite
 from compressor.outputs import check_apart
-from compressor.progress import byte_progress
 from compressor.shards import Output, cut, write_index, write_shard
 from compressor.sources import checkpoint_directory
 from compressor.variant import Variant
 from compressor.variant_files import tokenizer_files
 from deltastore.artifact import Artifact
-from deltastore.base import Base
 from deltastore.checkpoint import DTYPE_NAME, TORCH_DTYPE, Checkpoint
 from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.layout import FLOATS
 from deltastore.manifest import GENERATION_FILE, TOKENIZER_FILES
+from deltastore.progress import byte_progress, identified
 from deltastore.validate import check_artifact, check_base
 
 BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
@@ -79,7 +78,7 @@ def merge(config: MergeConfig) -> MergeResult:
     base = Checkpoint.open(checkpoint_directory(config.base))
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
-        check_base(artifact, Base.of(base))
+        check_base(artifact, identified(base, config.progress))
         dtype = config.dtype or _own_dtype(base)
         merged = _Merged(Variant(base, artifact), getattr(torch, dtype))
         shards = cut(merged.outputs())

@@ -30,6 +30,7 @@ from deltastore.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, StorageFull, UsageError
 from deltastore.manifest import Manifest
 from deltastore.plan import FP16_BYTES, Plan, is_matrix, one_bit_plan
+from deltastore.progress import identified
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.fit import Fitted
@@ -203,7 +204,7 @@ def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig) -> dict[st
     assert config.training is not None
     return {
         "base": base.fingerprint,
-        "finetune": Base.of(finetune).fingerprint,
+        "finetune": identified(finetune, config.progress).fingerprint,
         "version": version("peraxis"),
         "settings": config.settings(),
         "text": config.training.calibration.source,
@@ -255,7 +256,7 @@ def _check_room(
 
 
 def _identity(base: Checkpoint, config: CompressConfig) -> Base:
-    identity = Base.of(base)
+    identity = identified(base, config.progress)
     return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 

@@ -45,10 +45,13 @@ class Shard:
 def cut(outputs: Iterable[Output], max_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
     """Share tensors out to files of at most `max_bytes`, or of one tensor that is larger, named as the library does."""
     groups: list[list[Output]] = [[]]
+    num_bytes = 0  # of the last group
     for output in outputs:
-        if groups[-1] and sum(other.num_bytes for other in groups[-1]) + output.num_bytes > max_bytes:
+        if groups[-1] and num_bytes + output.num_bytes > max_bytes:
             groups.append([])
+            num_bytes = 0
         groups[-1].append(output)
+        num_bytes += output.num_bytes
     if len(groups) == 1:
         return [Shard(SINGLE_FILE, groups[0])]
     return [

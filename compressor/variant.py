@@ -116,7 +116,7 @@ def base_as_variant(base: Checkpoint, pairs: Pairs) -> Weights:
         for pair in pairs.tensors
         if pair.added_rows and pair.name == pair.base_tensor.name
     }
-    return _Longer(base, longer) if longer else base
+    return _Longer(base, longer, base.is_tied()) if longer else base
 
 
 def finetune_as_variant(finetune: Checkpoint, pairs: Pairs) -> Weights:
@@ -154,6 +154,7 @@ class _Longer:
 
     base: Checkpoint
     longer: Mapping[str, TensorPair]
+    tied: bool  # compared once: where a tied head is stored, all of it is read
 
     @property
     def path(self) -> Path:
@@ -162,11 +163,11 @@ class _Longer:
     @property
     def config(self) -> Mapping[str, Any]:
         rows = max(pair.tensor.shape[0] for pair in self.longer.values())
-        return {**self.base.config, "vocab_size": rows, "tie_word_embeddings": self.base.is_tied()}
+        return {**self.base.config, "vocab_size": rows, "tie_word_embeddings": self.tied}
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        repeated = {self.base.head_name} if self.base.is_tied() else set()
+        repeated = {self.base.head_name} if self.tied else set()
         return {name: stored for name, stored in self.base.tensors.items() if name not in repeated}
 
     def read(self, name: str) -> Tensor:

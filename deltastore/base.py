@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
-from deltastore.fingerprint import fingerprint
+from deltastore.fingerprint import fingerprint as fingerprint_of
 from deltastore.header import MAX_NAME_CHARS
 
 FREE_CONFIG = frozenset({
@@ -35,10 +35,23 @@ class Base:
     head: str | None  # name of the output head, where the base has one of its own
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, cache: Path | None = None) -> Base:
-        """Fingerprint a checkpoint (seconds per gigabyte the first time) and take down its shapes.
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        cache: Path | None = None,
+        *,
+        fingerprint: str | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Base:
+        """Fingerprint a checkpoint (a second per gigabyte or two the first time) and take down its shapes.
 
         A head that repeats the embedding is left out, so that every copy of one base has the same shapes.
+
+        Args:
+            checkpoint: the opened base.
+            cache: see `deltastore.fingerprint.fingerprint`.
+            fingerprint: the checkpoint's, where it was computed elsewhere; then nothing is hashed.
+            progress: told the bytes that are hashed; see `deltastore.fingerprint.fingerprint`.
 
         Raises:
             CheckpointError: a shard has gone, or the configuration cannot be used.
@@ -49,7 +62,7 @@ class Base:
             name = checkpoint.path.resolve().name  # no hub id but somebody's path, which stays private
         return cls(
             id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
-            fingerprint=fingerprint(checkpoint, cache),
+            fingerprint=fingerprint or fingerprint_of(checkpoint, cache, progress),
             shapes={
                 name: stored.shape
                 for name, stored in checkpoint.tensors.items()

@@ -13,22 +13,32 @@ import json
 import os
 import re
 import tempfile
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltastore.checkpoint import BLOCK_BYTES, EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError, CheckpointError, shown
-from deltastore.header import open_file, read_exactly
+from deltastore.header import open_file, read_into
+from deltastore.storage import flock
 
-MAX_THREADS = 8  # each holds a block
+MAX_THREADS = (
+    8  # each holds a block; more than there are cores, so that some hash while others wait for the disk
+)
+MAX_REMEMBERED = 256  # fingerprints
 
 
-def fingerprint(checkpoint: Checkpoint, cache: Path | None = None) -> str:
-    """The fingerprint as 64 hex digits; remembered by the path, size and time of every shard.
+def fingerprint(
+    checkpoint: Checkpoint, cache: Path | None = None, progress: Callable[[int], object] | None = None
+) -> str:
+    """The fingerprint as 64 hex digits; remembered by the path, inode, size and times of every shard.
 
     Args:
         checkpoint: the opened base.
         cache: the file of remembered fingerprints; by default ``peraxis/fingerprints.json`` in the user's cache.
+        progress: told the number of bytes after each few megabytes, by one thread at a time; not called where the
+            fingerprint is remembered.
 
     Raises:
         CheckpointError: a shard has gone or has become shorter.
@@ -39,10 +49,12 @@ def fingerprint(checkpoint: Checkpoint, cache: Path | None = None) -> str:
         known = _read_cache(cache)
         if key in known:
             return known[key]
-        value = _compute(checkpoint)
+        value = _compute(checkpoint, progress or (lambda _: None))
+        is_unchanged = _cache_key(checkpoint) == key
     except (ArtifactError, OSError) as error:
         raise CheckpointError(f"{error}: fetch the shard again") from error
-    _write_cache(cache, {**_read_cache(cache), key: value})
+    if is_unchanged:
+        _remember(cache, key, value)
     return value
 
 
@@ -55,10 +67,22 @@ def default_cache() -> Path:
     return folder / "peraxis" / "fingerprints.json"
 
 
-def _compute(checkpoint: Checkpoint) -> str:
+def _compute(checkpoint: Checkpoint, progress: Callable[[int], object]) -> str:
     tensors = sorted(checkpoint.tensors.values(), key=lambda stored: stored.name)
+    lock = threading.Lock()
+
+    def hashed(num_bytes: int) -> None:
+        with lock:
+            progress(num_bytes)
+
     with ThreadPoolExecutor(MAX_THREADS) as pool:
-        digests = list(pool.map(_tensor_digest, tensors))
+        # The largest first: one that began last would keep a single core busy when all others have ended.
+        largest_first = sorted(tensors, key=lambda stored: -stored.num_bytes)
+        running = {stored.name: pool.submit(_tensor_digest, stored, hashed) for stored in largest_first}
+        try:
+            digests = [running[stored.name].result() for stored in tensors]
+        finally:
+            pool.shutdown(cancel_futures=True)
     facts = [(t.dtype, list(t.shape), digest) for t, digest in zip(tensors, digests, strict=True)]
     embeddings = [fact for t, fact in zip(tensors, facts, strict=True) if t.name.endswith(EMBEDDING_SUFFIXES)]
     total = hashlib.sha256()
@@ -69,22 +93,29 @@ def _compute(checkpoint: Checkpoint) -> str:
     return total.hexdigest()
 
 
-def _tensor_digest(stored: StoredTensor) -> str:
+def _tensor_digest(stored: StoredTensor, hashed: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     where = f"{stored.file}: tensor {shown(stored.name)}"
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, stored.num_bytes)))
     fd = open_file(stored.file, where)
     try:
         for start in range(0, stored.num_bytes, BLOCK_BYTES):
-            num_bytes = min(BLOCK_BYTES, stored.num_bytes - start)
-            digest.update(read_exactly(fd, num_bytes, stored.offset + start, where))
+            block = buffer[: stored.num_bytes - start]
+            read_into(fd, block, stored.offset + start, where)
+            digest.update(block)
+            hashed(len(block))
     finally:
         os.close(fd)
     return digest.hexdigest()
 
 
 def _cache_key(checkpoint: Checkpoint) -> str:
+    """Inode and time of the last change tell a copy, or a file whose time was set back, from what was hashed."""
     files = sorted({stored.file.resolve() for stored in checkpoint.tensors.values()})
-    facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    facts = [
+        [str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        for file, status in ((file, file.stat()) for file in files)
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -102,13 +133,25 @@ def _read_cache(cache: Path) -> dict[str, str]:
     }
 
 
-def _write_cache(cache: Path, known: dict[str, str]) -> None:
+def _remember(cache: Path, key: str, value: str) -> None:
+    """Add an entry as the newest, and drop the oldest beyond `MAX_REMEMBERED`."""
     with contextlib.suppress(OSError):  # a read-only home must not stop a server
         cache.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(dir=cache.parent)
+        directory = os.open(cache.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with os.fdopen(descriptor, "w") as out:
-                json.dump(known, out)
-            os.replace(partial, cache)
+            # Else two processes that end at the same time would each drop the other's entry.
+            flock(directory, exclusive=True, wait=True)
+            known = {**_read_cache(cache), key: value}
+            _replace(cache, json.dumps(dict(list(known.items())[-MAX_REMEMBERED:])))
         finally:
-            Path(partial).unlink(missing_ok=True)
+            os.close(directory)
+
+
+def _replace(cache: Path, text: str) -> None:
+    descriptor, partial = tempfile.mkstemp(dir=cache.parent)
+    try:
+        with os.fdopen(descriptor, "w") as out:
+            out.write(text)
+        os.replace(partial, cache)
+    finally:
+        Path(partial).unlink(missing_ok=True)

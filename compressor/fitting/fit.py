@@ -29,11 +29,11 @@ from compressor.fitting.solvers import AdamWScales, LeastSquares
 from compressor.fitting.student import Student
 from compressor.fitting.trainable import Trainable
 from compressor.fitting.training import Training
-from compressor.progress import progress_bar
 from compressor.resume import Progress, joined, taken_apart
 from compressor.weights import Overlay, Weights
 from deltastore.errors import UsageError
 from deltastore.matrix import MatrixDelta
+from deltastore.progress import progress_bar
 
 OUR_BATCH, PAPER_BATCH = 8, 4  # sequences of one step
 LAYER_TOKENS = 32  # per input feature of the widest layer: more of them tell least squares little

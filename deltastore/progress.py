@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+
 LINE_INTERVAL_S = 10
 
 
@@ -38,3 +41,14 @@ def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoRetu
 def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
     """Progress over `total` bytes."""
     return progress_bar(total, what, "B", enabled)
+
+
+def identified(checkpoint: Checkpoint, enabled: bool) -> Base:
+    """`Base.of`, with progress while the fingerprint is computed.
+
+    Raises:
+        CheckpointError: as `Base.of` does.
+    """
+    total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
+    with byte_progress(total, f"fingerprint of {checkpoint.path.name}", enabled) as bar:
+        return Base.of(checkpoint, progress=bar.update)

@@ -1,4 +1,4 @@
-"""How long does an upload take, beside `sha256sum` and a plain copy of the same file, and what memory does the server take?
+"""How long does an upload take, beside `sha256sum` and a plain copy of the file, and by how much does the server grow?
 
 The file is an artifact of an 8B Llama's shapes with random contents, a gigabyte. It goes over loopback HTTP to a server
 in a process of its own: the real routes, registry and checks, each byte durable before the reply. Only the engine is

@@ -108,6 +108,19 @@ def point_elsewhere(directory: Path, shard: str) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index))
 
 
+def leave_out(directory: Path, name: str) -> None:
+    index = json.loads((directory / INDEX_FILE).read_text())
+    del index["weight_map"][name]
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def list_twice(directory: Path, name: str) -> None:
+    """A JSON library keeps the last of two equal keys, and nobody would see that there were two."""
+    index = directory / INDEX_FILE
+    entry = f'"{name}": "{shard_of(directory, 3).name}"'
+    index.write_text(index.read_text().replace(entry, f"{entry}, {entry}"))
+
+
 def shard_of(directory: Path, number: int) -> Path:
     return directory / f"model-{number:05}-of-00003.safetensors"
 
@@ -134,6 +147,8 @@ def shard_of(directory: Path, number: int) -> Path:
             "truncated: its tensors need",
         ),
         (lambda d: shutil.copy(shard_of(d, 1), shard_of(d, 2)), "is in another shard too"),
+        (lambda d: leave_out(d, NORM), f"leaves out tensor '{NORM}' of model-00003-of-00003.safetensors"),
+        (lambda d: list_twice(d, NORM), f"json: its JSON cannot be read: key '{NORM}' stands twice"),
         (lambda d: save_file({"a": torch.ones(1)}, shard_of(d, 2)), "is in none of its shards"),
         (lambda d: save_file({"a": torch.ones(1).to(torch.float8_e5m2)}, shard_of(d, 2)), "'a' is F8_E5M2"),
         (

@@ -83,15 +83,17 @@ def merge(config: MergeConfig) -> MergeResult:
         merged = _Merged(Variant(base, artifact), getattr(torch, dtype))
         shards = cut(merged.outputs())
         size_bytes = sum(shard.num_bytes for shard in shards)
-        _check_out(config.out, size_bytes)
+        files = merged.files()
+        needed = size_bytes + sum(map(len, files.values()))
+        _check_out(config.out, needed)
         with (
-            _appearing(config.out) as directory,
+            _appearing(config.out, needed) as directory,
             byte_progress(size_bytes, config.out.name, config.progress) as bar,
         ):
             for shard in shards:
                 write_shard(directory, shard, merged.blocks, bar.update)
             write_index(directory, shards)
-            for name, content in merged.files().items():
+            for name, content in files.items():
                 (directory / name).write_bytes(content)
     return MergeResult(config.out, dtype, len(shards), size_bytes)
 
@@ -116,7 +118,7 @@ class _Merged:
         return [self._output(name) for name in self.variant.tensors]
 
     def blocks(self, output: Output) -> Iterator[Tensor]:
-        """The values of one tensor, in row blocks from first to last."""
+        """The values of one tensor, in blocks from first to last."""
         for block in self._merged(output):
             if self.dtype == torch.float16 and not is_finite(block):
                 raise UsageError(
@@ -129,7 +131,8 @@ class _Merged:
 
         spec = self.artifact.manifest.tensors.get(output.name)
         if spec is not None and spec.codec == "whole":
-            yield self.artifact.whole(output.name).to(self.dtype)
+            for part in self.artifact.blocks(self.artifact.header.tensors[output.name]):
+                yield part.to(self.dtype)
             return
         source = self.variant.source(output.name)
         if spec is None:
@@ -191,8 +194,13 @@ def _check_out(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A directory beside `out` that takes its name when the block ends, and is removed when it fails."""
+def _appearing(out: Path, needed: int) -> Iterator[Path]:
+    """A directory beside `out` that takes its name when the block ends, and is removed when it fails.
+
+    Raises:
+        StorageFull: there was no room for all of the `needed` bytes that the block would write.
+        UsageError: nothing can be written beside `out`.
+    """
     try:
         partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     except OSError as error:
@@ -204,8 +212,15 @@ def _appearing(out: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise StorageFull(
-            f"{out.parent}: {error.strerror}: free some space there or choose another --out"
-        ) from error
+        raise _full(out, partial, needed, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _full(out: Path, partial: Path, needed: int, error: OSError) -> StorageFull:
+    written = sum(file.stat().st_size for file in partial.iterdir())
+    missing = max(1, needed - written - shutil.disk_usage(out.parent).free)
+    return StorageFull(
+        f"{out.parent}: {error.strerror} after {written} of {needed} bytes: "
+        f"free at least {missing} more there or choose another --out"
+    )

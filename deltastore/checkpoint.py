@@ -170,6 +170,12 @@ def _collect(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{index}: tensor {shown(min(missing))} is in none of its shards: fetch them again"
         )
+    if unnamed := tensors.keys() - weight_map.keys():
+        name = min(unnamed)
+        raise CheckpointError(
+            f"{index}: its weight_map leaves out tensor {shown(name)} of {tensors[name].file.name}: "
+            "it belongs to other shards; fetch the checkpoint again or save the model again"
+        )
     return tensors
 
 

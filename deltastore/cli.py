@@ -18,6 +18,7 @@ from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
 from deltastore.manifest import FORMAT
 from deltastore.model_shapes import model_shapes
 from deltastore.plan import Plan, one_bit_plan
+from deltastore.progress import identified
 from deltastore.sizes import KINDS, files_bytes, tensor_bytes
 from deltastore.validate import check_artifact, check_base
 
@@ -67,7 +68,7 @@ def verify(
 
     Example: peraxis verify tuned.safetensors --base BASE
     """
-    identity = None if base is None else Base.of(Checkpoint.open(base))
+    identity = None if base is None else identified(Checkpoint.open(base), enabled=True)
     finding, digest = _finding(file, identity)
     if as_json:
         findings = [] if finding is None else [finding]

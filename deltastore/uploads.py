@@ -19,6 +19,7 @@ from deltastore.storage import Storage, explained, flock
 
 CHUNK_BYTES = 4 << 20
 PARTIAL = ".part"
+WRITEBACK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Upload:
         self._hash = ChunkedDigest()
         self._sealed: SealedUpload | None = None
         self._broken = False
+        self._written_back = 0  # bytes that the kernel was asked to write to the disk
 
     def __enter__(self) -> Upload:
         with explained(self._root):
@@ -108,6 +110,7 @@ class Upload:
         self._broken = True  # until the write has succeeded: bytes after a failed one would leave a hole
         with explained(self._root):
             self._storage.write(self._fd, data)
+            self._begin_writeback(self.num_bytes + len(data))
         self._broken = False
         self._hash.update(data)
 
@@ -120,6 +123,12 @@ class Upload:
         self._broken = False
         self._sealed = SealedUpload(self._path, self._hash.digest(), self.num_bytes, self._hash.chunks())
         return self._sealed
+
+    def _begin_writeback(self, end: int) -> None:
+        """Keep the disk busy while bytes arrive: one fsync of gigabytes at the end would wait for all of them."""
+        if end - self._written_back >= WRITEBACK_BYTES:
+            self._storage.begin_writeback(self._fd, self._written_back, end - self._written_back)
+            self._written_back = end
 
     def _check_open(self) -> None:
         if self._sealed is not None:

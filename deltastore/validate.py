@@ -12,9 +12,10 @@ from deltastore.artifact import Artifact
 from deltastore.base import Base, different_facts
 from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
+from deltastore.header import TensorEntry
 from deltastore.manifest import Manifest, TensorSpec
 from deltastore.matrix import largest_of_plane, largest_of_residual
-from deltastore.signs import num_stray_bits
+from deltastore.signs import num_stray_bits, packed_width
 
 LARGEST_SCALE = 65504.0  # a delta beyond FP16's range is no fine-tune, and overflows activations
 
@@ -86,8 +87,18 @@ def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) ->
     if spec.shape[1] % 8 == 0:
         return  # no pad bits, and every other bit is a sign
     for plane in artifact.parts(name).planes:
-        if rows := num_stray_bits(artifact.read(plane.signs), spec.shape[1]):
+        if rows := _num_stray_rows(artifact, plane.signs, spec.shape[1]):
             raise ArtifactError(f"{where}: {rows} rows of tensor {shown(plane.signs.name)} have pad bits set")
+
+
+def _num_stray_rows(artifact: Artifact, signs: TensorEntry, in_features: int) -> int:
+    """Rows with a pad bit set: each row's last byte, a few megabytes of rows at a time."""
+    width, start, rows = packed_width(in_features), 0, 0
+    for block in artifact.blocks(signs):
+        last = block[(width - 1 - start) % width :: width]
+        rows += num_stray_bits(last[:, None], in_features)
+        start += len(block)
+    return rows
 
 
 def _check_finite(artifact: Artifact, tensor_name: str, where: str) -> None:

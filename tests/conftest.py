@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import tests.interpreter  # noqa: F401 - before anything imports Triton
 from tests.live_server import Artifacts, LiveServer, live_server, make_artifacts
+
+SmallDisk = Callable[[int], Path]  # makes a file system of so many bytes
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Makes a file system that fills up."""
+    directory = tmp_path / "disk"
+
+    def mount(num_bytes: int) -> Path:
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(directory)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting a small file system needs root")
+        return directory
+
+    yield mount
+    if directory.is_mount():
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.fixture(scope="session")

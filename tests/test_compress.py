@@ -105,6 +105,24 @@ def test_base_and_fine_tune_may_have_different_dtypes(tmp_path: Path) -> None:
     assert compressed(models, tmp_path / "delta").manifest.fidelity["weight_error"] < 0.65
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_fine_tune_s_dtype_changes_no_bit_of_a_matrix(dtype: torch.dtype, tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path, dtype=torch.bfloat16)
+    # Numbers that all three dtypes hold: few bits, and none so small that float16 would lose some.
+    rewrite(
+        models.finetunes[0],
+        lambda tensors: [tensor.mul_(256).round_().div_(256) for tensor in tensors.values()],
+    )
+    compressed(models, tmp_path / "same")
+    rewrite(models.finetunes[0], lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+    compressed(models, tmp_path / "other")
+    same, other = load_file(tmp_path / "same"), load_file(tmp_path / "other")
+    coded = [name for name in same if name.endswith((".signs", ".scale_out", ".scale_in", ".gain"))]
+    assert same.keys() == other.keys()
+    assert len(coded) > 40
+    assert all(torch.equal(same[name], other[name]) for name in coded)
+
+
 def test_tensors_equal_to_the_bases_are_not_stored(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path)
     base = load_file(models.base / "model.safetensors")

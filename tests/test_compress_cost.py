@@ -11,8 +11,8 @@ from bench import compress as bench_compress
 from bench import merge as bench_merge
 from bench.compress import measure
 from bench.synthetic import LlamaShapes
-from compressor import progress
 from compressor.codec import Method
+from deltastore import progress
 from tests.compressing import compressed
 from tests.tiny_models import make_pair
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from deltastore.base import Base, architecture, different_facts
 from deltastore.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError
-from deltastore.fingerprint import default_cache, fingerprint
+from deltastore.fingerprint import MAX_REMEMBERED, default_cache, fingerprint
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 4, "rope_theta": 1e4}
@@ -107,6 +108,19 @@ def point_elsewhere(directory: Path, shard: str) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index))
 
 
+def leave_out(directory: Path, name: str) -> None:
+    index = json.loads((directory / INDEX_FILE).read_text())
+    del index["weight_map"][name]
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def list_twice(directory: Path, name: str) -> None:
+    """A JSON library keeps the last of two equal keys, and nobody would see that there were two."""
+    index = directory / INDEX_FILE
+    entry = f'"{name}": "{shard_of(directory, 3).name}"'
+    index.write_text(index.read_text().replace(entry, f"{entry}, {entry}"))
+
+
 def shard_of(directory: Path, number: int) -> Path:
     return directory / f"model-{number:05}-of-00003.safetensors"
 
@@ -133,6 +147,8 @@ def shard_of(directory: Path, number: int) -> Path:
             "truncated: its tensors need",
         ),
         (lambda d: shutil.copy(shard_of(d, 1), shard_of(d, 2)), "is in another shard too"),
+        (lambda d: leave_out(d, NORM), f"leaves out tensor '{NORM}' of model-00003-of-00003.safetensors"),
+        (lambda d: list_twice(d, NORM), f"json: its JSON cannot be read: key '{NORM}' stands twice"),
         (lambda d: save_file({"a": torch.ones(1)}, shard_of(d, 2)), "is in none of its shards"),
         (lambda d: save_file({"a": torch.ones(1).to(torch.float8_e5m2)}, shard_of(d, 2)), "'a' is F8_E5M2"),
         (
@@ -230,25 +246,72 @@ def test_heads_are_compared_to_their_last_row(tmp_path: Path) -> None:
     assert Checkpoint.open(save(tmp_path / "b", {EMBEDDING: embedding, HEAD: embedding.clone()})).is_tied()
 
 
-def rewrite(file: Path, *, new_time: bool) -> None:
-    """Change the last byte of a file, and its time or not."""
+def rewrite(file: Path) -> None:
+    """Change the last byte of a file and set its time back, as `rsync --times` leaves it."""
     before = file.stat()
+    # The kernel's clock of files is coarse: until it has gone on, a change cannot be seen by anybody.
+    while file.stat().st_ctime_ns == before.st_ctime_ns:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with file.open("r+b") as out:
         out.seek(-1, os.SEEK_END)
         last = out.read(1)[0]
         out.seek(-1, os.SEEK_END)
         out.write(bytes([last ^ 1]))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + (1 if new_time else 0)))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_a_fingerprint_is_remembered_until_the_file_changes(whole: Path) -> None:
+def num_hashed(directory: Path) -> int:
+    """How many bytes are read to know a directory's fingerprint, with the cache of `print_of`."""
+    hashed: list[int] = []
+    cache = directory.parent / f"{directory.name}.cache"
+    fingerprint(Checkpoint.open(directory), cache, hashed.append)
+    return sum(hashed)
+
+
+def test_a_fingerprint_is_computed_once_and_says_how_far_it_is(sharded: Path) -> None:
+    total = sum(tensor.nbytes for tensor in weights().values())
+    assert [num_hashed(sharded), num_hashed(sharded)] == [total, 0]
+
+
+def test_a_file_rewritten_with_its_old_time_is_hashed_again(whole: Path) -> None:
     first = print_of(whole)
-    rewrite(whole / SINGLE_FILE, new_time=False)
-    assert print_of(whole) == first  # found by path, size and time: nothing was read
-    rewrite(whole / SINGLE_FILE, new_time=True)
-    assert print_of(whole) == first  # read again, and the byte is back
-    rewrite(whole / SINGLE_FILE, new_time=True)
+    rewrite(whole / SINGLE_FILE)
     assert print_of(whole) != first
+
+
+def test_another_file_under_the_same_name_size_and_time_is_hashed_again(whole: Path) -> None:
+    first, file = print_of(whole), whole / SINGLE_FILE
+    other = Path(shutil.copy2(file, whole / "other"))
+    rewrite(other)
+    assert (other.stat().st_size, other.stat().st_mtime_ns) == (file.stat().st_size, file.stat().st_mtime_ns)
+    other.replace(file)
+    assert print_of(whole) != first
+
+
+def test_a_cache_keeps_the_newest_fingerprints_alone(whole: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "whole.cache"
+    others = {f"{number:064x}": "0" * 64 for number in range(MAX_REMEMBERED)}
+    cache.write_text(json.dumps(others))
+    value = print_of(whole)
+    known = json.loads(cache.read_text())
+    assert list(known)[:-1] == list(others)[1:]
+    assert list(known.values())[-1] == value
+
+
+def test_programs_that_end_together_all_remember_their_fingerprints(tmp_path: Path) -> None:
+    bases = [save(tmp_path / f"base{number}", {"a": torch.full((1,), number)}) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        values = set(pool.map(lambda base: fingerprint(Checkpoint.open(base), tmp_path / "cache"), bases))
+    assert set(json.loads((tmp_path / "cache").read_text()).values()) == values
+    assert len(values) == 16
+
+
+def test_a_base_takes_a_fingerprint_that_is_known_already_and_reads_nothing(whole: Path) -> None:
+    checkpoint = Checkpoint.open(whole)
+    os.truncate(whole / SINGLE_FILE, 0)
+    base = Base.of(checkpoint, fingerprint="5f" * 32)
+    assert base.fingerprint == "5f" * 32
+    assert base.shapes[EMBEDDING] == (7, 12)
 
 
 @pytest.mark.parametrize("garbage", ["", "[]", "{", '{"a": 1}'])

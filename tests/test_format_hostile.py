@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from deltastore.artifact import Artifact
+from deltastore.artifact import COPY_BYTES, Artifact, ArtifactWriter
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, TensorEntry, parse_json
 from deltastore.layout import MAX_FILE_BYTES, check_layout
+from deltastore.manifest import TensorSpec
+from deltastore.matrix import MatrixDelta
+from deltastore.onebit import OneBit
 from deltastore.validate import check_artifact, check_size
 from tests.hostile import (
     HEADERS,
@@ -30,7 +34,7 @@ from tests.hostile import (
 from tests.hostile_artifacts import BASES, LAYOUTS, NUMBERS, with_head
 from tests.hostile_manifests import MANIFESTS
 from tests.hostile_planes import PLANES, RESIDUALS
-from tests.tiny_artifact import tiny_manifest, write_tiny
+from tests.tiny_artifact import BOTH, tiny_manifest, write_tiny
 from tests.tiny_planes import write_planes
 
 HOSTILE = [*HEADERS, *MANIFESTS, *LAYOUTS, *NUMBERS, *BASES]
@@ -241,3 +245,24 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
         yield document, key
         if isinstance(document[key], dict | list):
             yield from places(document[key])
+
+
+def test_pad_bits_are_found_in_rows_that_lie_across_the_pieces_a_mask_is_read_in(tmp_path: Path) -> None:
+    width, in_features = 61, 487  # one pad bit in each row's last byte
+    num_rows = 2 * COPY_BYTES // width + 2
+    signs = torch.zeros(num_rows, width, dtype=torch.uint8)
+    spec = TensorSpec(codec="onebit", shape=[num_rows, in_features], axis="scalar")
+    for rows in ([], [COPY_BYTES // width], [COPY_BYTES // width, 2 * COPY_BYTES // width, num_rows - 1]):
+        signs[:, -1] = 0
+        signs[rows, -1] = 0x80
+        with ArtifactWriter(tmp_path / "wide") as writer:
+            plane = OneBit(signs, in_features, 1.0, scale_out=torch.ones(1, dtype=torch.float16))
+            writer.add_onebit(BOTH, MatrixDelta((plane,)))
+            none = {"tensors": {BOTH: spec}, "files": []}
+            writer.finish(tiny_manifest(writer.device_bytes).model_copy(update=none))
+        with Artifact.open(tmp_path / "wide") as artifact:
+            if not rows:
+                check_artifact(artifact)
+                continue
+            with pytest.raises(ArtifactError, match=f"{len(rows)} rows of tensor .* have pad bits set"):
+                check_artifact(artifact)

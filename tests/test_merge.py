@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from compressor.merge import DtypeName, MergeConfig, merge
 from compressor.shards import Output, cut
 from deltastore.artifact import Artifact, ArtifactWriter
+from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, PeraxisError, StorageFull, UsageError
+from deltastore.validate import check_artifact, check_base
 from tests.compressing import compressed, enriched, rewrite, variant_tensors
+from tests.conftest import SmallDisk
 from tests.tiny_models import ARCHITECTURES, CHAT_TEMPLATE, VOCAB_SIZE, Change, TinyModels, make_pair
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -208,7 +212,45 @@ def test_a_disk_that_fills_up_leaves_nothing(config: MergeConfig, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("compressor.merge.write_shard", write_a_part)
-    assert "No space left on device: free some space there" in refused(config, StorageFull)
+    message = refused(config, StorageFull)
+    assert f"{config.out.parent}: No space left on device after 4 of " in message
+
+
+def test_a_disk_that_fills_up_at_nine_tenths_leaves_nothing_and_says_what_is_missing(
+    config: MergeConfig, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(config)
+    needed = sum(path.stat().st_size for path in config.out.iterdir())
+    disk = small_disk(needed * 9 // 10)
+    usage = shutil.disk_usage
+    answers = iter([SimpleNamespace(free=needed)])  # there is room until the merge has begun
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: next(answers, None) or usage(path))
+    with pytest.raises(StorageFull) as refusal:
+        merge(MergeConfig(config.base, config.delta, disk / "merged"))
+    found = re.fullmatch(
+        r"(.*): No space left on device after (\d+) of (\d+) bytes: free at least (\d+) more there .*",
+        str(refusal.value),
+    )
+    assert found is not None
+    assert found[1] == str(disk)
+    written, whole, missing = (int(found[group]) for group in (2, 3, 4))
+    assert whole - written - 4096 <= missing <= whole - written
+    assert needed * 8 // 10 < written < whole <= needed
+    assert list(disk.iterdir()) == []
+
+
+def test_a_vocabulary_padded_to_a_multiple_of_64_goes_all_the_way(tmp_path: Path) -> None:
+    padding = -VOCAB_SIZE % 64
+    assert padding > 0
+    models = make_pair("llama", tmp_path, changes=(Change(added_tokens=padding),))
+    checkpoint = merged(models, tmp_path)
+    with Artifact.open(tmp_path / "delta") as artifact:
+        check_artifact(artifact)
+        check_base(artifact, Base.of(Checkpoint.open(models.base)))
+        assert artifact.manifest.tensors[EMBEDDING].added_rows == padding
+    assert checkpoint.read(EMBEDDING).shape[0] % 64 == checkpoint.read(HEAD).shape[0] % 64 == 0
+    added = Checkpoint.open(models.finetunes[0]).read(EMBEDDING)[VOCAB_SIZE:]
+    assert torch.equal(checkpoint.read(EMBEDDING)[VOCAB_SIZE:], added)
 
 
 @pytest.mark.parametrize("content", [b"5", b"[]", b"{", b"\xff"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from deltastore.errors import ArtifactTooLarge, RegistryError, StorageFull, UsageError
 from deltastore.registry import Registry
 from deltastore.storage import Storage
+from tests.conftest import SmallDisk
 from tests.crash_storage import FACTS, RefusingStorage, SteppedStorage, artifact, push
 
 CHUNK = 4 << 20
@@ -22,18 +21,6 @@ CHUNK = 4 << 20
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     return Registry(tmp_path / "registry")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(directory)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 5])
@@ -107,8 +94,8 @@ def test_a_publication_after_its_upload_was_closed_is_refused(registry: Registry
     assert registry.check().is_clean
 
 
-def test_a_full_disk_refuses_an_upload_and_keeps_what_there_was(small_disk: Path) -> None:
-    registry = Registry(small_disk / "registry")
+def test_a_full_disk_refuses_an_upload_and_keeps_what_there_was(small_disk: SmallDisk) -> None:
+    registry = Registry(small_disk(4 << 20) / "registry")
     push(registry, artifact(1, 3 << 20), "a")
     with pytest.raises(StorageFull, match="peraxis registry gc"):
         push(registry, artifact(2, 2 << 20), "a")
@@ -117,13 +104,14 @@ def test_a_full_disk_refuses_an_upload_and_keeps_what_there_was(small_disk: Path
     assert (registry.check().findings, registry.check().notes) == ((), ())
 
 
-def test_collection_makes_room_on_a_full_disk(small_disk: Path) -> None:
-    registry = Registry(small_disk / "registry")
+def test_collection_makes_room_on_a_full_disk(small_disk: SmallDisk) -> None:
+    disk = small_disk(4 << 20)
+    registry = Registry(disk / "registry")
     push(registry, artifact(1, 3 << 20), "a")
     registry.delete("default", "a")
     with pytest.raises(StorageFull):
         push(registry, artifact(2, 2 << 20), "a")
-    fill(small_disk / "filler")
+    fill(disk / "filler")
     assert registry.usage().free_bytes == 0
     assert registry.gc().bytes_freed == 3 << 20
     assert push(registry, artifact(2, 2 << 20), "a").active_version == 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from types import TracebackType
 
+import anyio
 from fastapi import Request
 
 from deltastore.artifact import Artifact
@@ -46,10 +49,9 @@ async def receive_upload(
         expected = _expected_digest(request)
         chunks = _artifact_bytes(request, limit)
         async with _upload(service, limit) as upload:
-            async with aclosing(chunks):
+            async with aclosing(chunks), _WriteBehind(service, upload) as writer:
                 async for chunk in chunks:
-                    await service.run_aside(upload.write, chunk)
-                    metrics.upload_bytes_total.inc(len(chunk))
+                    await writer.write(chunk)
             sealed = await service.run_aside(upload.seal)
             facts = await service.run_aside(_verify, sealed, expected, backend)
             publication = await service.run_aside(
@@ -61,6 +63,41 @@ async def receive_upload(
         raise
     metrics.uploads_total.labels(result="created" if publication.created else "duplicate").inc()
     return publication
+
+
+class _WriteBehind:
+    """Writes and hashes one piece of the body on a thread while the next one arrives.
+
+    Leaving its `async with` block waits for the last piece, whatever comes: nothing writes to the upload any more.
+    """
+
+    def __init__(self, service: Service, upload: Upload) -> None:
+        self._service = service
+        self._upload = upload
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _WriteBehind:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self._settle()
+        elif self._writing is not None:
+            # Its own error is of no interest beside the one that ends the upload.
+            with anyio.CancelScope(shield=True):
+                await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def write(self, chunk: bytes) -> None:
+        """Begin to write a piece, once the one before it is written; raises what that one raised."""
+        await self._settle()
+        self._writing = asyncio.create_task(self._service.run_aside(self._upload.write, chunk))
+        self._service.metrics.upload_bytes_total.inc(len(chunk))
+
+    async def _settle(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
 
 
 def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend) -> ArtifactFacts:

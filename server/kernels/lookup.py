@@ -174,7 +174,9 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     Words change places inside of quarters of vectors first, then quarters do: processors shuffle inside of quarters
     faster than across them.
     """
-    words, pairs, quarters = [], [], []
+    words: list[int] = []
+    pairs: list[int] = []
+    quarters: list[int] = []
     for lane in range(0, 16, 4):
         words += [lane, lane + 16, lane + 1, lane + 17]
         pairs += [lane, lane + 1, lane + 16, lane + 17]

@@ -1,8 +1,8 @@
 """What does the one-bit product of many variants cost, beside the library's product of the base and beside memory?
 
 The linear layers of some blocks of a model run in turn, as in a step: once the library's bfloat16 product alone, once
-with the grouped one-bit product after each. There are as many blocks as no cache holds. A plain copy says what memory
-gives.
+with the grouped one-bit product after each; and the output head in the same way, as rows of its own. There are as
+many blocks as no cache holds. A plain copy says what memory gives.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from bench.report import RESULTS, describe, write_result
+from bench.serving import SHAPES, SMALL
 from demo.table import table
 from server import kernels
 
-# (out, in) of one block's linear layers: q, k, v, o, gate, up, down
-CPU_BLOCK = ((1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (2816, 1024), (2816, 1024), (1024, 2816))
-CUDA_BLOCK = (*((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)), *((14336, 4096),) * 2, (4096, 14336))
-SMALL_BLOCK = ((40, 24), (24, 40))
 GROUPS = (
     (1, 1),
     (1, 2),
     (1, 4),
     (1, 16),
+    (2, 1),
+    (4, 1),
+    (8, 1),
     (2, 8),
     (4, 4),
     (8, 2),
@@ -40,6 +40,8 @@ GROUPS = (
     (1, 256),
 )  # groups, rows of each
 COPY_BYTES = 256 * 2**20
+BLOCKS_BYTES = 96 * 2**20  # of the base's weights at least: more than a cache holds
+DEFAULT_SHAPES = {"cpu": "158m", "cuda": "8b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Medians over turns, of one block."""
+    """Medians over turns, of one block or of the output head."""
 
+    part: str
     groups: int
     rows: int  # of each group
     base_s: float  # the library's products alone
@@ -80,16 +83,17 @@ class Figure:
 
     @property
     def added(self) -> float:
-        """What one-bit products add to a block, in units of the library's products."""
+        """What one-bit products add, in units of the library's products."""
         return self.both_s / self.base_s - 1
 
     @property
     def memory(self) -> float:
-        """Bytes of signs per second that a block's one-bit products took, over those that a copy reads and writes."""
+        """Bytes of signs per second that one-bit products took, over those that a copy reads and writes."""
         return self.groups * self.num_weights / 8 / max(self.both_s - self.base_s, 1e-9) / self.copy_bytes_s
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "part": self.part,
             "groups": self.groups,
             "rows_of_each": self.rows,
             "base_s": round(self.base_s, 7),
@@ -105,32 +109,66 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("not measured: there is no CUDA device")
         return
-    shapes = SMALL_BLOCK if args.small else CUDA_BLOCK if device.type == "cuda" else CPU_BLOCK
+    name = args.shapes or DEFAULT_SHAPES[device.type]
+    shapes = SMALL if args.small else SHAPES[name]
     kernels.prepare(device)
     copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
-    most = max(groups for groups, _ in GROUPS)
-    layers = [Layer.drawn(shape, most, device) for _ in range(args.blocks) for shape in shapes]
-    figures = [measure(layers, args, each, copy_bytes_s) for each in GROUPS]
+    block, head = shapes.linear_layers, ((shapes.vocabulary, shapes.hidden),)
+    num_blocks = args.blocks or max(2, BLOCKS_BYTES // sum(2 * out * width for out, width in block))
+    figures = []
+    for part, layers, count in (("block", block * num_blocks, num_blocks), ("output head", head, 1)):
+        figures += measure_part(part, layers, count, args.repeats, copy_bytes_s, device)
     print(
-        f"{describe(device)}; one block of {len(shapes)} linear layers, bfloat16; medians of {args.repeats} turns"
+        f"{describe(device)}; one block of {len(block)} linear layers and the output head of {head[0]}, bfloat16; "
+        f"medians of {args.repeats} turns"
     )
     print(f"a copy reads and writes {copy_bytes_s / 1e9:.1f} GB/s\n")
-    head = ("variants x rows", "base, ms", "with one-bit products, ms", "added / base", "signs read / copy")
-    print(table(head, [_row(figure) for figure in figures]))
-    name = "kernels.json" if device.type == "cpu" else "kernels-cuda.json"
-    if out := args.out or (None if args.small else RESULTS / name):
-        settings = {"repeats": args.repeats, "blocks": args.blocks, "dtype": "bfloat16", "shapes": shapes}
+    heads = (
+        "part",
+        "variants x rows",
+        "base, ms",
+        "with one-bit products, ms",
+        "added / base",
+        "signs read / copy",
+    )
+    print(table(heads, [_row(figure) for figure in figures]))
+    if out := args.out or (None if args.small else RESULTS / file_name(device.type, name)):
+        settings = {"repeats": args.repeats, "blocks": num_blocks, "dtype": "bfloat16"}
+        settings |= {"block": block, "output_head": head[0]}
         settings |= {"num_threads": torch.get_num_threads(), "copy_bytes_s": round(copy_bytes_s)}
         write_result(
             out, "kernels", device, {"settings": settings, "results": [f.as_json() for f in figures]}
         )
 
 
+def file_name(device: str, shapes: str) -> str:
+    """The name of the result: of the device's default shapes, or with the shapes' name."""
+    kind = "" if device == "cpu" else f"-{device}"
+    return f"kernels{kind}.json" if shapes == DEFAULT_SHAPES[device] else f"kernels{kind}-{shapes}.json"
+
+
+def measure_part(
+    part: str,
+    shapes: Sequence[tuple[int, int]],
+    count: int,  # how many blocks `shapes` are
+    repeats: int,
+    copy_bytes_s: float,
+    device: torch.device,
+) -> list[Figure]:
+    """Every composition, on layers that are freed at the end."""
+    most = max(groups for groups, _ in GROUPS)
+    layers = [Layer.drawn(shape, most, device) for shape in shapes]
+    num_weights = sum(layer.weight.numel() for layer in layers) // count
+    figures = []
+    for groups, rows in GROUPS:
+        base_s, both_s = (seconds / count for seconds in measure(layers, repeats, (groups, rows)))
+        figures.append(Figure(part, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
+    return figures
+
+
 @torch.inference_mode()
-def measure(
-    layers: Sequence[Layer], args: argparse.Namespace, each: tuple[int, int], copy_bytes_s: float
-) -> Figure:
-    """The layers with and without one-bit products, in turns."""
+def measure(layers: Sequence[Layer], repeats: int, each: tuple[int, int]) -> tuple[float, float]:
+    """Seconds of all layers without and with one-bit products, in turns."""
     num_groups, rows = each
     device = layers[0].weight.device
     places = [layer.places(num_groups) for layer in layers]
@@ -149,10 +187,9 @@ def measure(
             kernels.add_onebit_matmul(linear(inputs, layer.weight), inputs, own, ranges)
 
     both()
-    turns = [(seconds(base, device), seconds(both, device)) for _ in range(args.repeats)]
-    base_s, both_s = (median(times) / args.blocks for times in zip(*turns, strict=True))
-    num_weights = sum(layer.weight.numel() for layer in layers) // args.blocks
-    return Figure(num_groups, rows, base_s, both_s, num_weights, copy_bytes_s)
+    turns = [(seconds(base, device), seconds(both, device)) for _ in range(repeats)]
+    base_s, both_s = (median(times) for times in zip(*turns, strict=True))
+    return base_s, both_s
 
 
 def copied(num_bytes: int, repeats: int, device: torch.device) -> float:
@@ -176,6 +213,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _row(figure: Figure) -> tuple[str, ...]:
     return (
+        figure.part,
         f"{figure.groups} x {figure.rows}",
         f"{1e3 * figure.base_s:.3f}",
         f"{1e3 * figure.both_s:.3f}",
@@ -188,7 +226,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--small", action="store_true", help="tiny matrices; writes JSON only with --out")
-    parser.add_argument("--blocks", type=int, default=4, help="of the model, so that no cache holds them")
+    parser.add_argument("--shapes", choices=SHAPES, help="whose sizes; 158m by default, 8b on CUDA")
+    parser.add_argument("--blocks", type=int, help="of the model; by default, as many as no cache holds")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
     return parser.parse_args(argv)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.artifact import Artifact
@@ -28,9 +28,14 @@ from server.engine.tokenizer import Tokenizers
 from server.metrics import Metrics
 from server.process import spare_collections
 
-HEAD_DIM = 64
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
 SMALL = LlamaShapes(num_layers=2, hidden=128, intermediate=192, kv=64, vocabulary=256)
+# By name: the bench's own; Llama-3.2-1B; Llama-3.1-8B with as many of its 32 layers as leave room for peers.
+SHAPES = {
+    "158m": FULL,
+    "1b": LlamaShapes(16, hidden=2048, intermediate=8192, kv=512, vocabulary=128256, tied=True),
+    "8b": LlamaShapes(3, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256, head_dim=128),
+}
 MAX_POSITIONS = 2048
 
 
@@ -94,15 +99,16 @@ def write_base(directory: Path, shapes: LlamaShapes) -> Path:
         hidden_size=shapes.hidden,
         intermediate_size=shapes.intermediate,
         num_hidden_layers=shapes.num_layers,
-        num_attention_heads=shapes.hidden // HEAD_DIM,
-        num_key_value_heads=shapes.kv // HEAD_DIM,
+        num_attention_heads=shapes.hidden // shapes.head_dim,
+        num_key_value_heads=shapes.kv // shapes.head_dim,
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=shapes.tied,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shapes.vocabulary)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")  # type: ignore[no-untyped-call]
     tokenizer.save_pretrained(directory)

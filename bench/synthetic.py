@@ -33,6 +33,13 @@ class LlamaShapes:
     intermediate: int = 5632
     kv: int = 512
     vocabulary: int = 32000
+    head_dim: int = 64
+    tied: bool = False  # the output head is the embedding
+
+    @property
+    def linear_layers(self) -> tuple[tuple[int, int], ...]:
+        """Out and in of the linear layers of one block."""
+        return tuple((shape[0], shape[1]) for shape in self._layer().values() if len(shape) == 2)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes in layer order."""
@@ -41,7 +48,8 @@ class LlamaShapes:
             for name, shape in self._layer().items():
                 yield f"model.layers.{layer}.{name}.weight", shape
         yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocabulary, self.hidden)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, self.hidden)
 
     def _layer(self) -> dict[str, tuple[int, ...]]:
         return {
@@ -92,7 +100,7 @@ def write_delta(
         if num_file_bytes:
             writer.add_file("tokenizer.json", bytes(num_file_bytes))
         files = ["tokenizer.json"] if num_file_bytes else []
-        writer.finish(_manifest(specs, writer.device_bytes, files))
+        writer.finish(_manifest(specs, writer.device_bytes, files, shapes.tied))
     return _source(path)
 
 
@@ -103,12 +111,12 @@ def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> OneBit
     return OneBit(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
 
 
-def _manifest(specs: dict[str, TensorSpec], device_bytes: int, files: list[str]) -> Manifest:
+def _manifest(specs: dict[str, TensorSpec], device_bytes: int, files: list[str], tied: bool) -> Manifest:
     return Manifest(
         base_id="synthetic",
         base_fingerprint="0" * 64,
         method="per-axis",
-        tied=False,
+        tied=tied,
         device_bytes=device_bytes,
         config={},
         tensors=specs,

@@ -1,8 +1,12 @@
 """How many tokens per second does one server give, when its requests are for one variant, or for many?
 
-Sixteen requests at a time, 64 tokens in and 64 out, over the base alone and over 1 to 16 variants. Beside it, in the
-same run, on the same weights and prompts: merged weights swapped in, one variant after another; and the model library's
-own batching of the base, static and continuous. Everyone takes turns, and medians are reported.
+Sixteen requests at a time, 64 tokens in and 64 out, over the base alone and over 1 to 16 variants; and four at a time,
+over the base and four variants. Beside it, in the same run, on the same weights and prompts: merged weights swapped in,
+one variant after another; and transformers' own batching of the base, static and continuous. Everyone takes turns, and
+medians are reported.
+
+At the shapes of larger models, so that the process stays below 14 GB: there are 8 variants at most, an 8B model has 3
+of its 32 layers, and one merged copy in memory stands for every variant's.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,14 +28,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from bench.report import RESULTS, describe, write_result
-from bench.serving import FULL, SMALL, Service, prompts, publish_variants, serving, write_base
+from bench.serving import SHAPES, SMALL, Service, prompts, publish_variants, serving, write_base
 from bench.synthetic import LlamaShapes
 from deltastore.registry import Registry
 from demo.table import table
 
-NUM_REQUESTS = 16
+NUM_REQUESTS, NUM_FEW = 16, 4
 VARIANTS = (1, 2, 4, 8, 16)
-OURS, SWAPPED = "Peraxis", "merged weights swapped in"
+KV_CACHE_BYTES = 512 << 20  # at the shapes of larger models; else what the server takes
+OURS, FEW, SWAPPED = "Peraxis", "Peraxis, 4 requests at a time", "merged weights swapped in"
 STATIC, CONTINUOUS = "transformers, static", "transformers, continuous"
 
 
@@ -49,72 +54,114 @@ class Load:
 
 @dataclass(slots=True)
 class Subject:
-    """One way to answer the load."""
+    """One way to answer a load."""
 
     name: str
     num_variants: int  # 0 is the base alone
+    num_tokens: int  # of all answers
     answer: Callable[[], object]
     seconds: list[float] = field(default_factory=list)
 
-    def tokens_per_s(self, load: Load) -> float:
-        return load.num_tokens / median(self.seconds)
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large a run is."""
+
+    shapes: LlamaShapes
+    name: str  # of the shapes
+    counts: tuple[int, ...]  # of variants
+    num_merged: int  # copies of merged weights in memory; they stand for all variants' in turn
+    kv_cache_bytes: int | None
+
+    @classmethod
+    def of(cls, name: str, num_layers: int | None) -> Scale:
+        shapes = SHAPES[name]
+        if num_layers:
+            shapes = replace(shapes, num_layers=num_layers)
+        if name == "158m":
+            return cls(shapes, name, VARIANTS, max(VARIANTS), None)
+        return cls(shapes, name, VARIANTS[:-1], 1, KV_CACHE_BYTES)
+
+    @property
+    def description(self) -> str:
+        """What a table's reader must know."""
+        layers = f"{self.name} shapes, {self.shapes.num_layers} layers"
+        return f"{layers}; merged copies in memory, used in turn: {self.num_merged}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the model library's
-    shapes = SMALL if args.small else FULL
+    scale = Scale.of(args.shapes, args.layers)
+    if args.small:
+        scale = replace(scale, shapes=SMALL, name="tiny")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        directory = Path(name)
+        directory, shapes = Path(name), scale.shapes
         base, registry = write_base(directory / "base", shapes), Registry(directory / "registry")
-        records = publish_variants(registry, directory, shapes, max(VARIANTS))
+        records = publish_variants(registry, directory, shapes, max(scale.counts))
         load = Load(prompts(NUM_REQUESTS, args.prompt, shapes.vocabulary), args.new)
-        with serving(base, registry, records, max_num_seqs=NUM_REQUESTS) as service:
-            subjects = [*ours(service, load), *swapped(base, load), *libraries(base, load)]
+        settings = {"max_num_seqs": NUM_REQUESTS, "kv_cache_bytes": scale.kv_cache_bytes}
+        with serving(base, registry, records, **settings) as service:
+            subjects = [*ours(service, load, scale), *peers(base, load, scale)]
             measure(subjects, args.repeats)
-    rates = {(s.name, s.num_variants): s.tokens_per_s(load) for s in subjects}
-    print(
-        f"{describe(device)}; median of {args.repeats}\n\n{rate_table(subjects, load)}\n\n{goal_table(rates)}"
-    )
-    if out := args.out or (None if args.small else RESULTS / "throughput.json"):
-        write_result(out, "throughput", device, _document(args, shapes, subjects, load, rates))
+    rates = {(subject.name, subject.num_variants): subject.tokens_per_s for subject in subjects}
+    print(f"{describe(device)}; {scale.description}; median of {args.repeats}\n")
+    print(f"{rate_table(subjects, scale.counts)}\n\n{goal_table(rates)}")
+    result = "throughput.json" if args.shapes == "158m" else f"throughput-{args.shapes}.json"
+    if out := args.out or (None if args.small else RESULTS / result):
+        write_result(out, "throughput", device, _document(args, scale, subjects, rates))
 
 
-def ours(service: Service, load: Load) -> list[Subject]:
+def ours(service: Service, load: Load, scale: Scale) -> list[Subject]:
     """The engine, with requests spread evenly over so many variants."""
 
-    def answer(num_variants: int) -> None:
+    def answer(num_variants: int, asked_for: Load) -> None:
         asked = [
             service.ask(
                 service.records[i % num_variants] if num_variants else None, list(prompt), load.num_new
             )
-            for i, prompt in enumerate(load.prompts)
+            for i, prompt in enumerate(asked_for.prompts)
         ]
         for one in asked:
             assert len(one.token_times()) == load.num_new
 
-    return [Subject(OURS, k, partial(answer, k)) for k in (0, *VARIANTS)]
+    few = Load(load.prompts[:NUM_FEW], load.num_new)
+    return [Subject(OURS, k, load.num_tokens, partial(answer, k, load)) for k in (0, *scale.counts)] + [
+        Subject(FEW, k, few.num_tokens, partial(answer, k, few)) for k in (0, NUM_FEW)
+    ]
 
 
-def swapped(base: Path, load: Load) -> list[Subject]:
-    """One variant after another: its merged weights, in memory already, are copied over the model's."""
-    model = _model(base)
+def peers(base: Path, load: Load, scale: Scale) -> list[Subject]:
+    """Everyone else, on two models."""
+    static, continuous = _model(base), _model(base)
+    return [*swapped(static, load, scale), *libraries(static, continuous, load)]
+
+
+def swapped(model: PreTrainedModel, load: Load, scale: Scale) -> list[Subject]:
+    """One variant after another: its merged weights, in memory already, are copied over the model's.
+
+    What is merged is the base's own weights, so the model stays the base.
+    """
     merged = [
-        {name: value.clone() for name, value in model.state_dict().items()} for _ in range(max(VARIANTS))
+        {name: value.detach().clone() for name, value in model.named_parameters()}  # tied ones once
+        for _ in range(scale.num_merged)
     ]
 
     def answer(num_variants: int) -> None:
         for index in range(num_variants):
-            model.load_state_dict(merged[index])
+            model.load_state_dict(merged[index % scale.num_merged], strict=False)
             _generate(model, load.prompts[index::num_variants], load.num_new)
 
-    return [Subject(SWAPPED, k, partial(answer, k)) for k in VARIANTS]
+    return [Subject(SWAPPED, k, load.num_tokens, partial(answer, k)) for k in scale.counts]
 
 
-def libraries(base: Path, load: Load) -> list[Subject]:
-    """The model library's own batching, of the base alone."""
-    static, continuous = _model(base), _model(base)
+def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) -> list[Subject]:
+    """Transformers' own batching, of the base alone."""
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=load.num_new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -126,8 +173,8 @@ def libraries(base: Path, load: Load) -> list[Subject]:
         assert sum(len(output.generated_tokens) for output in outputs.values()) == load.num_tokens
 
     return [
-        Subject(STATIC, 0, lambda: _generate(static, load.prompts, load.num_new)),
-        Subject(CONTINUOUS, 0, batch),
+        Subject(STATIC, 0, load.num_tokens, lambda: _generate(static, load.prompts, load.num_new)),
+        Subject(CONTINUOUS, 0, load.num_tokens, batch),
     ]
 
 
@@ -142,13 +189,15 @@ def measure(subjects: Sequence[Subject], repeats: int) -> None:
         print(f"turn {turn} of {repeats} is done", file=sys.stderr, flush=True)
 
 
-def rate_table(subjects: Sequence[Subject], load: Load) -> str:
+def rate_table(subjects: Sequence[Subject], variants: Sequence[int]) -> str:
     """Tokens per second by who answers, and over how many variants."""
-    counts = (0, *VARIANTS)
+    counts = (0, *variants)
     names = list(dict.fromkeys(subject.name for subject in subjects))
-    rates = {(s.name, s.num_variants): f"{s.tokens_per_s(load):.0f}" for s in subjects}
+    rates = {
+        (s.name, s.num_variants): f"{s.tokens_per_s:.{0 if s.tokens_per_s >= 100 else 1}f}" for s in subjects
+    }
     rows = [(name, *(rates.get((name, count), "") for count in counts)) for name in names]
-    heads = ("tokens/s", "base", *(f"{count} variant{'s' * (count > 1)}" for count in VARIANTS))
+    heads = ("tokens/s", "base", *(f"{count} variant{'s' * (count > 1)}" for count in variants))
     return table(heads, rows)
 
 
@@ -160,6 +209,7 @@ def goals(rates: dict[tuple[str, int], float]) -> list[dict[str, Any]]:
         ("base alone / the best peer's base", ours / best_peer, 0.8),
         ("8 variants / the smaller of both bases", many / min(ours, best_peer), 0.5),
         ("8 variants / merged weights swapped in", many / rates[SWAPPED, 8], 3.0),
+        ("4 requests at a time: 4 variants / base", rates[FEW, NUM_FEW] / rates[FEW, 0], 0.8),
     ]
     return [
         {"goal": goal, "at_least": least, "reached": round(value, 3), "met": value >= least}
@@ -193,14 +243,14 @@ def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new:
 
 def _document(
     args: argparse.Namespace,
-    shapes: LlamaShapes,
+    scale: Scale,
     subjects: Sequence[Subject],
-    load: Load,
     rates: dict[tuple[str, int], float],
 ) -> dict[str, Any]:
     return {
         "settings": {
-            "shapes": asdict(shapes),
+            "shapes": asdict(scale.shapes),
+            "merged_copies": scale.num_merged,
             "requests": NUM_REQUESTS,
             "prompt_tokens": args.prompt,
             "new_tokens": args.new,
@@ -211,7 +261,7 @@ def _document(
             {
                 "who": subject.name,
                 "variants": subject.num_variants,
-                "tokens_per_s": round(subject.tokens_per_s(load), 1),
+                "tokens_per_s": round(subject.tokens_per_s, 1),
                 "seconds": [round(value, 4) for value in subject.seconds],
             }
             for subject in subjects
@@ -223,11 +273,13 @@ def _document(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.throughput", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
+    parser.add_argument("--shapes", choices=SHAPES, default="158m", help="whose sizes")
+    parser.add_argument("--layers", type=int, help="so many of them rather than the default of the shapes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--dir", type=Path, help="where the checkpoint and the registry are made")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/throughput.json by default")
+    parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
     return parser.parse_args(argv)
 
 

@@ -87,6 +87,11 @@ def test_large_products_are_shared_between_threads(product: numba.Product) -> No
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("product", WAYS)
+def test_a_large_odd_matrix_gives_every_output_to_one_thread(product: numba.Product) -> None:
+    check(product, operands(4109, 2331, [(0, 1), (1, 2), (2, 3), (3, 8)]), 1e-3)
+
+
 def test_torch_brings_the_threads() -> None:
     assert openmp.runtime() is not None
 
@@ -145,6 +150,17 @@ def test_embedding_rows_are_rows_of_the_dense_delta(rows: numba.Rows, in_feature
     rows(output, ids, places, torch.tensor([[1, 5]], dtype=torch.int32), 50, 2.0)
     assert torch.equal(output[1:5], 2 * delta.dense()[ids[1:5]])
     assert output[[0, 5]].isnan().all()
+
+
+def test_embedding_rows_beyond_two_gib_of_signs_are_found() -> None:
+    num_ids, in_features = 2**20 + 1, 2**14
+    signs = torch.zeros(num_ids, in_features // 8, dtype=torch.uint8)  # memory that is not read costs nothing
+    signs[-1] = 255
+    factor, output = torch.full((num_ids,), 0.5), torch.zeros(2, in_features)
+    places = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
+    ids = torch.tensor([num_ids - 1, 0])
+    add_onebit_rows(output, ids, places, torch.tensor([[0, 2]], dtype=torch.int32), num_ids, 1.0)
+    assert torch.equal(output, torch.tensor([[0.5], [-0.5]]).expand(2, in_features))
 
 
 def test_embedding_rows_in_bfloat16_are_rounded_once() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention against attention written out in float64; interpreted where there is no GPU."""
+"""The kernels of paged attention against attention written out in float64; Triton's are interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +37,9 @@ class Shape:
 
 
 SHAPES = [Shape(6, 2, 12, 12, 4), Shape(5, 1, 80, 72, 16), Shape(3, 3, 100, 20, 5), Shape(4, 2, 256, 256, 16)]
+
+# Llama-3.1-8B's heads and Gemma-3-1B's.
+LARGE_SHAPES = [Shape(32, 8, 128, 128, 16), Shape(4, 1, 256, 256, 16)]
 
 
 def rules(name: str, num_heads: int) -> Options:
@@ -86,11 +90,11 @@ class Case:
         query = drawn(8, shape.heads, shape.key_dim)
         return cls(keys, values, (cached[0], cached[1]), query, Span(rows, table, positions))
 
-    def run(self, options: Options) -> Tensor:
+    def run(self, options: Options, kernel: ModuleType = paged_attention) -> Tensor:
         """All rows; those of no sequence are NaN before."""
         sizes = (*self.query.shape[:2], self.cached[1].shape[3])
         output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
-        paged_attention.attend(output, self.query, self.cached, self.span, options)
+        kernel.attend(output, self.query, self.cached, self.span, options)
         return output
 
     def expected(self, sequence: int, options: Options) -> Tensor:  # [heads, value_dim] float64
@@ -109,8 +113,8 @@ class Case:
         return torch.einsum("hk,khd->hd", weights / (weights.sum(1) + sinks)[:, None], values)
 
 
-def check(case: Case, options: Options) -> None:
-    output = case.run(options)
+def check(case: Case, options: Options, kernel: ModuleType = paged_attention) -> None:
+    output = case.run(options, kernel)
     tolerance = TOLERANCE[output.dtype]
     for sequence, row in enumerate(case.span.rows[:, 0].tolist()):
         expected = case.expected(sequence, options)
@@ -123,6 +127,14 @@ def test_a_token_attends_to_its_own_keys_whatever_the_rest_of_the_cache_holds(
     shape: Shape, name: str
 ) -> None:
     check(Case.of(shape, torch.float32), rules(name, shape.heads))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
+@pytest.mark.parametrize("name", ["plain", "window", "wide window", "soft cap", "sinks", "all"])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE_SHAPES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_on_the_cpu_attends_to_its_own_keys(dtype: torch.dtype, shape: Shape, name: str) -> None:
+    check(Case.of(shape, dtype), rules(name, shape.heads), numba_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

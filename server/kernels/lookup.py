@@ -23,8 +23,10 @@ INPUTS = 512  # of a tile
 WORD = 32  # inputs to a lane
 SUMS = 16  # of a table: the signed sums of PER_TABLE inputs
 PER_TABLE = 4
-NUM_CHAINS = 2  # accumulators of a row, so that additions overlap
+NUM_CHAINS = 4  # accumulators of a row, so that additions overlap
 PREFETCH = 4  # tiles ahead: rows of signs are strided, which hardware does not follow
+
+llvm.initialize_native_asmparser()
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, 16), ir.VectorType(_INT, 16)
@@ -167,13 +169,28 @@ def _masked_loads(builder: Any, rows: list[Any], num_outputs: Any, num_bytes: An
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors of sixteen words, transposed: four perfect shuffles turn row and lane numbers around."""
-    low = ir.Constant(_INTS, [lane // 2 + 16 * (lane % 2) for lane in range(16)])
-    high = ir.Constant(_INTS, [8 + lane // 2 + 16 * (lane % 2) for lane in range(16)])
-    for _ in range(4):
-        pairs = zip(rows[:8], rows[8:], strict=True)
-        rows = [builder.shuffle_vector(one, other, half) for one, other in pairs for half in (low, high)]
-    return rows
+    """Sixteen vectors of sixteen words, transposed.
+
+    Words change places inside of quarters of vectors first, then quarters do: processors shuffle inside of quarters
+    faster than across them.
+    """
+    words: list[int] = []
+    pairs: list[int] = []
+    quarters: list[int] = []
+    for lane in range(0, 16, 4):
+        words += [lane, lane + 16, lane + 1, lane + 17]
+        pairs += [lane, lane + 1, lane + 16, lane + 17]
+    for start in (0, 8, 16, 24):
+        quarters += range(start, start + 4)
+    # Where the second vector of a shuffle is, and how far its upper half is from its lower.
+    for distance, lanes, upper in ((1, words, 2), (2, pairs, 2), (4, quarters, 4), (8, quarters, 4)):
+        halves = [ir.Constant(_INTS, [lane + offset for lane in lanes]) for offset in (0, upper)]
+        shuffled = list(rows)
+        for one in (number for number in range(16) if not number & distance):
+            for half, number in zip(halves, (one, one + distance), strict=True):
+                shuffled[number] = builder.shuffle_vector(rows[one], rows[one + distance], half)
+        rows = shuffled
+    return [rows[start + number] for start in range(0, 16, 4) for number in (0, 2, 1, 3)]
 
 
 def _prefetch(builder: Any, rows: list[Any], stride: Any) -> None:
@@ -198,7 +215,7 @@ def _lookups(builder: Any, tables: Any, words: Any, num_words: Any, num_rows: in
     signs = builder.load(builder.gep(words, [word]))
     signs.align = 64
     for k in range(per_word):
-        chosen = builder.lshr(signs, ir.Constant(_INTS, [PER_TABLE * k] * 16))
+        chosen = _rotated(builder, signs, PER_TABLE * k) if k else signs
         for row, own in enumerate(grown):
             number = builder.add(builder.mul(word, _long(per_word)), _long(row * INPUTS // PER_TABLE + k))
             table = builder.load(builder.gep(builder.inttoptr(tables, _FLOATS.as_pointer()), [number]))
@@ -212,7 +229,16 @@ def _lookups(builder: Any, tables: Any, words: Any, num_words: Any, num_rows: in
             chain.add_incoming(total, loop)
     builder.cbranch(builder.icmp_signed("<", following, num_words), loop, done)
     builder.position_at_end(done)
-    return [builder.fadd(own[0], own[1]) for own in grown]
+    return [builder.fadd(builder.fadd(own[0], own[1]), builder.fadd(own[2], own[3])) for own in grown]
+
+
+def _rotated(builder: Any, words: Any, bits: int) -> Any:
+    """Words with their lowest bits rotated away, as an instruction of its own.
+
+    A shift would do, and LLVM would make one of any rotation that it understands; but shifts compete with additions.
+    """
+    rotation = ir.FunctionType(_INTS, [_INTS])
+    return builder.asm(rotation, f"vprord $${bits}, $1, $0", "=v,v", [words], side_effect=False)
 
 
 def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:

@@ -23,6 +23,8 @@ NORM_STD = 0.1
 # A fine-tune's difference has this share of the weights' standard deviation.
 TUNING_SHARE = 0.05
 BLOCK_NUMEL = 1 << 24
+# Of the text whose logits are compared.
+TEXT_TOKENS = 64
 SHARD_BYTES = 5_000_000_000
 NUM_THREADS = 2
 

@@ -1,0 +1,198 @@
+"""Child processes of the bench: commands with their time and peak memory, and a running server to ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SAMPLE_S = 0.02
+CALL_S = 1800.0
+
+
+class Peak:
+    """The most resident bytes of a process, sampled until it ends: Linux forgets the peak with the process."""
+
+    def __init__(self, pid: int) -> None:
+        self.num_bytes = 0
+        self._pid = pid
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
+        self.num_bytes = memory_of(self._pid)["VmRSS"]
+
+    def _watch(self) -> None:
+        while (found := memory_of(self._pid)) and "VmHWM" in found:
+            self.num_bytes = found["VmHWM"]
+            time.sleep(SAMPLE_S)
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Resident bytes of a process now and at its peak; empty when it has gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:")))
+    return {name.rstrip(":"): int(size) << 10 for name, size, *_ in fields}
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A command that has ended."""
+
+    seconds: float
+    cpu_s: float  # of all its threads
+    peak_bytes: int
+    result: dict[str, Any]  # the JSON document that it printed; empty where it printed none
+
+
+def run(command: Sequence[object], environment: Mapping[str, str] | None = None) -> Ran:
+    """Run a command to its end. RuntimeError, with what it said, where it fails."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_env(environment),
+    )
+    peak, before = Peak(process.pid), os.times()
+    output, errors = process.communicate()
+    seconds, after = time.perf_counter() - start, os.times()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors[-4000:]}")
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    text = output.strip()
+    return Ran(seconds, cpu_s, peak.num_bytes, json.loads(text) if text.startswith("{") else {})
+
+
+def peraxis(*args: object, environment: Mapping[str, str] | None = None) -> Ran:
+    """Run a `peraxis` command."""
+    return run([sys.executable, "-m", "peraxis", *args], environment)
+
+
+def helper(module: str, *args: object) -> Ran:
+    """Run a module of this package in a process of its own."""
+    return run([sys.executable, "-m", f"bench.real.{module}", *args])
+
+
+@dataclass(slots=True)
+class Server:
+    """A running `peraxis serve`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    ready_s: float
+    peak: Peak
+    client: httpx.Client
+
+    def memory(self) -> dict[str, int]:
+        return memory_of(self.process.pid)
+
+    def upload(self, name: str, artifact: Path) -> float:
+        """Publish an artifact; seconds until the reply."""
+        start = time.perf_counter()
+        with artifact.open("rb") as body:
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(artifact.stat().st_size),
+            }
+            _checked(
+                self.client.post("/variants", params={"name": name}, content=_blocks(body), headers=headers)
+            )
+        return time.perf_counter() - start
+
+    def generate(self, variant: str | None, prompt: str, num_new: int) -> dict[str, Any]:
+        """The whole reply to one greedy request."""
+        body = {"prompt": prompt, "max_new_tokens": num_new, "temperature": 0}
+        params = {} if variant is None else {"variant": variant}
+        return _checked(self.client.post("/generate", params=params, json=body))
+
+    def unload(self, variant: str) -> None:
+        """Free a variant's slot and wait until it is free."""
+        _checked(self.client.post(f"/variants/{variant}/unload"))
+        while any(
+            one["level"] == "gpu" for one in _checked(self.client.get(f"/variants/{variant}"))["versions"]
+        ):
+            time.sleep(0.005)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by their series."""
+        lines = self.client.get("/metrics").text.splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {series: float(value) for series, _, value in pairs}
+
+
+@contextmanager
+def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: object) -> Iterator[Server]:
+    """Start a server and wait until it is ready; end it with SIGTERM."""
+    command = [
+        sys.executable,
+        "-m",
+        "peraxis",
+        "serve",
+        "--base",
+        base,
+        "--registry",
+        registry,
+        "--port",
+        0,
+        *flags,
+    ]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_env(environment),
+    )
+    errors: list[str] = []
+    threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True).start()
+    peak = Peak(process.pid)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if " is served at " not in line:
+            process.wait(CALL_S)
+            raise RuntimeError(f"the server did not start: {''.join(errors)[-4000:]}")
+        ready_s, url = time.perf_counter() - start, line.split()[-1]
+        limits = httpx.Limits(max_connections=64)
+        with httpx.Client(base_url=url, timeout=CALL_S, limits=limits) as client:
+            yield Server(process, url, ready_s, peak, client)
+        process.terminate()
+        if code := process.wait(CALL_S):
+            raise RuntimeError(f"the server ended with {code}: {''.join(errors)[-4000:]}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _blocks(body: Any) -> Iterator[bytes]:
+    while block := body.read(1 << 20):
+        yield block
+
+
+def _checked(reply: httpx.Response) -> dict[str, Any]:
+    if reply.is_error:
+        raise RuntimeError(f"{reply.request.method} {reply.request.url}: {reply.status_code} {reply.text}")
+    return dict(reply.json())
+
+
+def _env(more: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PERAXIS_")}
+    return {**inherited, **(more or {})}

@@ -1,0 +1,54 @@
+"""Compute the logits of one text with the delta-aware model, as a step of the engine does: a variant's and the base's."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.real.models import TEXT_TOKENS
+from deltastore.artifact import Artifact
+from deltastore.checkpoint import Checkpoint
+from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
+from server.engine.runner import Piece, Runner
+from server.model.attention import Chunk
+from server.model.loader import ServedModel, load_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("base", type=Path)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--variant-out", type=Path, required=True)
+    parser.add_argument("--base-out", type=Path, required=True)
+    args = parser.parse_args()
+    cpu = torch.device("cpu")
+    served = load_model(Checkpoint.open(args.base), cpu, getattr(torch, args.dtype), threading.Event())
+    num_pages = -(-TEXT_TOKENS // served.attention.page_tokens)
+    served.attention.allocate(1 + num_pages)
+    torch.save(_logits(served, None, num_pages), args.base_out)
+    torch.save(_logits(served, _resident(args.artifact), num_pages), args.variant_out)
+
+
+def _resident(path: Path) -> ResidentDelta:
+    with Artifact.open(path) as artifact:
+        memory = torch.empty(artifact.manifest.device_bytes, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(artifact.header.data_start)
+            file.readinto(memory.numpy().data)
+        return ResidentDelta.in_slot(DeltaPlan.of(artifact.header, artifact.manifest, ""), Slot(0, memory))
+
+
+def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:
+    ids = [7 * token for token in range(1, 1 + TEXT_TOKENS)]
+    pages = list(range(1, 1 + num_pages))
+    piece = Piece(ids, Chunk(0, len(ids), pages), delta, num_kept=len(ids))
+    return Runner(served).forward([piece], pages)
+
+
+if __name__ == "__main__":
+    main()

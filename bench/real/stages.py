@@ -1,0 +1,300 @@
+"""The stages of the bench, from checkpoint to token. Each runs what users run, and returns its figures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.real.models import RealModel
+from bench.real.process import Peak, Server, helper, peraxis, run, serving
+from demo.page_cache import drop
+
+PROMPT = "def main(arguments):"
+COPY_REPEATS = 5
+RATE_REPEATS = 3
+STREAMS = (1, 4, 16)
+
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Bench:
+    """One model's run: where its files are, and what has been measured."""
+
+    model: RealModel
+    directory: Path  # scratch of this run, on the disk that is measured
+    base: Path
+    num_variants: int
+    num_new: int  # tokens of an answer, where rates are measured
+    flags: Sequence[str]  # of `serve`
+    dropped_only: bool  # no figures with a warm page cache
+    figures: Figures = field(default_factory=dict)
+
+    @property
+    def artifacts(self) -> list[Path]:
+        return [
+            self.directory / f"variant-{number}.safetensors" for number in range(1, self.num_variants + 1)
+        ]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Fingerprints are remembered within the run alone."""
+        return {"XDG_CACHE_HOME": str(self.directory / "cache")}
+
+    def say(self, what: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {self.model.name}: {what}", file=sys.stderr, flush=True)
+
+
+def compress(bench: Bench) -> None:
+    """Make each fine-tune, compress it from weights alone, and delete it; the first is kept for `compare`."""
+    rows = []
+    for number, artifact in enumerate(bench.artifacts, 1):
+        finetune = bench.directory / f"finetune-{number}"
+        bench.say(f"writing fine-tune {number}")
+        bench.model.write_finetune(bench.base, finetune, number)
+        drop(_files(bench.base, finetune))
+        bench.say(f"compressing fine-tune {number}")
+        ran = peraxis(
+            "compress", "--base", bench.base, "--finetune", finetune, "--out", artifact, "--calibration", "none", "--json",
+            "--no-progress", environment=bench.environment,
+        )  # fmt: skip
+        rows.append({"seconds": ran.seconds, "cpu_s": ran.cpu_s, "peak_bytes": ran.peak_bytes})
+        if number == 1:
+            bench.figures["artifact_bytes"] = artifact.stat().st_size
+            bench.figures["weight_error"] = ran.result["fidelity"]["weight_error"]
+            drop(_files(finetune))
+            bench.say("loading the full checkpoint with safetensors")
+            bench.figures["checkpoint_dropped"] = _checkpoint_load(finetune)
+            if not bench.dropped_only:
+                bench.figures["checkpoint_warm"] = _checkpoint_load(finetune)
+        shutil.rmtree(finetune)
+    bench.figures["compress"] = rows
+
+
+def _checkpoint_load(directory: Path) -> Figures:
+    ran = helper("checkpoint_load", directory)
+    return {**ran.result, "peak_bytes": ran.peak_bytes}
+
+
+def read_files(bench: Bench) -> None:
+    """Read the base's files once, page cache dropped: the floor of every start."""
+    drop(_files(bench.base))
+    buffer, start, total = bytearray(4 << 20), time.perf_counter(), 0
+    for path in _files(bench.base):
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                total += count
+    bench.figures["read_base"] = {"seconds": time.perf_counter() - start, "bytes": total}
+
+
+@contextmanager
+def started(bench: Bench, name: str, dtype: str = "bfloat16") -> Iterator[Server]:
+    """A server that started with the page cache dropped; time and memory go to the figures under `name`."""
+    drop(_files(bench.base))
+    bench.say(f"starting a server in {dtype}")
+    flags = ("--dtype", dtype, "--max-gpu-deltas", max(2, bench.num_variants), *bench.flags)
+    with serving(bench.base, bench.directory / "registry", bench.environment, *flags) as server:
+        metrics = server.metrics()
+        sizes = {
+            kind: metrics[f'peraxis_device_memory_bytes{{kind="{kind}"}}'] for kind in ("base", "slots", "kv")
+        }
+        bench.figures[name] = {
+            "ready_s": server.ready_s,
+            "peak_bytes_at_start": server.peak.num_bytes,
+            "resident_bytes": server.memory()["VmRSS"],
+            "memory": sizes,
+        }
+        yield server
+        bench.figures[name]["resident_bytes_at_end"] = server.memory()["VmRSS"]
+        bench.figures[name]["peak_bytes"] = max(
+            server.peak.num_bytes, bench.figures[name]["peak_bytes_at_start"]
+        )
+
+
+def publish(bench: Bench, server: Server) -> None:
+    """Upload every artifact over HTTP, beside `sha256sum` of the same file."""
+    rows = []
+    for number, artifact in enumerate(bench.artifacts, 1):
+        bench.say(f"uploading variant {number}")
+        # Both find the file in the page cache.
+        checksum = run(["sha256sum", artifact]).seconds
+        before = server.memory()["VmRSS"]
+        seconds = _with_peak(
+            server, lambda artifact=artifact, number=number: server.upload(f"v{number}", artifact)
+        )
+        rows.append(
+            {"seconds": seconds, "sha256sum_s": checksum, "growth_bytes": server.peak.num_bytes - before}
+        )
+    bench.figures["upload"] = rows
+
+
+def _with_peak(server: Server, work: Callable[[], float]) -> float:
+    server.peak.restart()
+    return work()
+
+
+def load(bench: Bench, server: Server) -> None:
+    """First requests of variants that are not resident, page cache warm and dropped, and a plain copy of as many bytes."""
+    for variant in _names(bench):
+        # The first touch of a slot's memory is not the load's.
+        server.generate(variant, PROMPT, 1)
+    server.generate(None, PROMPT, 1)
+    bench.figures["first_token_resident_s"] = median(
+        server.generate("v1", f"{number} {PROMPT}", 1)["timings"]["ttft_s"] for number in range(5)
+    )
+    bench.figures["plain_copy_s"] = _plain_copy(bench.figures["artifact_bytes"])
+    for cache in ("dropped",) if bench.dropped_only else ("dropped", "warm"):
+        bench.say(f"loading variants, page cache {cache}")
+        bench.figures[f"load_{cache}"] = [_cold_start(bench, server, name, cache) for name in _names(bench)]
+
+
+def _cold_start(bench: Bench, server: Server, variant: str, cache: str) -> Figures:
+    server.unload(variant)
+    if cache == "dropped":
+        drop(path for path in (bench.directory / "registry").rglob("*") if path.is_file())
+    before = server.metrics()
+    reply = server.generate(variant, f"{cache} {PROMPT}", 1)
+    after = server.metrics()
+    stages = {
+        stage: after[series] - before.get(series, 0.0)
+        for stage in ("read", "copy", "total")
+        if (series := f'peraxis_variant_load_seconds_sum{{source="disk",stage="{stage}"}}') in after
+    }
+    assert reply["timings"]["cold"]
+    return {**stages, "first_token_s": reply["timings"]["ttft_s"]}
+
+
+def _plain_copy(num_bytes: int) -> float:
+    """One copy of bytes that lie in memory, to memory that was never touched."""
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    times = []
+    for _ in range(COPY_REPEATS):
+        start = time.perf_counter()
+        source.clone()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def rates(bench: Bench, server: Server) -> None:
+    """Tokens per second of the base, of one variant and of all variants mixed, in turns."""
+    subjects: dict[str, list[str | None]] = {
+        "base": [None],
+        "one variant": ["v1"],
+        "all variants": list(_names(bench)),
+    }
+    rows = []
+    for streams in STREAMS:
+        bench.say(f"generating with {streams} streams")
+        times: dict[str, list[float]] = {name: [] for name in subjects}
+        for turn in range(RATE_REPEATS):
+            for name, variants in subjects.items():
+                times[name].append(_answered(bench, server, variants, streams, turn))
+        rows.append(
+            {
+                "streams": streams,
+                **{name: streams * bench.num_new / median(seconds) for name, seconds in times.items()},
+            }
+        )
+    bench.figures["tokens_per_s"] = rows
+
+
+def _answered(bench: Bench, server: Server, variants: Sequence[str | None], streams: int, turn: int) -> float:
+    """Seconds until all of several requests that were sent at once are answered."""
+
+    def ask(number: int) -> dict[str, Any]:
+        # Prompts differ from their beginning, so that no prefix is found.
+        return server.generate(
+            variants[number % len(variants)], f"{turn}{number}{streams} {PROMPT}", bench.num_new
+        )
+
+    with ThreadPoolExecutor(streams) as threads:
+        start = time.perf_counter()
+        replies = list(threads.map(ask, range(streams)))
+        seconds = time.perf_counter() - start
+    assert all(len(reply["outputs"][0]["token_ids"]) == bench.num_new for reply in replies)
+    return seconds
+
+
+def compare_tokens(bench: Bench, num_new: int = 16) -> None:
+    """Greedy tokens of all variants and the base in one batch, against `generate()` on merged float32 checkpoints."""
+    with started(bench, "serve_float32", "float32") as server:
+        names = [None, *_names(bench)]
+        with ThreadPoolExecutor(len(names)) as threads:
+            replies = list(threads.map(lambda name: server.generate(name, PROMPT, num_new), names))
+    served = [reply["outputs"][0]["token_ids"] for reply in replies]
+    expected = [_generated(bench.base, num_new)]
+    for number, artifact in enumerate(bench.artifacts, 1):
+        bench.say(f"merging variant {number}")
+        merged = bench.directory / "merged"
+        peraxis(
+            "merge", "--base", bench.base, "--delta", artifact, "--out", merged, "--dtype", "float32", "--no-progress",
+            environment=bench.environment,
+        )  # fmt: skip
+        expected.append(_generated(merged, num_new))
+        shutil.rmtree(merged)
+    matches = [one == other for one, other in zip(served, expected, strict=True)]
+    bench.figures["exact"] = {"sequences": len(matches), "tokens_each": num_new, "equal": sum(matches)}
+    bench.figures["exact"]["distinct_answers"] = len({tuple(ids) for ids in served})
+
+
+def _generated(checkpoint: Path, num_new: int) -> list[int]:
+    ids: list[int] = helper("oracle", checkpoint, "--prompt", PROMPT, "--num-new", num_new).result[
+        "token_ids"
+    ]
+    return ids
+
+
+def compare_logits(bench: Bench) -> None:
+    """KL of the first variant's logits as served in bfloat16 to those of its merged bfloat16 checkpoint."""
+    merged, artifact = bench.directory / "merged", bench.artifacts[0]
+    outputs = {name: bench.directory / f"{name}.pt" for name in ("variant", "base", "merged")}
+    drop(_files(bench.base))
+    bench.say("merging variant 1")
+    ran = peraxis(
+        "merge", "--base", bench.base, "--delta", artifact, "--out", merged, "--json", "--no-progress",
+        environment=bench.environment,
+    )  # fmt: skip
+    size = sum(path.stat().st_size for path in _files(merged))
+    bench.figures["merge"] = {"seconds": ran.seconds, "peak_bytes": ran.peak_bytes, "bytes": size}
+    bench.say("comparing logits")
+    helper("oracle", merged, "--dtype", "bfloat16", "--logits", outputs["merged"])
+    shutil.rmtree(merged)
+    helper(
+        "served_logits",
+        bench.base,
+        artifact,
+        "--variant-out",
+        outputs["variant"],
+        "--base-out",
+        outputs["base"],
+    )
+    logits = {name: torch.load(path).log_softmax(-1) for name, path in outputs.items()}
+    bench.figures["logits"] = {
+        "kl": _kl(logits["merged"], logits["variant"]),
+        "kl_of_base": _kl(logits["merged"], logits["base"]),
+        "same_likeliest": float((logits["merged"].argmax(-1) == logits["variant"].argmax(-1)).float().mean()),
+    }
+
+
+def _kl(expected: torch.Tensor, found: torch.Tensor) -> float:
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+def _names(bench: Bench) -> list[str]:
+    return [f"v{number}" for number in range(1, bench.num_variants + 1)]
+
+
+def _files(*directories: Path) -> list[Path]:
+    return [path for directory in directories for path in sorted(directory.glob("*.safetensors"))]

@@ -1,0 +1,160 @@
+"""The figures of one model as Markdown tables, and the goals they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from demo.table import table
+
+GIB_1_5 = 1_500_000_000
+LARGEST_ARTIFACT = 1.02e9
+LARGEST_GROWTH = 64 << 20
+LARGEST_COMPRESSOR = 3_000_000_000
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One figure and its limit."""
+
+    what: str
+    limit: str
+    reached: str
+    is_met: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return {"goal": self.what, "limit": self.limit, "reached": self.reached, "met": self.is_met}
+
+
+def stage_table(figures: Figures) -> str:
+    """Time and memory of each stage."""
+    rows = [
+        ("reading the base's files", _s(figures["read_base"]["seconds"]), ""),
+        (
+            "compress, weights only",
+            _s(_median(figures["compress"], "seconds")),
+            _gb(_most(figures["compress"], "peak_bytes")),
+        ),
+        (
+            "full checkpoint with safetensors, page cache dropped",
+            _s(figures["checkpoint_dropped"]["total_s"]),
+            _gb(figures["checkpoint_dropped"]["peak_bytes"]),
+        ),
+    ]
+    if "checkpoint_warm" in figures:
+        rows.append(("the same, page cache warm", _s(figures["checkpoint_warm"]["total_s"]), ""))
+    serve = figures["serve"]
+    rows += [
+        ("serve, first start to ready", _s(serve["ready_s"]), _gb(serve["peak_bytes_at_start"])),
+        ("serve, later start to ready", _s(figures["serve_again"]["ready_s"]), ""),
+        ("serve, with all slots filled and used", "", _gb(serve["peak_bytes"])),
+        (
+            "upload of one variant",
+            _s(_median(figures["upload"], "seconds")),
+            f"+{_gb(_most(figures['upload'], 'growth_bytes'))}",
+        ),
+        ("`sha256sum` of the same file", _s(_median(figures["upload"], "sha256sum_s")), ""),
+        ("plain copy of as many bytes", _s(figures["plain_copy_s"]), ""),
+    ]
+    for cache in ("dropped", "warm"):
+        if loads := figures.get(f"load_{cache}"):
+            rows += [
+                (f"load of a variant, page cache {cache}", _s(_median(loads, "total")), ""),
+                (
+                    f"first token of a cold variant, page cache {cache}",
+                    _s(_median(loads, "first_token_s")),
+                    "",
+                ),
+            ]
+    rows.append(("first token of a resident variant", _s(figures["first_token_resident_s"]), ""))
+    if "merge" in figures:
+        rows.append(
+            (
+                "merge to a stock checkpoint",
+                _s(figures["merge"]["seconds"]),
+                _gb(figures["merge"]["peak_bytes"]),
+            )
+        )
+    return table(("stage", "seconds", "peak memory, GB"), rows)
+
+
+def rate_table(figures: Figures) -> str:
+    """Tokens per second by streams."""
+    rows = [
+        (str(row["streams"]), f"{row['base']:.1f}", f"{row['one variant']:.1f}", f"{row['all variants']:.1f}")
+        for row in figures["tokens_per_s"]
+    ]
+    return table(("streams", "base", "one variant", "all variants mixed"), rows)
+
+
+def likeness(figures: Figures) -> str:
+    """How near the served model is to merged checkpoints, in a sentence."""
+    if "exact" in figures:
+        exact = figures["exact"]
+        return (
+            f"float32, base and variants in one batch against `generate()` on merged checkpoints: {exact['equal']} of "
+            f"{exact['sequences']} sequences of {exact['tokens_each']} tokens equal, "
+            f"{exact['distinct_answers']} of them distinct"
+        )
+    logits = figures["logits"]
+    return (
+        f"bfloat16, logits of a served variant against its merged checkpoint: KL {logits['kl']:.2g} nats per token (the "
+        f"base's is {logits['kl_of_base']:.2g}), the same likeliest token in {logits['same_likeliest']:.1%}"
+    )
+
+
+def goal_table(goals: Sequence[Goal]) -> str:
+    rows = [(goal.what, goal.limit, goal.reached, "met" if goal.is_met else "not met") for goal in goals]
+    return table(("goal", "limit", "reached", ""), rows)
+
+
+def goals(figures: Figures) -> list[Goal]:
+    """The goals of a served model; those of the 8B's artifact hold for all that are smaller, too."""
+    serve, memory = figures["serve"], figures["serve"]["memory"]
+    beside = serve["peak_bytes"] - sum(memory.values())
+    load, checkpoint = _median(figures["load_dropped"], "total"), figures["checkpoint_dropped"]["total_s"]
+    upload, checksum = _median(figures["upload"], "seconds"), _median(figures["upload"], "sha256sum_s")
+    growth, compress = _most(figures["upload"], "growth_bytes"), figures["compress"]
+    most_ready = 1.3 * figures["read_base"]["seconds"] + 20
+    four = next(row for row in figures["tokens_per_s"] if row["streams"] == 4)
+    ratios = [
+        ("load of a variant, dropped / plain copy", load / figures["plain_copy_s"], 2.5),
+        ("upload / `sha256sum`", upload / checksum, 2.0),
+    ]
+    return [
+        Goal("artifact, GB", "at most 1.02", _gb(figures["artifact_bytes"]), figures["artifact_bytes"] <= LARGEST_ARTIFACT),
+        *(Goal(what, f"at most {most:g}", f"{ratio:.2f}", ratio <= most) for what, ratio, most in ratios),
+        Goal("full checkpoint / load of a variant, dropped", "at least 10", f"{checkpoint / load:.1f}", checkpoint >= 10 * load),
+        Goal("peak of serve beside base, slots and KV cache, GB", "at most 1.5", _gb(beside), beside <= GIB_1_5),
+        Goal("memory of an upload, MiB", "at most 64", f"{growth / 2**20:.0f}", growth <= LARGEST_GROWTH),
+        Goal("start to ready, s", f"at most {most_ready:.1f}", _s(serve["ready_s"]), serve["ready_s"] <= most_ready),
+        Goal(
+            "memory of compress, GB", "at most 3", _gb(_most(compress, "peak_bytes")),
+            _most(compress, "peak_bytes") <= LARGEST_COMPRESSOR,
+        ),
+        Goal("compress, minutes", "at most 10", f"{_median(compress, 'seconds') / 60:.1f}", _median(compress, "seconds") <= 600),
+        Goal(
+            "4 streams: all variants mixed / base", "at least 0.8", f"{four['all variants'] / four['base']:.2f}",
+            four["all variants"] >= 0.8 * four["base"],
+        ),
+    ]  # fmt: skip
+
+
+def _median(rows: Sequence[Figures], key: str) -> float:
+    return median(row[key] for row in rows)
+
+
+def _most(rows: Sequence[Figures], key: str) -> float:
+    return max(row[key] for row in rows)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f}"

@@ -3,7 +3,7 @@
 Four inputs have sixteen signed sums. Four signs of sixteen outputs, as sixteen 4-bit numbers, select sixteen of them in
 one permutation: 64 signs per instruction and one addition, against 16 where signs select inputs. To have the same four
 inputs' signs of sixteen outputs side by side, a tile of 16 outputs x 512 inputs (16 registers of packed signs) is
-transposed in registers. Permutations ignore all but the lowest four bits of a lane, so a shift is all that takes the
+transposed in registers. Permutations ignore all but the lowest four bits of a lane, so a rotation is all that takes the
 next four signs.
 """
 
@@ -26,6 +26,7 @@ PER_TABLE = 4
 NUM_CHAINS = 4  # accumulators of a row, so that additions overlap
 PREFETCH = 4  # tiles ahead: rows of signs are strided, which hardware does not follow
 
+# Numba initializes all of LLVM but what reads inline assembly.
 llvm.initialize_native_asmparser()
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()

@@ -10,14 +10,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from deltastore.errors import CheckpointError, SettingsError
 from server.app import create_app
-from server.errors import EngineFailed
+from server.errors import Draining, EngineFailed
 from server.process import listen, run, url_of
 from server.settings import Settings
 
@@ -123,6 +123,19 @@ def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:
         return Backend()
 
     assert serve(tmp_path, lambda backend, url: None, build) == 0
+
+
+def test_a_signal_ends_the_loading_itself(tmp_path: Path) -> None:
+    def build(stopping: threading.Event) -> Backend:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if stopping.wait(WAIT_S):
+            raise Draining("stopped while loading")
+        return Backend()
+
+    settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=3600)
+    app = create_app(settings, lambda *given: cast(Any, build(given[-1])))
+    with listen("127.0.0.1", 0) as listening:
+        assert run({listening: app}, app.state.service, lambda: None) == 0
 
 
 def test_after_the_end_nobody_listens(tmp_path: Path) -> None:

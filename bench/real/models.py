@@ -73,6 +73,17 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0},
     },
+    "tinyllama-1.1b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-1.5b": {
         **_QWEN,
         "model_type": "qwen2",

@@ -162,7 +162,8 @@ def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: 
         env=_env(environment),
     )
     errors: list[str] = []
-    threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True).start()
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    reader.start()
     peak = Peak(process.pid)
     try:
         assert process.stdout is not None
@@ -180,6 +181,10 @@ def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: 
     finally:
         process.kill()
         process.wait()
+        reader.join()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def _blocks(body: Any) -> Iterator[bytes]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.real.models import RealModel
-from bench.real.process import Peak, Server, helper, peraxis, run, serving
+from bench.real.process import Server, helper, peraxis, run, serving
 from demo.page_cache import drop
 
 PROMPT = "def main(arguments):"
@@ -58,7 +56,7 @@ class Bench:
 
 
 def compress(bench: Bench) -> None:
-    """Make each fine-tune, compress it from weights alone, and delete it; the first is kept for `compare`."""
+    """Make each fine-tune, compress it from weights alone, and delete it."""
     rows = []
     for number, artifact in enumerate(bench.artifacts, 1):
         finetune = bench.directory / f"finetune-{number}"
@@ -67,8 +65,8 @@ def compress(bench: Bench) -> None:
         drop(_files(bench.base, finetune))
         bench.say(f"compressing fine-tune {number}")
         ran = peraxis(
-            "compress", "--base", bench.base, "--finetune", finetune, "--out", artifact, "--calibration", "none", "--json",
-            "--no-progress", environment=bench.environment,
+            "compress", "--base", bench.base, "--finetune", finetune, "--out", artifact, "--calibration", "none",
+            "--json", "--no-progress", environment=bench.environment,
         )  # fmt: skip
         rows.append({"seconds": ran.seconds, "cpu_s": ran.cpu_s, "peak_bytes": ran.peak_bytes})
         if number == 1:
@@ -131,22 +129,16 @@ def publish(bench: Bench, server: Server) -> None:
         # Both find the file in the page cache.
         checksum = run(["sha256sum", artifact]).seconds
         before = server.memory()["VmRSS"]
-        seconds = _with_peak(
-            server, lambda artifact=artifact, number=number: server.upload(f"v{number}", artifact)
-        )
+        server.peak.restart()
+        seconds = server.upload(f"v{number}", artifact)
         rows.append(
             {"seconds": seconds, "sha256sum_s": checksum, "growth_bytes": server.peak.num_bytes - before}
         )
     bench.figures["upload"] = rows
 
 
-def _with_peak(server: Server, work: Callable[[], float]) -> float:
-    server.peak.restart()
-    return work()
-
-
 def load(bench: Bench, server: Server) -> None:
-    """First requests of variants that are not resident, page cache warm and dropped, and a plain copy of as many bytes."""
+    """Ask variants that are not resident, page cache dropped and warm; copy as many bytes plainly."""
     for variant in _names(bench):
         # The first touch of a slot's memory is not the load's.
         server.generate(variant, PROMPT, 1)

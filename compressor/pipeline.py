@@ -28,6 +28,7 @@ from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, UsageError
 from deltastore.manifest import Manifest
+from deltastore.memory import return_freed_memory
 from deltastore.plan import Plan, is_matrix, one_bit_plan
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
@@ -199,6 +200,7 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
     assert config.training is not None
     spare = int((config.training.budget - 1) * _plan(config, pairs).device_bytes)
     wanted = coded & changed(pairs)
+    return_freed_memory()
     fit = Fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
         base=base_as_variant(pairs.tensors[0].base, pairs),

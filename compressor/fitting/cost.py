@@ -22,7 +22,7 @@ from compressor.fitting.training import LATENT_BYTES, Training
 from compressor.sampling import MAX_GROUP, MEMORY_PART
 
 FLOAT, DOUBLE = 4, 8
-LIBRARIES_BYTES = 160 << 20  # what torch and glibc's heap keep beside tensors, as measured
+LIBRARIES_BYTES = 120 << 20  # what torch and glibc's heap keep beside tensors, as measured
 LOGITS_COPIES = 8  # of one part's logits, their logarithms and their gradients
 SAVED = 2.0  # numbers that a block keeps for its backward pass, over what enters and leaves its matrices
 PASSING = 0.6  # the same of a forward pass alone

@@ -2,8 +2,8 @@
 
 Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process:
 from weights alone, or, with --fit, fitted to text that the fine-tune writes itself, on smaller models with less text.
-Memory is what that process grows by after its imports, at its peak. Files are read with `pread`, so the page cache is
-no part of it.
+Beside what is measured stands what `compress --plan` predicts. Memory is what that process grows by after its imports,
+at its peak. Files are read with `pread`, so the page cache is no part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.synthetic import LlamaShapes
 from compressor.calibration import Calibration
 from compressor.codec import Method
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import CompressConfig, compress, plan
 from compressor.shards import Output, cut, write_index, write_shard
 from deltastore.base import architecture
 from demo.table import table
@@ -58,6 +58,8 @@ class Figure:
     seconds: float
     growth_bytes: int
     artifact_bytes: int
+    predicted_seconds: float
+    predicted_bytes: int
 
     @property
     def ratio(self) -> float:
@@ -71,6 +73,8 @@ class Figure:
             "peak_growth_bytes": self.growth_bytes,
             "growth_over_largest_tensor": round(self.ratio, 3),
             "artifact_bytes": self.artifact_bytes,
+            "predicted_seconds": round(self.predicted_seconds, 2),
+            "predicted_growth_bytes": self.predicted_bytes,
         }
 
 
@@ -88,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "weights",
         "largest tensor, MB",
         "seconds",
+        "predicted",
         "peak growth, MB",
+        "predicted",
         "growth / largest tensor",
         "artifact, MB",
     )
@@ -152,6 +158,7 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     config = CompressConfig(
         str(directory / "base"), str(directory / "finetune"), directory / "delta", method, training=training
     )
+    needs = plan(config)
     architecture(
         json.loads((directory / "base" / "config.json").read_text())
     )  # imports what compressing imports
@@ -160,7 +167,13 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     result = compress(config)
     seconds = time.perf_counter() - start
     growth = _status("VmHWM") - before
-    return {"seconds": seconds, "growth_bytes": growth, "artifact_bytes": result.artifact_bytes}
+    return {
+        "seconds": seconds,
+        "growth_bytes": growth,
+        "artifact_bytes": result.artifact_bytes,
+        "predicted_seconds": sum(needs.seconds),
+        "predicted_bytes": needs.peak("host"),
+    }
 
 
 def _status(field: str) -> int:
@@ -173,7 +186,9 @@ def _row(figure: Figure) -> tuple[str, ...]:
         f"{figure.num_weights / 1e6:.0f}M",
         f"{figure.largest_bytes / 1e6:.1f}",
         f"{figure.seconds:.1f}",
+        f"{figure.predicted_seconds:.1f}",
         f"{figure.growth_bytes / 1e6:.1f}",
+        f"{figure.predicted_bytes / 1e6:.1f}",
         f"{figure.ratio:.2f}",
         f"{figure.artifact_bytes / 1e6:.1f}",
     )

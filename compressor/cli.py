@@ -15,6 +15,7 @@ from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
+    from compressor.planning import Needs
 
 SAMPLES, PAPER_RATE = 256, 1e-4  # where the user gives none
 FITTING, PAPER = "Fitting to text", "The paper's recipe"
@@ -85,13 +86,13 @@ def compress(
         ),
     ] = None,
     learn_signs: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--learn-signs/--no-learn-signs",
-            help="Let signs move end to end, at eight bytes of memory each; by default up to a billion of them.",
+            help="Let signs move end to end, at two bytes of host memory each.",
             rich_help_panel=FITTING,
         ),
-    ] = None,
+    ] = True,
     solver: Annotated[
         Literal["lstsq", "adamw"],
         typer.Option(
@@ -137,6 +138,10 @@ def compress(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an interrupted run for the same --out ended.")
     ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Print the memory, time and disk that this would take, and do nothing."),
+    ] = False,
     progress: Progress = True,
     as_json: Json = False,
 ) -> None:
@@ -148,6 +153,7 @@ def compress(
     from compressor.fitting.training import Training
     from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
+    from compressor.pipeline import plan as run_plan
 
     paper = {
         "--rate": rate != PAPER_RATE,
@@ -155,7 +161,7 @@ def compress(
         "--axis-loss": axis_loss != "layer",
         "--with-scalar": with_scalar,
     }
-    ours = {"--no-refine-signs": not refine_signs, "--learn-signs": learn_signs is not None}
+    ours = {"--no-refine-signs": not refine_signs, "--no-learn-signs": not learn_signs}
     text = {
         "--samples": samples != SAMPLES,
         "--seed": seed != 0,
@@ -186,11 +192,13 @@ def compress(
         raise UsageError(
             f"{idle[0]} does nothing without calibration text: give --calibration self or a file"
         )
-    result = run(
-        CompressConfig(
-            base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
-        )
+    config = CompressConfig(
+        base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
     )
+    if plan:
+        _print_plan(run_plan(config), as_json)
+        return
+    result = run(config)
     if result.artifact_bytes > result.full_bytes:
         print(
             f"warning: {out}: {_size(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
@@ -233,6 +241,14 @@ def _refuse_idle(solver: str, given: Mapping[str, bool]) -> None:
     """Refuse options that only `solver` reads, so that nobody takes the result for what they asked for."""
     if idle := [option for option, is_given in given.items() if is_given]:
         raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {solver} with it")
+
+
+def _print_plan(needs: Needs, as_json: bool) -> None:
+    if as_json:
+        _print_json(needs.as_json())
+        return
+    for line in needs.lines():
+        print(line)
 
 
 def _print_compressed(result: CompressResult) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +17,7 @@ from compressor.carry import Carried, Coding, carry, changed
 from compressor.checkpoints import Pairs, pair_up
 from compressor.codec import Method
 from compressor.outputs import check_apart
+from compressor.planning import Needs, check_memory, check_place, check_room, needs
 from compressor.report import Report, check_report, write_report
 from compressor.resume import Progress, kept
 from compressor.sources import checkpoint_directory
@@ -27,9 +26,10 @@ from compressor.variant_files import own_files
 from deltastore.artifact import Artifact, ArtifactWriter
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
-from deltastore.errors import FidelityError, StorageFull, UsageError
+from deltastore.errors import FidelityError, UsageError
 from deltastore.manifest import Manifest
-from deltastore.plan import FP16_BYTES, Plan, is_matrix, one_bit_plan
+from deltastore.memory import return_freed_memory
+from deltastore.plan import Plan, is_matrix, one_bit_plan
 from deltastore.progress import identified
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
@@ -112,6 +112,7 @@ def compress(config: CompressConfig) -> CompressResult:
 
     Raises:
         CheckpointError: a checkpoint that cannot be read, or a pair that no delta can carry.
+        MemoryTooSmall: less memory than fitting needs.
         FidelityError: a delta below `min_agreement`, which is not written.
         StorageFull: no room at `out`.
         UsageError: an `out` that cannot be written, calibration text that cannot be had.
@@ -141,13 +142,27 @@ def compress(config: CompressConfig) -> CompressResult:
     )
 
 
+def plan(config: CompressConfig) -> Needs:
+    """The memory, time and disk that `compress` will take; reads headers alone, beside an adapter, which is merged.
+
+    Raises:
+        CheckpointError, UsageError: as `compress`.
+    """
+    check_place(config.out)
+    base_directory = checkpoint_directory(config.base)
+    with finetune_directory(config.finetune, base_directory) as directory:
+        base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
+        pairs = pair_up(base, finetune)
+        return needs(config, pairs, _coded(config, pairs), own_files(base, finetune))
+
+
 def _make(
     config: CompressConfig, base: Checkpoint, finetune: Checkpoint, pairs: Pairs
 ) -> tuple[Manifest, str, Sequence[Tensor]]:
     """Fit and write: the manifest, the artifact's digest, and text that nothing was fitted to."""
-    files = own_files(base, finetune)
-    coded = frozenset(pair.name for pair in pairs.tensors if _is_coded(pair.name, pair.shape, config))
-    _check_room(config, pairs, coded, files)
+    files, coded = own_files(base, finetune), _coded(config, pairs)
+    check_room(config, pairs, coded, files)
+    check_memory(config, pairs, coded)
     identity = _identity(base, config)
     with ArtifactWriter(config.out) as writer:
         if config.training is None:
@@ -186,6 +201,7 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
     assert config.training is not None
     spare = int((config.training.budget - 1) * _plan(config, pairs).device_bytes)
     wanted = coded & changed(pairs)
+    return_freed_memory()
     fit = Fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
         base=base_as_variant(pairs.tensors[0].base, pairs),
@@ -227,34 +243,6 @@ def _plan(config: CompressConfig, pairs: Pairs) -> Plan:
     )
 
 
-def _check_room(
-    config: CompressConfig, pairs: Pairs, coded: frozenset[str], files: Mapping[str, bytes]
-) -> None:
-    """The artifact is written to a spool and then in one piece, so it takes its room twice for a moment.
-
-    What calibration keeps for `--resume` is about once more, and the state of the end-to-end stage on top of it.
-    """
-    out = config.out
-    if out.is_dir() or not out.parent.is_dir():
-        place = f"{out} is a directory" if out.is_dir() else f"{out.parent}: no such directory"
-        raise UsageError(f"{place}: give --out the name of a file in a directory that exists")
-    matrices = one_bit_plan({pair.name: pair.shape for pair in pairs.tensors if pair.name in coded})
-    whole = sum(pair.tensor.num_bytes for pair in pairs.tensors if pair.name not in coded)
-    added = sum(pair.added_rows * pair.row_bytes for pair in pairs.tensors if pair.name in coded)
-    budget, copies = (1.0, 2) if config.training is None else (config.training.budget, 4)
-    needed = int(copies * budget * matrices.device_bytes)
-    needed += 2 * (whole + added + sum(map(len, files.values())))
-    if config.training is not None:
-        num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
-        needed += config.training.state_bytes(config.method, num_weights, matrices.scales_bytes // FP16_BYTES)
-    free = shutil.disk_usage(out.parent).free
-    if free < needed:
-        raise StorageFull(
-            f"{out.parent}: {free} bytes are free and compressing needs up to {needed}: "
-            "free some space there or choose another --out"
-        )
-
-
 def _identity(base: Checkpoint, config: CompressConfig) -> Base:
     identity = identified(base, config.progress)
     return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
@@ -279,8 +267,12 @@ def _manifest(
     )
 
 
-def _is_coded(name: str, shape: tuple[int, ...], config: CompressConfig) -> bool:
-    return is_matrix(name, shape, embeddings=config.embeddings == "compress")
+def _coded(config: CompressConfig, pairs: Pairs) -> frozenset[str]:
+    """The names of what is coded at one bit where it differs."""
+    embeddings = config.embeddings == "compress"
+    return frozenset(
+        pair.name for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=embeddings)
+    )
 
 
 def _shown(config: CompressConfig) -> str:

@@ -49,6 +49,10 @@ class StorageFull(PeraxisError):
     """The disk under the registry or under an output has no room."""
 
 
+class MemoryTooSmall(PeraxisError):
+    """Work that needs more memory than is free."""
+
+
 class VariantNotFound(PeraxisError):
     """No variant, or no such version of it, that the caller may use."""
 

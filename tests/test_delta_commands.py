@@ -157,7 +157,7 @@ def test_inspect_prints_settings_and_fidelity_for_people(delta: Path, capsys: Ca
         (["--calibration", "none", "--resume"], "--resume does nothing without calibration text"),
         (["--rate", "0.1"], "--rate does nothing with the other solver: give --solver adamw"),
         (["--axis-loss", "end"], "--axis-loss does nothing with the other solver"),
-        (["--solver", "adamw", "--no-learn-signs"], "--learn-signs does nothing .*: give --solver lstsq"),
+        (["--solver", "adamw", "--no-learn-signs"], "--no-learn-signs does nothing .*: give --solver lstsq"),
         (["--seed", "-1"], "--seed -1: give 0 to"),
         (["--budget", "1e9"], "--budget 1000000000.0: .* at most 16"),
     ],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Adafactor
 
 from compressor.calibration import Calibration
 from compressor.decoder import Decoder
@@ -40,7 +43,11 @@ def lesson(models: TinyModels) -> Lesson:
 
 
 def leaves_of(student: Student) -> list[Tensor]:
-    return [leaf for delta in student.trained.values() for leaf in (*delta.numbers(), *delta.latents())]
+    return [
+        leaf
+        for delta in student.trained.values()
+        for leaf in (*delta.numbers(), *(latents.values for latents in delta.latents()))
+    ]
 
 
 @pytest.mark.parametrize("loss", ["kl", "squared"])
@@ -86,13 +93,35 @@ def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
     shapes = [pair.shape for pair in student.pairs.values()]
     asked = training.state_bytes("both", sum(map(math.prod, shapes)), sum(map(sum, shapes)))
     assert 1.8 * size(run.state()) < asked < 2.2 * size(run.state())
-    assert training.state_bytes("both", 1 << 31, 10) == 2 * 3 * 10 * 4  # too many signs to move
+    assert replace(training, learn_signs=False).state_bytes("both", 1 << 31, 10) == 2 * 3 * 10 * 4
+
+
+def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models: TinyModels) -> None:
+    """Also those of a tied embedding, whose gradient comes in two parts."""
+    tied = make_pair("qwen2", models.base.parent / "tied", changes=(Change(noise=0.2),))
+    for own in (models, tied):
+        ids = [ids_of(1, 2, 12)]
+        student, other = student_of(own), student_of(own)
+        recipe = Recipe("kl", 1, 0.0, sign_rate=0.05, signs_from=0)
+        Distillation(student, lesson_of(own, ids), recipe).epoch(0)
+        other.release_signs()
+        list(distill._backward(other, lesson_of(own, ids), 0, "kl"))
+        for name, delta in other.trained.items():
+            (latents,) = delta.latents()
+            assert latents.gradient is not None
+            leaf = latents.values.float().requires_grad_()
+            leaf.grad = latents.gradient
+            Adafactor([leaf], lr=0.05, eps=(None, 1.0)).step()
+            (moved,) = student.deltas[name].latents()
+            assert not torch.equal(moved.values, latents.values)
+            assert torch.equal(moved.values, leaf.detach().half())
 
 
 def test_logits_are_there_for_some_tokens_at_a_time(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
+    monkeypatch.setattr(distill, "LOGITS_TOKENS", 1)
     for numel in (1 << 24, 5 * 259, 1):
         monkeypatch.setattr(distill, "LOGITS_NUMEL", numel)
         student = student_of(models)
@@ -182,9 +211,9 @@ def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
     run, seen = Distillation(student_of(models), lesson(models), Recipe("kl", 3, 0.01)), list[int]()
     learn = distill._backward
 
-    def look(student: Student, text: Lesson, number: int, loss: Loss) -> None:
+    def look(student: Student, text: Lesson, number: int, loss: Loss) -> Iterator[str]:
         seen.append(number)
-        learn(student, text, number, loss)
+        return learn(student, text, number, loss)
 
     monkeypatch.setattr(distill, "_backward", look)
     orders = []
@@ -203,7 +232,7 @@ def test_divergence_is_the_kl_that_fidelity_measures(architecture: str, tmp_path
     weights = Overlay(
         Checkpoint.open(models.finetunes[0]),
         lambda name: (
-            with_delta(student.pairs[name], student.deltas[name].dense()) if name in student.pairs else None
+            with_delta(student.pairs[name], student.deltas[name].stored()) if name in student.pairs else None
         ),
     )
     expected = fidelity(text.teacher, Decoder(weights, CPU, torch.float32), text.batches).kl

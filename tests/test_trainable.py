@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from compressor.fitting.trainable import LARGEST_LATENT, Numbers, Rows, Trainable
 from deltastore.matrix import MatrixDelta
@@ -84,17 +85,17 @@ def test_gradients_of_every_part_are_those_of_autograd(
     trainable.release_signs(normal(5, *SHAPE))
     for seed in (20, 21):  # gradients add up
         gradient = normal(seed, *SHAPE)[rows]
-        trainable.collect(gradient, rows)
+        trainable.collect(gradient.clone(), rows)
         torch.autograd.backward(oracle.dense()[rows], gradient.double())
     for plane, out, across, signs in zip(
         trainable.planes, oracle.outs, oracle.acrosses, oracle.signs, strict=True
     ):
         agree(plane.out, out)
         agree(plane.across, across)
-        assert plane.latent is not None
-        assert plane.latent.grad is not None
+        assert plane.latents is not None
+        assert plane.latents.gradient is not None
         assert signs.grad is not None
-        assert near(plane.latent.grad, signs.grad)  # straight through: the sign's own gradient
+        assert near(plane.latents.gradient, signs.grad)  # straight through: the sign's own gradient
     agree(trainable.left, oracle.left)
     agree(trainable.right, oracle.right)
 
@@ -148,19 +149,57 @@ def test_released_signs_stay_and_the_smallest_differences_flip_first() -> None:
     delta = MatrixDelta((OneBit.from_scales(pack_signs(difference), SHAPE[1], torch.ones(SHAPE[0]), None),))
     trainable = Trainable.of(delta, CPU, relative=True)
     before = trainable.dense()
-    trainable.release_signs(difference)
+    trainable.release_signs(difference.clone())
     assert torch.equal(trainable.dense(), before)
-    (latent,) = trainable.latents()
-    order = latent.detach().abs().flatten().argsort(stable=True)
-    sizes = difference.abs().flatten()[order]
+    (latents,) = trainable.latents()
+    values = latents.values.double()
+    order = difference.abs().flatten().argsort(stable=True)
+    sizes = values.abs().flatten()[order]
     assert torch.equal(sizes, sizes.sort().values)
-    assert float(latent.detach().abs().mean()) == pytest.approx(1, rel=0.01)
-    with torch.no_grad():
-        latent -= 0.1 * latent.sign()
+    assert float(values.abs().mean()) == pytest.approx(1, rel=0.01)
+    latents.gradient = values.sign().float()
+    trainable.step_signs(SGD([latents.leaf], lr=0.1))
     flipped = trainable.dense() != before
     assert flipped.any()
     assert torch.equal(flipped, difference.abs() < 0.1 * difference.abs().mean())
     assert torch.equal(trainable.stored().dense(), trainable.dense())
+
+
+def test_a_step_leaves_neither_gradient_nor_float32_behind_and_what_was_stored_as_it_was() -> None:
+    difference = normal(3, *SHAPE)
+    trainable = Trainable.of(random_delta(SHAPE), CPU, relative=True)
+    before = trainable.stored()
+    kept = before.dense()
+    trainable.release_signs(difference)
+    (latents,) = trainable.latents()
+    optimizer = SGD([latents.leaf], lr=1.0)
+    trainable.step_signs(optimizer)  # there is nothing to move by yet
+    assert torch.equal(trainable.dense().sign(), kept.sign())
+    trainable.collect(normal(4, *SHAPE))
+    trainable.step_signs(optimizer)
+    assert not torch.equal(trainable.dense().sign(), kept.sign())
+    assert torch.equal(before.dense(), kept)
+    assert latents.values.dtype == torch.float16
+    assert (latents.leaf.numel(), latents.leaf.grad, latents.gradient) == (0, None, None)
+
+
+@pytest.mark.parametrize("numel", [1, 100])
+def test_a_matrix_is_added_and_its_gradient_collected_in_parts(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delta, gradient, found = random_delta(SHAPE, planes=2, rank=3), normal(6, *SHAPE), list[list[Tensor]]()
+    for part in (1 << 24, numel):
+        monkeypatch.setattr("compressor.fitting.trainable.CHUNK_NUMEL", part)
+        trainable, weight = Trainable.of(delta, CPU, relative=True), normal(7, *SHAPE)
+        trainable.release_signs(normal(5, *SHAPE))
+        trainable.add_to(weight)
+        trainable.collect(gradient.clone())
+        leaves = [leaf.grad for leaf in trainable.numbers() if leaf.grad is not None]
+        latents = [own.gradient for own in trainable.latents() if own.gradient is not None]
+        found.append([weight, *leaves, *latents])
+    assert len(found[0]) == len(found[1]) == 9
+    for whole, parts in zip(*found, strict=True):
+        assert near(parts, whole.double(), 1e-5)
 
 
 def test_a_sign_that_least_squares_turned_over_is_kept_and_no_difference_is_out_of_reach() -> None:
@@ -169,10 +208,10 @@ def test_a_sign_that_least_squares_turned_over_is_kept_and_no_difference_is_out_
     plane = OneBit.from_scales(pack_signs(signs), 4, torch.ones(2), None)
     trainable = Trainable.of(MatrixDelta((plane,)), CPU, relative=True)
     trainable.release_signs(difference)
-    (latent,) = trainable.latents()
-    assert torch.equal(latent > 0, signs)
-    assert float(latent.detach().abs().min()) > 0
-    assert float(latent.detach().abs().max()) <= LARGEST_LATENT
+    (latents,) = trainable.latents()
+    assert torch.equal(latents.values > 0, signs)
+    assert float(latents.values.abs().min()) > 0
+    assert float(latents.values.abs().max()) <= LARGEST_LATENT
 
 
 def test_latents_of_a_second_plane_are_of_what_the_first_one_leaves() -> None:
@@ -181,19 +220,25 @@ def test_latents_of_a_second_plane_are_of_what_the_first_one_leaves() -> None:
     trainable = Trainable.of(delta, CPU, relative=True)
     trainable.release_signs(difference.clone())
     left = (difference - delta.planes[0].dense()).abs()
-    _, latent = trainable.latents()
-    assert near(latent.detach().abs(), (left / left.mean()).clamp(1e-3, 4.0).double())
+    _, latents = trainable.latents()
+    assert near(latents.values.abs(), (left / left.mean()).clamp(1e-3, 4.0).double(), 2**-10)
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_all_arithmetic_is_on_the_device_that_it_is_given(axis: Axis) -> None:
     elsewhere = torch.device("meta")
     trainable = Trainable.of(random_delta(SHAPE, axis, planes=2, rank=3), elsewhere, relative=True)
-    trainable.release_signs(normal(5, *SHAPE).to(elsewhere))
+    for plane in trainable.planes:
+        plane.adopt(normal(5, *SHAPE).half())
     use: list[Callable[[], Tensor]] = [trainable.dense, lambda: trainable.dense(IDS)]
     assert {made().device for made in use} == {elsewhere}
     trainable.collect(normal(6, *SHAPE).to(elsewhere))
-    for leaf in (*trainable.numbers(), *trainable.latents()):
+    for leaf in trainable.numbers():
         assert leaf.device == elsewhere
         assert leaf.grad is not None
         assert leaf.grad.device == elsewhere
+    for latents in trainable.latents():
+        assert latents.leaf.device == elsewhere
+        assert latents.gradient is not None
+        assert latents.gradient.device == elsewhere
+        assert latents.values.device == CPU  # of which there are too many for a device

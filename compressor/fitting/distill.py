@@ -2,7 +2,8 @@
 
 Knows a student, what the fine-tune gives at the end, and steps; nothing of where text or deltas come from. One batch
 goes forward block by block, keeping what entered each, and backward block by block, computing each anew; so memory
-holds one block and a batch's hidden states, whatever the model's size.
+holds one block and a batch's hidden states, whatever the model's size. A matrix's signs move as soon as its gradient is
+complete, so that one matrix at a time has one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from compressor.decoder import Decoder
 from compressor.fitting.student import Student
-from compressor.fitting.trainable import Trainable
 
-LOGITS_NUMEL = 1 << 24  # of one model at a time
+LOGITS_NUMEL = 1 << 22  # of one model at a time; some eight such tensors are there at once
+LOGITS_TOKENS = 128  # at least, because each part makes a gradient of the whole head
 Loss = Literal["kl", "squared"]
 
 
@@ -63,9 +64,8 @@ class Distillation:
 
     def __init__(self, student: Student, lesson: Lesson, recipe: Recipe) -> None:
         self.student, self.lesson, self.recipe = student, lesson, recipe
-        self._optimizers: list[Optimizer] = [
-            AdamW(self._leaves(Trainable.numbers), lr=recipe.rate, weight_decay=recipe.weight_decay)
-        ]
+        self._scales = AdamW(self._numbers(), lr=recipe.rate, weight_decay=recipe.weight_decay)
+        self._signs: Adafactor | None = None  # until they move
 
     def epoch(self, number: int, on_step: Callable[[], object] = lambda: None) -> None:
         """Learn from every batch once; epochs count from 0 and come in their order."""
@@ -78,40 +78,53 @@ class Distillation:
             part = (number * num_batches + step) / (self.recipe.epochs * num_batches)
             for optimizer in self._optimizers:
                 _slow_down(optimizer, part if self.recipe.cosine else 0.0)
-                optimizer.zero_grad()
-            _backward(self.student, self.lesson, batch, self.recipe.loss)
-            for optimizer in self._optimizers:
-                optimizer.step()
+            self._scales.zero_grad()
+            for name in _backward(self.student, self.lesson, batch, self.recipe.loss):
+                self._step_signs(name)
+            self._scales.step()
             on_step()
 
     def state(self) -> dict[str, Any]:
         """Everything that has moved, as tensors and plain containers; no copy, so keep it before the next epoch."""
         return {
-            "numbers": [leaf.detach() for leaf in self._leaves(Trainable.numbers)],
-            "latents": [leaf.detach() for leaf in self._leaves(Trainable.latents)],
+            "numbers": [leaf.detach() for leaf in self._numbers()],
+            "latents": {}
+            if self._signs is None
+            else {
+                name: [latents.values for latents in delta.latents()]
+                for name, delta in self.student.trained.items()
+            },
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`; the student is as it was when the first epoch began."""
+        """Go on from a `state`, which is taken over; the student is as it was when the first epoch began."""
         if state["latents"]:
-            self.student.release_signs()
+            self.student.adopt_signs(state["latents"])
             self._optimize_signs()
         with torch.no_grad():
-            for part, leaves in (("numbers", Trainable.numbers), ("latents", Trainable.latents)):
-                for leaf, value in zip(self._leaves(leaves), state[part], strict=True):
-                    leaf.copy_(value)
+            for leaf, value in zip(self._numbers(), state["numbers"], strict=True):
+                leaf.copy_(value)
         for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
 
-    def _optimize_signs(self) -> None:
-        # Its second moments are one row and one column per matrix: a latent and its gradient are enough of a burden.
-        self._optimizers.append(
-            Adafactor(self._leaves(Trainable.latents), lr=self.recipe.sign_rate, eps=(None, 1.0))
-        )
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [self._scales] if self._signs is None else [self._scales, self._signs]
 
-    def _leaves(self, of: Callable[[Trainable], Iterator[Tensor]]) -> list[Tensor]:
-        return [leaf for delta in self.student.trained.values() for leaf in of(delta)]
+    def _optimize_signs(self) -> None:
+        # Its second moments are one row and one column per matrix: a latent is enough of a burden. On a GPU it would
+        # else keep the updates of several matrices at a time.
+        leaves = [latents.leaf for delta in self.student.trained.values() for latents in delta.latents()]
+        self._signs = Adafactor(leaves, lr=self.recipe.sign_rate, eps=(None, 1.0), foreach=False)
+
+    def _step_signs(self, name: str) -> None:
+        """Move the signs of a matrix whose gradient is complete. Nothing asks for them again in this step."""
+        if self._signs is not None:
+            self.student.deltas[name].step_signs(self._signs)
+
+    def _numbers(self) -> list[Tensor]:
+        return [leaf for delta in self.student.trained.values() for leaf in delta.numbers()]
 
 
 @torch.no_grad()
@@ -144,31 +157,32 @@ def _slow_down(optimizer: Optimizer, part: float) -> None:
         group["lr"] = first * (1 + math.cos(math.pi * part)) / 2
 
 
-def _backward(student: Student, lesson: Lesson, number: int, loss: Loss) -> None:
-    """Gradients of one batch's loss, collected in the deltas."""
+def _backward(student: Student, lesson: Lesson, number: int, loss: Loss) -> Iterator[str]:
+    """Gradients of one batch's loss, collected in the deltas; the name of each matrix whose gradient is complete."""
     entry = student.enter(lesson.batches[number])
     hiddens = [entry.hidden.detach()]
     with torch.no_grad():
         for index in range(student.num_blocks):
             hiddens.append(student.decoder.run(student.block(index), index, hiddens[-1]))
-    gradient = _backward_head(student, lesson, number, hiddens.pop(), loss)
+    head, last = student.head(), hiddens.pop()
+    gradient = _backward_head(student, lesson, number, head, last, loss)
+    yield from student.collect_head(head)
     for index in reversed(range(student.num_blocks)):
         hidden, block = hiddens.pop().requires_grad_(), student.block(index)
         torch.autograd.backward(student.decoder.run(block, index, hidden), gradient)
-        student.collect_block(index, block)
+        yield from student.collect_block(index, block)
         assert hidden.grad is not None
         gradient = hidden.grad
     if entry.hidden.requires_grad:
         torch.autograd.backward(entry.hidden, gradient)
-        student.collect_entry(entry)
+        yield from student.collect_entry(entry)
 
 
 def _backward_head(
-    student: Student, lesson: Lesson, number: int, hidden: Tensor, loss: Loss
+    student: Student, lesson: Lesson, number: int, head: nn.Linear, hidden: Tensor, loss: Loss
 ) -> Tensor:  # the gradient of `hidden`
     """From what leaves the last block to the loss and back, some tokens' logits at a time."""
-    hidden, head = hidden.requires_grad_(), student.head()
-    last = student.decoder.finish(hidden)
+    last = student.decoder.finish(hidden.requires_grad_())
     read = last.detach().flatten(0, -2).requires_grad_()
     for rows in _some_tokens(student, len(read)):
         target = lesson.logits(number, rows)
@@ -176,14 +190,13 @@ def _backward_head(
         torch.autograd.backward(part * (target.shape[1] / len(read)))
     assert read.grad is not None
     torch.autograd.backward(last, read.grad.view_as(last))
-    student.collect_head(head)
     assert hidden.grad is not None
     return hidden.grad
 
 
 def _some_tokens(student: Student, count: int) -> Iterator[slice]:
     """Runs of tokens whose logits are there at a time."""
-    step = max(1, LOGITS_NUMEL // student.decoder.num_embeddings)
+    step = max(LOGITS_TOKENS, LOGITS_NUMEL // student.decoder.num_embeddings)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))
 

@@ -50,9 +50,7 @@ class EndLoss:
         before = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                weight = (
-                    with_delta(pair, delta.dense()) if name == pair.name else self._base(self._pairs[name])
-                )
+                weight = with_delta(pair, delta) if name == pair.name else self._base(self._pairs[name])
                 parameter.data = weight.to(parameter.device)
             return self._of_student(place)
         finally:
@@ -80,4 +78,5 @@ class EndLoss:
         return None if pair is None else self._base(pair)
 
     def _base(self, pair: TensorPair) -> Tensor:
-        return with_delta(pair, torch.zeros(pair.shape))
+        weight, added = pair.base.read(pair.base_tensor.name).float(), pair.added()
+        return weight if added is None else torch.cat([weight, added.float()])

@@ -90,13 +90,13 @@ class Fit:
         text = _Split.of(sequences, by_parts=self._is_paper)
         classroom = _Classroom(teacher, teacher.load_head(), self._batch_tokens())
         choosing = classroom.lesson(text.choosing)
-        deltas = self._layers(text, choosing, device)
-        if self.training.epochs(self.method) and (student := self._student(deltas, device)).trained:
-            deltas = self._end_to_end(student, classroom.lesson(text.end), choosing)
+        deltas: Mapping[str, MatrixDelta] = self._layers(text, choosing, device)
+        if self.training.epochs(self.method):
+            deltas = self._end_to_end(deltas, classroom.lesson(text.end), choosing)
         judging = classroom.lesson(text.judging)
 
         def coded(name: str) -> Tensor | None:
-            return with_delta(self.pairs[name], deltas[name].dense()) if name in deltas else None
+            return with_delta(self.pairs[name], deltas[name]) if name in deltas else None
 
         reached = _fidelity(Overlay(self.finetune, coded), judging, device)
         of_base = _fidelity(self.base, judging, device)
@@ -221,9 +221,13 @@ class Fit:
         second = code_matrix(_Remainder(self.pairs[name], delta), self.method).delta
         return {name: [MatrixDelta((*delta.planes, second))]} if second.axis == delta.axis else {}
 
-    def _end_to_end(self, student: Student, lesson: Lesson, choosing: Lesson) -> dict[str, MatrixDelta]:
+    def _end_to_end(
+        self, deltas: Mapping[str, MatrixDelta], lesson: Lesson, choosing: Lesson
+    ) -> Mapping[str, MatrixDelta]:
         """Distil; ours keeps the epoch that does best on text held out, the paper's the last one."""
-        recipe = self._recipe()
+        recipe, student = self._recipe(), self._student(deltas, lesson.teacher.device)
+        if not student.trained:
+            return deltas
         run, begun = Distillation(student, lesson, recipe), 0
         best, least = student.stored(), divergence(student, choosing)
         if (state := self.progress.state("end")) is not None:
@@ -247,8 +251,7 @@ class Fit:
         epochs = self.training.epochs(self.method)
         if self._is_paper:
             return Recipe("squared", epochs, self.training.rate, cosine=False, weight_decay=PAPER_DECAY)
-        learns_signs = self.training.learns_signs(sum(math.prod(pair.shape) for pair in self.pairs.values()))
-        return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if learns_signs else 0.0)
+        return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0)
 
 
 def _fidelity(weights: Weights, judging: Lesson, device: torch.device) -> Fidelity:

@@ -1,12 +1,15 @@
 """The student: the fine-tune with trainable deltas of the base in place of its matrices, one block of it at a time.
 
 Knows where each matrix stands in the model and how gradients reach it; nothing of losses or of how many steps are
-taken. Blocks that fit memory stay there with the base's weights beside the student's; others are read when needed.
+taken. A block is made of the base's weights when it is asked for, the deltas are added to it in place, and it goes when
+the caller drops it; the base's weights of small models and of those that fit a GPU stay, others are read again. What is
+read lies in the page cache, so a second reading costs little beside what is computed with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,8 +23,8 @@ from compressor.sampling import free_bytes
 from compressor.weights import Overlay, Weights
 from deltastore.matrix import MatrixDelta
 
-MEMORY_PART = 0.5  # of what is free, for blocks that stay
-COPIES = 3  # of a resident block: the base's weights, the student's, their gradients
+HOST_BYTES = 256 << 20  # of blocks that stay in host memory
+DEVICE_PART = 0.25  # of what is free on a GPU, for blocks that stay there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +34,6 @@ class Entry:
     hidden: Tensor  # [sequences, tokens, hidden]
     ids: Tensor  # [used] int64, ascending
     rows: Tensor  # [used, hidden]; a leaf where the embedding trains
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """A module and the base's weights of those of its linear layers that train, by path."""
-
-    module: nn.Module
-    bases: Mapping[str, Tensor]
 
 
 class Student:
@@ -65,11 +60,8 @@ class Student:
         self._paths = [self._reached(index) for index in range(self.decoder.num_blocks)]
         self._training |= {str(self.decoder.embedding_name), str(self.decoder.head_name)} & deltas.keys()
         self._table = self.decoder.weights.read(str(self.decoder.embedding_name))
-        self._head = self.decoder.load_head()
-        self._head_base = self._head.weight.data
         self._num_resident = self._fitting()
-        self._resident: dict[int, _Held] = {}
-        self._last = -1, _Held(nn.Identity(), {})  # the block that was used last; going back begins with it
+        self._resident: dict[int, nn.Module] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -103,6 +95,12 @@ class Student:
             pair = self.pairs[name]
             delta.release_signs(pair.block(slice(0, pair.shape[0])).to(self.device))
 
+    def adopt_signs(self, values: Mapping[str, Sequence[Tensor]]) -> None:
+        """Go on from latents that were kept, by name: one per plane, which are taken over."""
+        for name, own in values.items():
+            for plane, latents in zip(self.deltas[name].planes, own, strict=True):
+                plane.adopt(latents)
+
     def enter(self, ids: Tensor) -> Entry:
         """From ids ``[sequences, tokens]`` to what enters the first block."""
         used, places = torch.unique(ids, return_inverse=True)
@@ -114,61 +112,66 @@ class Student:
         return Entry(self.decoder.enter(rows, places.to(self.device)), used, rows)
 
     def block(self, index: int) -> nn.Module:
-        """A block as its deltas are now; the weights that train ask for gradients."""
-        if self._last[0] != index:
-            self._last = index, self._resident.get(index) or self._load(index)
-        held = self._last[1]
+        """A block as its deltas are now, in memory of its own; the weights that train ask for gradients."""
+        block = self._base_block(index)
         for path, name in self._paths[index].items():
-            linear = held.module.get_submodule(path)
-            linear.weight = nn.Parameter(held.bases[path] + self.deltas[name].dense())
-        return held.module
+            self._begin(name, block.get_submodule(path))
+        return block
 
     def head(self) -> nn.Linear:
-        """The output head as its delta is now."""
-        name = self.decoder.head_name
-        if name in self._training:
-            weight = self._head_base.clone()
-            weight[: self.pairs[name].shape[0]] += self.deltas[name].dense()
-            self._head.weight = nn.Parameter(weight)
-        return self._head
+        """The output head as its delta is now, in memory of its own."""
+        head = self.decoder.load_head()
+        if self.decoder.head_name in self._training:
+            self._begin(str(self.decoder.head_name), head)
+        return head
 
-    def collect_entry(self, entry: Entry) -> None:
-        """Pass on the gradient of the embedding's rows, where they have one."""
+    def collect_entry(self, entry: Entry) -> Iterator[str]:
+        """Pass on the gradient of the embedding's rows, where they have one; then its name."""
         name = self.decoder.embedding_name
         if name in self._training and entry.rows.grad is not None:
             known = self._known(entry.ids)
             self.deltas[name].collect(entry.rows.grad[: len(known)], known)
+            yield name
 
-    def collect_block(self, index: int, block: nn.Module) -> None:
-        """Pass on the gradients of a block's weights."""
+    def collect_block(self, index: int, block: nn.Module) -> Iterator[str]:
+        """Pass on the gradients of a block's weights one at a time, each followed by its name."""
         for path, name in self._paths[index].items():
             self._collect(name, block.get_submodule(path))
+            yield name
 
-    def collect_head(self, head: nn.Linear) -> None:
-        """Pass on the gradient of the head's weight."""
-        if self.decoder.head_name in self._training:
-            self._collect(str(self.decoder.head_name), head)
+    def collect_head(self, head: nn.Module) -> Iterator[str]:
+        """Pass on the gradient of the head's weight; then its name, unless it is the embedding with more to come."""
+        name = self.decoder.head_name
+        if name in self._training:
+            self._collect(name, head)
+            if name != self.decoder.embedding_name:
+                yield name
 
     def _known(self, ids: Tensor) -> Tensor:
         """Of ascending ids, those whose rows the base has."""
         return ids[ids < self.pairs[str(self.decoder.embedding_name)].shape[0]]
 
+    def _begin(self, name: str, linear: nn.Module) -> None:
+        weight = linear.get_parameter("weight")
+        self.deltas[name].add_to(weight.data[: self.pairs[name].shape[0]])
+        weight.requires_grad_()
+
     def _collect(self, name: str, linear: nn.Module) -> None:
-        weight = linear.weight
-        assert isinstance(weight, Tensor)
-        if weight.grad is not None:
-            self.deltas[name].collect(weight.grad[: self.pairs[name].shape[0]])
-            weight.grad = None
+        """The weight itself goes: its gradient was the last that was wanted of it."""
+        gradient = linear.get_parameter("weight").grad
+        linear.register_parameter("weight", None)
+        if gradient is not None:
+            self.deltas[name].collect(gradient[: self.pairs[name].shape[0]])
 
     def _weight(self, name: str) -> Tensor | None:
         """What the model is built from: the base where a delta is added later, else with the delta that it keeps."""
         pair = self.pairs.get(name)
         if pair is None:
             return None
-        weight, added = pair.base.read(pair.base_tensor.name).float(), pair.added()
+        weight, added = pair.base.read(pair.base_tensor.name), pair.added()
         if name not in self._training:
-            weight += self.deltas[name].dense().to(weight.device)
-        return weight if added is None else torch.cat([weight, added.float()])
+            weight = weight.float().add_(self.deltas[name].dense().to(weight.device))
+        return weight if added is None else torch.cat([weight.float(), added.float()])
 
     def _reached(self, index: int) -> dict[str, str]:
         """By path in block `index`, the names of the linear layers that train."""
@@ -179,16 +182,17 @@ class Student:
         self._training |= set(reached.values())
         return reached
 
-    def _load(self, index: int) -> _Held:
-        module = self.decoder.load_block(index)
-        bases = {path: module.get_submodule(path).get_parameter("weight").data for path in self._paths[index]}
-        held = _Held(module, bases)
-        if index < self._num_resident:
-            self._resident[index] = held
-        return held
+    def _base_block(self, index: int) -> nn.Module:
+        resident = self._resident.get(index)
+        if resident is None:
+            resident = self.decoder.load_block(index)
+            if index >= self._num_resident:
+                return resident
+            self._resident[index] = resident
+        return copy.deepcopy(resident)
 
     def _fitting(self) -> int:
-        """How many blocks stay in memory beside the one that is being read."""
-        sizes = [COPIES * self.decoder.block_bytes(index) for index in range(self.num_blocks)]
-        part = int(MEMORY_PART * free_bytes(self.device))
-        return self.num_blocks if sum(sizes) <= part else max(0, part // max(sizes) - 1)
+        """How many blocks stay in memory."""
+        sizes = [self.decoder.block_bytes(index) for index in range(self.num_blocks)]
+        part = HOST_BYTES if self.device.type == "cpu" else int(DEVICE_PART * free_bytes(self.device))
+        return self.num_blocks if sum(sizes) <= part else part // max(sizes)

@@ -14,9 +14,8 @@ from compressor.codec import Method
 from deltastore.errors import UsageError
 
 OUR_EPOCHS, VECTOR_EPOCHS, SCALAR_EPOCHS = 3, 5, 1  # the latter two are the paper's, and its BitDelta's
-FLOAT32_BYTES = 4
+FLOAT32_BYTES, LATENT_BYTES = 4, 2
 LARGEST_BUDGET = 16.0  # of which a whole model at 16 bits is made
-LEARNT_SIGNS = 1 << 30  # each takes eight bytes; a limit of memory would make bytes depend on the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Training:
     solver: Literal["lstsq", "adamw"] = "lstsq"
     refine_signs: bool = True
     distill_epochs: int | None = None  # None: 3, or with adamw 5 for vectors and 1 for scalars
-    learn_signs: bool | None = None  # None: where the model has at most LEARNT_SIGNS weights
+    learn_signs: bool = True  # end to end
     budget: float = 1.0  # bytes over those of one bit per weight
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rate: float = 1e-4  # of adamw
@@ -69,7 +68,7 @@ class Training:
         if self.solver == "lstsq":
             return common | {
                 "refine_signs": self.refine_signs,
-                "learn_signs": "auto" if self.learn_signs is None else self.learn_signs,
+                "learn_signs": self.learn_signs,
                 "budget": self.budget,
             }
         return common | {
@@ -79,19 +78,18 @@ class Training:
             "with_scalar": self.with_scalar,
         }
 
-    def learns_signs(self, num_weights: int) -> bool:
-        """Whether signs move end to end in a model of so many coded weights."""
-        return num_weights <= LEARNT_SIGNS if self.learn_signs is None else self.learn_signs
+    def moves_signs(self, method: Method) -> bool:
+        """Whether signs move end to end, which they do from the second epoch on."""
+        return self.solver == "lstsq" and self.learn_signs and self.epochs(method) > 1
 
     def state_bytes(self, method: Method, num_weights: int, num_scales: int) -> int:
         """What `--resume` needs of the end-to-end stage on disk: twice, because a new state stands beside the old one.
 
         Every scale has two moments; every sign that moves is a latent number.
         """
-        epochs = self.epochs(method)
-        moves = self.solver == "lstsq" and epochs > 1 and self.learns_signs(num_weights)
-        numbers = (3 * num_scales if epochs else 0) + (num_weights if moves else 0)
-        return int(2 * FLOAT32_BYTES * self.budget * numbers)
+        scales = 3 * FLOAT32_BYTES * num_scales if self.epochs(method) else 0
+        latents = LATENT_BYTES * num_weights if self.moves_signs(method) else 0
+        return int(2 * self.budget * (scales + latents))
 
     def epochs(self, method: Method) -> int:
         """Of the end-to-end stage."""

@@ -75,8 +75,15 @@ class WideModel(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = input.to(self._dtype)
-        blocks = torch.split(weight, max(1, BLOCK_NUMEL // weight.shape[1]))
-        output = torch.cat([F.linear(x, block.to(self._dtype)) for block in blocks], -1)
+        num_rows = max(1, BLOCK_NUMEL // weight.shape[1])
+        # One buffer for all blocks: memory of each its own would leave holes between the parts of the output.
+        buffer = torch.empty(
+            min(num_rows, len(weight)), weight.shape[1], dtype=self._dtype, device=weight.device
+        )
+        output = x.new_empty(*x.shape[:-1], len(weight))
+        for start in range(0, len(weight), num_rows):
+            block = weight[start : start + num_rows]
+            output[..., start : start + num_rows] = F.linear(x, buffer[: len(block)].copy_(block))
         if bias is not None:
             output += bias.to(self._dtype)
         if (delta := self._deltas.get(weight.data_ptr())) is not None:

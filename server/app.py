@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -96,6 +97,8 @@ def _application(
 
 def run_server(settings: Settings) -> int:
     """Run until a signal ends it; prints one line when it is ready. Returns the exit code."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("server").setLevel(logging.INFO)
     app = create_app(settings)
     service = app.state.service
     with ExitStack() as stack:

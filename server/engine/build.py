@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from server.errors import NotServable
 from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model
 from server.model.weights import own_dtype
+
+log = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 4096
 NUM_LOADS = 2  # at once from disk: while one waits for its file or its copy, the other keeps the disk busy
@@ -93,6 +96,15 @@ def build_engine(
     attention.allocate(shares.num_pages)
     slots = arena(shares.num_slots, slot_bytes, device)
     kv_cache = KVCache(shares.num_pages, attention.page_tokens)
+    log.info(
+        "%d slots of %.2f GB; a KV cache of %.2f GB for %d tokens; a request may have %d of the model's %d positions",
+        shares.num_slots,
+        slot_bytes / 1e9,
+        shares.num_pages * page_bytes / 1e9,
+        kv_cache.max_tokens,
+        min(max_len, kv_cache.max_tokens),
+        served.max_positions,
+    )
     telemetry, residency_metrics = Telemetry(metrics), ResidencyMetrics(metrics)
     cache = HostCache(
         cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"

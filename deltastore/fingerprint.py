@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.checkpoint import BLOCK_BYTES, EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
@@ -24,45 +23,33 @@ from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.header import open_file, read_into
 from deltastore.storage import flock
 
-MAX_THREADS = (
-    8  # each holds a block; more than there are cores, so that some hash while others wait for the disk
-)
+# Each holds a block; more than there are cores, so that some hash while others wait for the disk.
+MAX_THREADS = 8
 MAX_REMEMBERED = 256  # fingerprints
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDigests:
-    """SHA-256 of the stored bytes of tensors, gathered while they are read for another purpose."""
-
-    key: str  # of the shards as they were before the first tensor was read
-    sha256: dict[str, str]  # 64 hex digits by tensor name
-
-    @classmethod
-    def begin(cls, checkpoint: Checkpoint) -> TensorDigests:
-        """Start before the first tensor is read. CheckpointError where a shard has gone."""
-        try:
-            return cls(_cache_key(checkpoint), {})
-        except OSError as error:
-            raise CheckpointError(f"{error}: fetch the shard again") from error
-
-
-def remembered(checkpoint: Checkpoint, cache: Path | None = None) -> str | None:
-    """The fingerprint, if it was computed before and no shard has changed since.
+def shard_state(checkpoint: Checkpoint) -> str:
+    """A digest of path, inode, size and times of every shard; another one when a shard has changed.
 
     Raises:
         CheckpointError: a shard has gone.
     """
     try:
-        return _read_cache(cache or default_cache()).get(_cache_key(checkpoint))
+        return _cache_key(checkpoint)
     except OSError as error:
         raise CheckpointError(f"{error}: fetch the shard again") from error
+
+
+def remembered(state: str, cache: Path | None = None) -> str | None:
+    """The fingerprint of shards in this state, if it was computed before."""
+    return _read_cache(cache or default_cache()).get(state)
 
 
 def fingerprint(
     checkpoint: Checkpoint,
     cache: Path | None = None,
     progress: Callable[[int], object] | None = None,
-    digests: TensorDigests | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> str:
     """The fingerprint as 64 hex digits; remembered by the path, inode, size and times of every shard.
 
@@ -71,18 +58,18 @@ def fingerprint(
         cache: the file of remembered fingerprints; by default ``peraxis/fingerprints.json`` in the user's cache.
         progress: told the number of bytes after each few megabytes, by one thread at a time; not called where the
             fingerprint is remembered.
-        digests: those of tensors that were read already, which are not read again.
+        digests: SHA-256 of the stored bytes of tensors that were read already, as hex by name; they are not read again.
 
     Raises:
         CheckpointError: a shard has gone or has become shorter.
     """
     cache = cache or default_cache()
     try:
-        key = _cache_key(checkpoint) if digests is None else digests.key
+        key = _cache_key(checkpoint)
         known = _read_cache(cache)
         if key in known:
             return known[key]
-        value = _compute(checkpoint, progress or (lambda _: None), {} if digests is None else digests.sha256)
+        value = _compute(checkpoint, progress or (lambda _: None), digests or {})
         is_unchanged = _cache_key(checkpoint) == key
     except (ArtifactError, OSError) as error:
         raise CheckpointError(f"{error}: fetch the shard again") from error

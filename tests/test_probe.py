@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltastore.checkpoint import Checkpoint
@@ -21,7 +22,8 @@ from server.errors import Draining, NotServable
 from server.model import attention, hooks
 from server.model.attention import Options, PagedAttention
 from server.model.loader import ServedModel, load_model
-from tests.tiny_models import make_pair
+from server.model.probe import NUM_TOKENS
+from tests.tiny_models import VOCAB_SIZE, make_pair
 
 REFUSED = "relative error .* where rounding in .* makes .* is allowed"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -42,6 +44,73 @@ def test_64_layers_are_served(tmp_path: Path, architecture: str, dtype: torch.dt
 
 def test_a_wide_model_in_16_bits_is_served(tmp_path: Path) -> None:
     load(tmp_path, torch.bfloat16, hidden_size=2048, intermediate_size=4096, num_attention_heads=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_many_heads_as_tokens_but_one_are_served(tmp_path: Path, dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 12}
+    load(tmp_path, dtype, "gemma3_text", **sizes)
+
+
+def write_over(base: Path, changes: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a checkpoint in one file."""
+    tensors = load_file(base / "model.safetensors")
+    changes(tensors)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
+def massive(tensors: dict[str, Tensor]) -> None:
+    """Give one channel of all tokens an activation that outweighs all others."""
+    tensors["model.embed_tokens.weight"][:, 3] += 3000
+
+
+def silent(tensors: dict[str, Tensor]) -> None:
+    """Let one layer add nothing, as layers do that a block expansion puts in."""
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.1.{name}.weight"].zero_()
+
+
+@pytest.mark.parametrize("changes", [massive, silent])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unusual_weights_are_served(
+    tmp_path: Path, dtype: torch.dtype, changes: Callable[[dict[str, Tensor]], None]
+) -> None:
+    make_pair("llama", tmp_path / "llama", changes=(), dtype=dtype)
+    write_over(tmp_path / "llama" / "base", changes)
+    load(tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_massive_activation_of_one_token_hides_no_wrong_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def massive_token(tensors: dict[str, Tensor]) -> None:
+        first = VOCAB_SIZE // (NUM_TOKENS + 1)
+        tensors["model.embed_tokens.weight"][first, 3] += 3000
+
+    make_pair("llama", tmp_path / "llama", changes=(), dtype=dtype, num_hidden_layers=8)
+    write_over(tmp_path / "llama" / "base", massive_token)
+    load(tmp_path, dtype)
+    monkeypatch.setattr(hooks, "LinearDelta", renamed(LinearDelta, "layers.3.self_attn.o_proj", "nowhere"))
+    with pytest.raises(NotServable, match=f"layer 3 computes .*{REFUSED}"):
+        load(tmp_path, dtype)
+
+
+def test_a_layer_that_adds_nothing_is_checked_with_its_delta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pair("llama", tmp_path / "llama", changes=(), dtype=torch.bfloat16)
+    write_over(tmp_path / "llama" / "base", silent)
+    monkeypatch.setattr(hooks, "LinearDelta", renamed(LinearDelta, "layers.1.mlp.down_proj", "nowhere"))
+    with pytest.raises(NotServable, match=f"layer 1 computes .*{REFUSED}"):
+        load(tmp_path, torch.bfloat16)
+
+
+def test_a_model_that_is_not_finite_in_its_dtype_is_refused(tmp_path: Path) -> None:
+    make_pair("llama", tmp_path / "llama", changes=(), dtype=torch.float16)
+    write_over(tmp_path / "llama" / "base", lambda tensors: tensors["lm_head.weight"].fill_(60000))
+    with pytest.raises(NotServable, match="not finite in torch.float16: serve it with another --dtype"):
+        load(tmp_path, torch.float16)
 
 
 def renamed(kind: type, old: str, new: str) -> Callable[..., object]:

@@ -48,7 +48,7 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
     with live_server(base, large / "registry", *flags) as server:
         reply = server.generate(prompt=PROMPT, max_new_tokens=8, logprobs=0).json()
     output = reply["outputs"][0]
-    ids = AutoTokenizer.from_pretrained(base)(PROMPT + "", return_tensors="pt").input_ids
+    ids = AutoTokenizer.from_pretrained(base)(PROMPT, return_tensors="pt").input_ids
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     assert plain.dtype == torch.bfloat16
     answered = torch.tensor([output["token_ids"]])

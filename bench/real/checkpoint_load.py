@@ -15,7 +15,7 @@ def main(directory: Path) -> None:
     start, mapped_s, owned = time.perf_counter(), 0.0, dict[str, Tensor]()
     for shard in sorted(directory.glob("*.safetensors")):
         begun = time.perf_counter()
-        # On a CPU the library maps the file, and the first touch reads it.
+        # On a CPU safetensors maps the file, and the first touch reads it.
         tensors = load_file(shard)
         mapped_s += time.perf_counter() - begun
         owned |= {name: tensor.clone() for name, tensor in tensors.items()}

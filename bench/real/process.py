@@ -24,15 +24,16 @@ class Peak:
     """The most resident bytes of a process, sampled until it ends: Linux forgets the peak with the process."""
 
     def __init__(self, pid: int) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.highest = 0
         self._pid = pid
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Begin a new peak; `highest` keeps the one so far."""
+        self.highest = max(self.highest, self.num_bytes, memory_of(self._pid)["VmHWM"])
         Path(f"/proc/{self._pid}/clear_refs").write_text("5")
-        self.num_bytes = memory_of(self._pid)["VmRSS"]
+        self.num_bytes = memory_of(self._pid)["VmHWM"]
 
     def _watch(self) -> None:
         while (found := memory_of(self._pid)) and "VmHWM" in found:

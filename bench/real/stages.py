@@ -116,9 +116,7 @@ def started(bench: Bench, name: str, dtype: str = "bfloat16") -> Iterator[Server
         }
         yield server
         bench.figures[name]["resident_bytes_at_end"] = server.memory()["VmRSS"]
-        bench.figures[name]["peak_bytes"] = max(
-            server.peak.num_bytes, bench.figures[name]["peak_bytes_at_start"]
-        )
+        bench.figures[name]["peak_bytes"] = max(server.peak.highest, server.memory()["VmHWM"])
 
 
 def publish(bench: Bench, server: Server) -> None:
@@ -132,7 +130,7 @@ def publish(bench: Bench, server: Server) -> None:
         server.peak.restart()
         seconds = server.upload(f"v{number}", artifact)
         rows.append(
-            {"seconds": seconds, "sha256sum_s": checksum, "growth_bytes": server.peak.num_bytes - before}
+            {"seconds": seconds, "sha256sum_s": checksum, "growth_bytes": server.memory()["VmHWM"] - before}
         )
     bench.figures["upload"] = rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +57,6 @@ def _texts() -> Iterator[str]:
 
 
 def _filled(trained: Tokenizer, num_tokens: int) -> Tokenizer:
-    import json
-
     document = json.loads(trained.to_str())
     vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
     tokens = [token for token in vocabulary if token != PAD]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics import Metrics
 from server.settings import Settings
 from server.tenants import Open, Tenant, Tenants
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 UPLOAD_THREADS = 8
@@ -137,8 +140,9 @@ class Service:
         if self.loading is not None:
             done, _ = await asyncio.wait({self.loading}, timeout=timeout)
             for loading in done:
-                # Whoever asked for the end knows why loading ended; asyncio would log it as never retrieved.
-                loading.exception()
+                error = None if loading.cancelled() else loading.exception()
+                if error is not None and not isinstance(error, Draining):
+                    log.error("the base could not be loaded: %s", error)
         if self._backend is not None and not self._closed:
             self._closed = True
             await run_in_threadpool(self._backend.engine.close, max(0.0, deadline - time.monotonic()))

@@ -82,17 +82,20 @@ class _WriteBehind:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._writing is None:
+            return
+        with anyio.CancelScope(shield=True):
+            await asyncio.gather(self._writing, return_exceptions=True)
         if error is None:
-            await self._settle()
-        elif self._writing is not None:
-            # Its own error is of no interest beside the one that ends the upload.
-            with anyio.CancelScope(shield=True):
-                await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing.result()
 
     async def write(self, chunk: bytes) -> None:
         """Begin to write a piece, once the one before it is written; raises what that one raised."""
         await self._settle()
-        self._writing = asyncio.create_task(self._service.run_aside(self._upload.write, chunk))
+        self._writing = asyncio.create_task(self._write(chunk))
+
+    async def _write(self, chunk: bytes) -> None:
+        await self._service.run_aside(self._upload.write, chunk)
         self._service.metrics.upload_bytes_total.inc(len(chunk))
 
     async def _settle(self) -> None:

@@ -83,8 +83,18 @@ def build_engine(
     shapes = checkpoint.shapes()
     slot_bytes = _slot_bytes(shapes, config.slot_headroom)
     base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    check_base(base_bytes, dtype, device, slot_bytes, Wanted(config.kv_cache_bytes, config.num_slots, 0))
+    check_base(
+        base_bytes,
+        dtype,
+        device,
+        slot_bytes,
+        Wanted(config.kv_cache_bytes, config.num_slots, 0),
+        config.host_cache_bytes,
+    )
     served = load_model(checkpoint, device, dtype, stopping or threading.Event())
+    if device.type == "cuda":
+        # What the probe has used would count as taken.
+        torch.cuda.empty_cache()
     max_len = min(config.max_model_len or served.max_positions, served.max_positions)
     cache_bytes = host_cache_bytes(config.host_cache_bytes)
     wanted = Wanted(config.kv_cache_bytes, config.num_slots, config.max_num_seqs * max_len)

@@ -23,6 +23,8 @@ MOST_SLOTS = 64
 MOST_HOST_CACHE = 16 * 10**9
 # One can be pinned then, and another be loaded.
 LEAST_SLOTS = 2
+# One of them is padding.
+LEAST_PAGES = 2
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -60,7 +62,10 @@ def share_out(free: Free, page_bytes: int, page_tokens: int, slot_bytes: int, wa
     most_pages = -(-wanted.max_tokens // page_tokens) + 1
     asked = (wanted.num_slots or 0) * slot_bytes + (wanted.kv_cache_bytes or 0)
     left = free.usable - asked
-    room = max(0, min(left, max(free.unasked - asked, left // 2)))
+    least = (LEAST_SLOTS * slot_bytes if wanted.num_slots is None else 0) + (
+        LEAST_PAGES * page_bytes if wanted.kv_cache_bytes is None else 0
+    )
+    room = max(0, min(left, max(free.unasked - asked, left // 2, least)))
     if wanted.kv_cache_bytes is not None:
         pages = wanted.kv_cache_bytes // page_bytes
     elif wanted.num_slots is not None:
@@ -71,13 +76,13 @@ def share_out(free: Free, page_bytes: int, page_tokens: int, slot_bytes: int, wa
     slots = min(MOST_SLOTS, (room - unasked_pages) // slot_bytes)
     if wanted.num_slots is not None:
         slots = wanted.num_slots
-    if wanted.kv_cache_bytes is not None and pages < 2:
+    if wanted.kv_cache_bytes is not None and pages < LEAST_PAGES:
         raise NotServable(
             f"--kv-cache-gb {wanted.kv_cache_bytes / 1e9:g} holds less than two pages of {page_bytes / 1e6:.2f} MB: "
             "raise it"
         )
-    if pages < 2 or slots < LEAST_SLOTS or left < 0:
-        needed = max(slots, LEAST_SLOTS) * slot_bytes + max(pages, 2) * page_bytes
+    if pages < LEAST_PAGES or slots < LEAST_SLOTS or left < 0:
+        needed = max(slots, LEAST_SLOTS) * slot_bytes + max(pages, LEAST_PAGES) * page_bytes
         raise NotServable(
             f"{_gb(max(0, free.usable))} are left beside the base and {_gb(needed)} are needed at least, "
             f"{_gb(needed - free.usable)} more: slots take {_gb(slot_bytes)} each, pages of the KV cache "
@@ -88,7 +93,12 @@ def share_out(free: Free, page_bytes: int, page_tokens: int, slot_bytes: int, wa
 
 
 def check_base(
-    base_bytes: int, dtype: torch.dtype, device: torch.device, slot_bytes: int, wanted: Wanted
+    base_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    slot_bytes: int,
+    wanted: Wanted,
+    asked_host_cache: int | None,
 ) -> None:
     """Refuse a base that leaves no room for what was asked for, before it is read.
 
@@ -96,19 +106,23 @@ def check_base(
         NotServable: how much is missing, and which setting to lower.
     """
     slots = wanted.num_slots or LEAST_SLOTS
-    needed = base_bytes + slots * slot_bytes + (wanted.kv_cache_bytes or 0)
+    host_cache = asked_host_cache or 0 if device.type == "cpu" else 0
+    needed = base_bytes + slots * slot_bytes + (wanted.kv_cache_bytes or 0) + host_cache
     usable = _usable(device)
     if needed <= usable:
         return
-    lower = (
-        "--max-gpu-deltas, --kv-cache-gb" if wanted.num_slots or wanted.kv_cache_bytes else "--slot-headroom"
+    asked = (
+        ("--max-gpu-deltas", wanted.num_slots),
+        ("--kv-cache-gb", wanted.kv_cache_bytes),
+        ("--max-host-cache-gb", host_cache),
     )
+    lower = ", ".join(flag for flag, size in asked if size) or "--slot-headroom"
     if dtype == torch.float32:
         lower = f"--dtype to bfloat16, {lower}"
     raise NotServable(
         f"{_gb(max(0, usable))} of memory are free and {_gb(needed)} are needed, {_gb(needed - usable)} more: the "
         f"base takes {_gb(base_bytes)} in {str(dtype).removeprefix('torch.')}, {slots} slots "
-        f"{_gb(slots * slot_bytes)}, the KV cache {_gb(wanted.kv_cache_bytes or 0)} or more: "
+        f"{_gb(slots * slot_bytes)}, KV cache and host cache {_gb((wanted.kv_cache_bytes or 0) + host_cache)} or more: "
         f"lower {lower}, or serve on a larger device"
     )
 

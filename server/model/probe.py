@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base import Base
+from deltastore.memory import is_out_of_memory
 from deltastore.signs import pack_signs
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.norm import is_norm
@@ -31,6 +33,8 @@ from server.model.reference import RankOneDelta, WideModel, own_norms
 NUM_TOKENS = 13
 # Tokens of the text that have the delta; those around them are the base's.
 OWN = slice(1, NUM_TOKENS - 1)
+# One prompt's chunk and two single tokens, of the delta and of the base. The chunk's length is a prime, too.
+STEPS = (slice(0, NUM_TOKENS - 2), slice(NUM_TOKENS - 2, NUM_TOKENS - 1), slice(NUM_TOKENS - 1, NUM_TOKENS))
 # Of the probe's cache; the text's page is the last one.
 NUM_PAGES = 3
 # Sliding windows during the probe, so that its few tokens reach beyond them.
@@ -43,8 +47,11 @@ LEAST_FLOOR = 1e-5
 DELTA_SHARE = 0.5
 # Norm weights are around one, or around zero where one is added to them.
 NORM_SHIFT = 0.25
-# Elements of a weight from which its standard deviation is taken.
-STD_SAMPLE = 1 << 16
+# Rows of a weight from which its standard deviation is taken, and what is taken for a weight of zeros.
+STD_ROWS = 64
+ZERO_STD = 0.02
+# Ways in which a model that cannot be run so fails.
+ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,17 +82,17 @@ class Trace:
 class Errors:
     """How far a run is from the reference."""
 
-    relative: Mapping[str, float]  # Frobenius norm of the error over that of what a part computes, by part
+    relative: Mapping[str, Tensor]  # [tokens], by part: norm of the error over that of what the part computes
     kl: float  # of the logits, in nats per token
 
     @classmethod
     def of(cls, found: Trace, truth: Trace) -> Errors:
-        relative = {"the embedding": _ratio(found.inputs[0] - truth.inputs[0], truth.inputs[0])}
+        relative = {"the embedding": _ratios(found.inputs[0], truth.inputs[0], truth.inputs[0])}
         for index, output in enumerate(found.outputs):
             # The residual stream passes through; what the layer adds to it is what it computes.
             added = truth.outputs[index] - truth.inputs[index]
-            relative[f"layer {index}"] = _ratio(output - truth.outputs[index], added)
-        relative["the output head"] = _ratio(found.logits - truth.logits, truth.logits)
+            relative[f"layer {index}"] = _ratios(output, truth.outputs[index], added)
+        relative["the output head"] = _ratios(found.logits, truth.logits, truth.logits)
         expected, reached = truth.logits.log_softmax(-1), found.logits.to(truth.logits.dtype).log_softmax(-1)
         return cls(relative, float((expected.exp() * (expected - reached)).sum(-1).mean()))
 
@@ -113,11 +120,15 @@ class Probe:
         delta, by_address, norms = _draw(model, base)
         try:
             with own_norms(norms, OWN, NUM_TOKENS), WideModel(wide, by_address, OWN):
-                both = _run(model, layers, torch.arange(1, 1 + NUM_TOKENS, device=model.device).expand(2, -1))
+                both = _run(model, layers, _ids(model).expand(2, -1))
             plain, mixed = both.of_sequence(0), both.of_sequence(1)
             rounding = Errors.of(_run(model, layers, _ids(model), given=plain), plain)
-        except RuntimeError as error:
-            raise NotServable(f"{kind(model)}: it cannot be run in {wide}: {error}") from error
+        except ERRORS as error:
+            raise _failed(model, f"cannot be run in {wide}", error) from error
+        if not all(bool(part.isfinite().all()) for part in rounding.relative.values()):
+            raise NotServable(
+                f"{kind(model)}: it is not finite in {model.dtype}: serve it with another --dtype"
+            )
         return cls(model, layers, plain, mixed, rounding, delta)
 
     def check_base(self) -> None:
@@ -125,34 +136,37 @@ class Probe:
         self._check(_run(self.model, self.layers, _ids(self.model), given=self.plain), self.plain)
 
     def check_mixed(self, context: BatchContext, attention: PagedAttention) -> None:
-        """Compare a text whose tokens are the base's and a delta's, in two steps through pages of the cache."""
+        """Compare a text whose tokens are the base's and a delta's, in three steps through a page of the cache."""
         attention.allocate(NUM_PAGES)
-        last = NUM_TOKENS - 1
-        first_batch = DeltaBatch.of([None, self.delta], *[[1, OWN.stop - OWN.start]] * 2)
         parts = []
-        for own, batch in ((slice(0, last), first_batch), (slice(last, NUM_TOKENS), DeltaBatch((), 1))):
+        for own in STEPS:
+            deltas = [
+                self.delta if OWN.start <= token < OWN.stop else None for token in range(own.start, own.stop)
+            ]
+            batch = DeltaBatch.of(deltas, *[[1] * len(deltas)] * 2)
             chunk = Chunk(own.start, own.stop - own.start, [NUM_PAGES - 1])
             layout = Layout.of([chunk], attention.page_tokens, self.model.device)
             given, ids = self.mixed.of_tokens(own), _ids(self.model)[:, own]
             try:
                 with context.step(batch), attention.step(layout):
                     parts.append(_run(self.model, self.layers, ids, given, own.start))
-            except RuntimeError as error:
-                raise NotServable(
-                    f"{kind(self.model)}: it cannot run tokens of several variants: {error}"
-                ) from error
-        self._check(parts[0].then(parts[1]), self.mixed)
+            except ERRORS as error:
+                raise _failed(self.model, "cannot run tokens of several variants", error) from error
+        self._check(reduce(Trace.then, parts), self.mixed)
 
     def _check(self, found: Trace, truth: Trace) -> None:
         errors, floor = Errors.of(found, truth), max(LEAST_FLOOR, torch.finfo(self.model.dtype).eps)
         dtype = str(self.model.dtype).removeprefix("torch.")
         for part, error in errors.relative.items():
-            limit = TOLERANCE * self.rounding.relative[part] + floor
-            if not error <= limit:
+            rounding = self.rounding.relative[part]
+            # Token by token: a text's first token may have activations that would hide what happens to the others.
+            limits = TOLERANCE * rounding + floor
+            worst = int((error / limits).nan_to_num(torch.inf).argmax())
+            if not error[worst] <= limits[worst]:
                 raise NotServable(
                     f"{kind(self.model)}: {part} computes something else when it is delta-aware: relative error "
-                    f"{error:.2g}, where rounding in {dtype} makes {self.rounding.relative[part]:.2g} and "
-                    f"{limit:.2g} is allowed"
+                    f"{error[worst]:.2g}, where rounding in {dtype} makes {rounding[worst]:.2g} and "
+                    f"{limits[worst]:.2g} is allowed"
                 )
         limit = TOLERANCE**2 * self.rounding.kl + floor**2
         if not errors.kl <= limit:
@@ -173,6 +187,11 @@ def short_windows(model: PreTrainedModel) -> Iterator[None]:
                 stack.callback(setattr, owner, "sliding_window", window)
                 setattr(owner, "sliding_window", WINDOW)  # noqa: B010 - modules and configurations alike
         yield
+
+
+def _failed(model: PreTrainedModel, what: str, error: Exception) -> Exception:
+    """The error to raise: too little memory stays what it is."""
+    return error if is_out_of_memory(error) else NotServable(f"{kind(model)}: it {what}: {error}")
 
 
 def _run(
@@ -206,11 +225,19 @@ def _run(
 
 
 def _ids(model: PreTrainedModel) -> Tensor:  # [1, NUM_TOKENS]
-    return torch.arange(1, 1 + NUM_TOKENS, device=model.device)[None]
+    """Tokens from all over the vocabulary: its first ones are often special, and alike."""
+    step = int(model.config.get_text_config().vocab_size) // (NUM_TOKENS + 1)
+    return torch.arange(1, 1 + NUM_TOKENS, device=model.device)[None] * max(1, step)
 
 
-def _ratio(error: Tensor, whole: Tensor) -> float:
-    return float(error.double().norm() / whole.double().norm())
+def _ratios(found: Tensor, truth: Tensor, computed: Tensor) -> Tensor:  # [1, tokens, features] -> [tokens]
+    """Norm of the error over that of what was computed, by token; a part that computes nothing errs by its output."""
+    expected = truth.double()
+    least = torch.finfo(found.dtype).eps * expected.norm(dim=-1)
+    ratios: Tensor = (found.double() - expected).norm(dim=-1) / torch.maximum(
+        computed.double().norm(dim=-1), least
+    )
+    return ratios[0]
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -266,7 +293,7 @@ class _OuterSigns:
 
     def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[MatrixView, RankOneDelta]:
         """A delta with factors of its own, in proportion to the weight."""
-        std = float(weight.flatten()[:STD_SAMPLE].float().std())
+        std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
         spread_out, spread_in = (
             (0.5 + torch.rand(side.shape, generator=generator)).to(side) for side in (self.a, self.b)
         )

@@ -22,7 +22,8 @@ from transformers.utils import logging
 from deltastore.base import Base
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
 from deltastore.errors import CheckpointError, shown
-from deltastore.fingerprint import TensorDigests, fingerprint, remembered
+from deltastore.fingerprint import fingerprint, remembered, shard_state
+from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
 from server.errors import Draining, NotServable
 
@@ -32,7 +33,7 @@ class _Reading:
     """One pass over a checkpoint."""
 
     checkpoint: Checkpoint
-    digests: TensorDigests | None  # None where nothing is to be hashed
+    digests: dict[str, str] | None  # SHA-256 by name; None where nothing is to be hashed
     stopping: threading.Event
     count: Callable[[int], object]  # told the bytes of each tensor
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -43,7 +44,7 @@ class _Reading:
         tensor = self.checkpoint.read(name)
         if self.digests is not None:
             stored = tensor.view(-1).view(torch.uint8).numpy()
-            self.digests.sha256[name] = hashlib.sha256(stored.data).hexdigest()
+            self.digests[name] = hashlib.sha256(stored.data).hexdigest()
         with self._lock:
             self.count(tensor.nbytes)
         return tensor
@@ -77,11 +78,14 @@ def read_base(
         Draining: `stopping` was set.
     """
     config = _config(checkpoint.path)
-    known = remembered(checkpoint)
-    digests = None if known else TensorDigests.begin(checkpoint)
+    state = shard_state(checkpoint)
+    known = remembered(state)
+    digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True) as bar:
         model = _load(config, _Reading(checkpoint, digests, stopping, bar.update), device, dtype)
+    if shard_state(checkpoint) != state:
+        raise CheckpointError(f"{checkpoint.path}: a shard changed while it was read: start the server again")
     return model, Base.of(checkpoint, fingerprint=known or fingerprint(checkpoint, digests=digests))
 
 
@@ -110,7 +114,9 @@ def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dty
             output_loading_info=True,
             **places,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path}: its tensors are not those that its config.json describes: {reason}"

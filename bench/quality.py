@@ -3,7 +3,8 @@
 The demo's base and fine-tunes are compressed by the paper's method, by BitDelta's and by ours, as users would do it,
 each in a fresh process. Deltas are judged on text that nothing was fitted to, of the fine-tune's own domain and of the
 base's. The baselines run at three learning rates, and the best on the very text that they are judged on counts.
-Interrupted, it goes on with --resume.
+With --large there is one pair of 32 million weights instead, less text and fewer methods. Interrupted, it goes on with
+--resume.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from bench.quality_runs import (
 )
 from bench.quality_tables import (
     CODED,
-    GOALS,
     OURS_GENERAL,
     OURS_SELF,
     Figure,
     PairFigures,
     curve_table,
     goal_table,
+    measured_goals,
     pair_table,
     summary_table,
 )
@@ -64,6 +65,11 @@ class Scope:
     bitdelta_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     paper_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     budgets: tuple[float, ...] = (1.0, 1.10, 1.25, 1.5, 2.0)  # with embeddings compressed
+    pairs: tuple[str, ...] = PAIRS
+    runs: tuple[Run, ...] = ()  # these alone, in this order; no other rate or budget is tried then
+    # Under autocast: faster where the processor multiplies bfloat16, and much slower where it does not.
+    bf16_training: bool = False
+    timed: bool = True  # else seconds mean nothing, and no table shows them
 
 
 FULL = Scope()
@@ -79,30 +85,72 @@ SMALL = Scope(
     paper_rates=(3e-4, 1e-3),
     budgets=JUDGED_BUDGETS,
 )
+LARGE = Scope(
+    Recipe(
+        BaseRecipe(
+            hidden=512,
+            intermediate=1536,
+            layers=10,
+            heads=8,
+            kv_heads=4,
+            phases=(Phase(240, 32, 64), Phase(60, 16, 128), Phase(30, 8, 256)),
+            rate=2e-3,
+        ),
+        FinetuneRecipe(phases=(Phase(130, 32, 64), Phase(24, 10, 192)), rate=8e-4),
+    ),
+    Amount(length=128, samples=64, test_samples=48, test_items=150),
+    pairs=("instruct",),
+    runs=(
+        SCALAR,
+        *(replace(BITDELTA, rate=rate) for rate in (1e-4, 3e-4, 1e-3, 3e-3)),
+        *(replace(PAPER, rate=rate) for rate in (3e-5, 1e-4, 3e-4, 1e-3)),
+        UNTRAINED,
+        ONE_VECTOR,
+        OURS,
+        CODED,
+        replace(PAPER, text="general"),
+        OURS_GENERAL,
+        OURS_SELF,
+    ),
+    bf16_training=True,
+    timed=False,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    scope = SMALL if args.small else FULL
+    scope = SMALL if args.small else LARGE if args.large else FULL
+    names = args.pairs or scope.pairs
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the model library's; ours are lines
-    models = prepare(args.work, _say, scope.recipe)
+    models = _models(scope, args.work, names)
     work = models.base.parent / f"quality-{scope.amount.samples}x{scope.amount.length}"
     if not args.resume:
-        for name in args.pairs:
+        for name in names:
             shutil.rmtree(work / name, ignore_errors=True)
     without_curve = replace(scope, budgets=JUDGED_BUDGETS)
     pairs = {
         name: Pair.of(models, name, scope if name in args.curve else without_curve, work).measure()
-        for name in args.pairs
+        for name in names
     }
     device = torch.device("cpu")
     print(f"{describe(device)}; {scope.amount.samples} sequences of {scope.amount.length} tokens\n")
-    print(f"{summary_table(pairs)}\n")
+    if scope.timed:
+        print(f"{summary_table(pairs)}\n")
     for name, pair in pairs.items():
-        print(f"{name}: {models.tasks[name].description}\n\n{pair_table(pair)}\n")
-    print(f"{curve_table(pairs)}\n\n{goal_table(pairs)}")
-    if out := args.out or (None if args.small else RESULTS / "quality.json"):
+        print(f"{name}: {models.tasks[name].description}\n\n{pair_table(pair, scope.timed)}\n")
+    if not scope.runs:
+        print(f"{curve_table(pairs)}\n")
+    print(goal_table(pairs, scope.timed))
+    default = None if args.small else RESULTS / ("quality-large.json" if args.large else "quality.json")
+    if out := args.out or default:
         write_result(out, "quality", device, _document(scope, pairs))
+
+
+def _models(scope: Scope, work: Path, names: Sequence[str]) -> Models:
+    """A base and the fine-tunes of these tasks, trained or found."""
+    # Autocast's cache would keep the weights of the first step.
+    with torch.autocast("cpu", torch.bfloat16, enabled=scope.bf16_training, cache_enabled=False):
+        return prepare(work, _say, scope.recipe, names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +176,11 @@ class Pair:
 
     def measure(self) -> PairFigures:
         """Every run, one after the other; those that were measured before are not made again."""
+        figures = [self.run(run) for run in self.scope.runs] or self._sweep()
+        return PairFigures(self.judge.of_base(), self.judge.of_finetune(), figures)
+
+    def _sweep(self) -> list[Figure]:
+        """Every method, at each rate and each budget."""
         scope = self.scope
         papers = [self.run(replace(PAPER, rate=rate)) for rate in scope.paper_rates]
         best = min(papers, key=lambda figure: figure.verdict.domain.kl).run.rate
@@ -136,10 +189,8 @@ class Pair:
         figures += papers
         figures += [self.run(run) for run in (UNTRAINED, ONE_VECTOR, OURS, replace(OURS, budget=1.10))]
         figures += [self.run(replace(CODED, budget=budget)) for budget in scope.budgets]
-        figures += [
-            self.run(run) for run in (replace(PAPER, text="general", rate=best), OURS_GENERAL, OURS_SELF)
-        ]
-        return PairFigures(self.judge.of_base(), self.judge.of_finetune(), figures)
+        general = replace(PAPER, text="general", rate=best)
+        return figures + [self.run(run) for run in (general, OURS_GENERAL, OURS_SELF)]
 
     def run(self, run: Run) -> Figure:
         """Make one delta and judge it, or find what was measured of it."""
@@ -166,9 +217,12 @@ def _summary(figure: Figure) -> str:
 
 
 def _document(scope: Scope, pairs: dict[str, PairFigures]) -> dict[str, Any]:
+    settings = {**asdict(scope.amount), "recipe": asdict(scope.recipe), "bf16_training": scope.bf16_training}
+    if not scope.timed:
+        settings["beside other work on the machine"] = True
     return {
-        "settings": {**asdict(scope.amount), "recipe": asdict(scope.recipe)},
-        "goals": [goal.as_json(pairs) for goal in GOALS],
+        "settings": settings,
+        "goals": [goal.as_json(pairs) for goal in measured_goals(pairs, scope.timed)],
         "pairs": {name: pair.as_json() for name, pair in pairs.items()},
     }
 
@@ -179,10 +233,16 @@ def _say(line: str) -> None:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
-    parser.add_argument(
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
         "--small", action="store_true", help="models of some kilobytes; writes JSON only with --out"
     )
-    parser.add_argument("--pairs", type=_names, default=PAIRS, help=f"some of {','.join(PAIRS)}")
+    size.add_argument(
+        "--large", action="store_true", help="one pair of 32M weights, trained in bfloat16 for some half hour"
+    )
+    parser.add_argument(
+        "--pairs", type=_names, help=f"some of {','.join(PAIRS)}; by default all, or with --large one"
+    )
     parser.add_argument("--curve", type=_names, default=PAIRS, help="pairs to be compressed at every budget")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peraxis" / "demo"
     parser.add_argument(
@@ -194,7 +254,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep the runs that were finished before, of the same code"
     )
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/quality.json by default")
+    parser.add_argument("--out", type=Path, help="the JSON file; by default one in bench/results")
     return parser.parse_args(argv)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,12 @@ class Models:
     seconds: float  # that this call took; near 0 when all was there
 
 
-def prepare(workdir: Path, progress: Callable[[str], None], recipe: Recipe | None = None) -> Models:
+def prepare(
+    workdir: Path,
+    progress: Callable[[str], None],
+    recipe: Recipe | None = None,
+    names: Collection[str] | None = None,
+) -> Models:
     """Train what `workdir` lacks of the recipe's models.
 
     A model appears under its name only when it is whole, so an interrupted training goes on with the next model.
@@ -44,6 +49,7 @@ def prepare(workdir: Path, progress: Callable[[str], None], recipe: Recipe | Non
     Args:
         progress: gets a line now and then.
         recipe: the demo's own by default.
+        names: the tasks to train fine-tunes for; all by default.
 
     Raises:
         UsageError: this Python comes without the sources of its library.
@@ -56,7 +62,8 @@ def prepare(workdir: Path, progress: Callable[[str], None], recipe: Recipe | Non
     with _threads():
         if not base.exists():
             _make_base(base, recipe, progress)
-        tasks = make_tasks(json.loads((base / WORDS_FILE).read_text()))
+        known = make_tasks(json.loads((base / WORDS_FILE).read_text()))
+        tasks = {name: task for name, task in known.items() if names is None or name in names}
         finetunes = {name: home / name for name in tasks}
         for name, task in tasks.items():
             if not finetunes[name].exists():

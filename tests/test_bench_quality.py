@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bench.quality
-from bench.quality import SMALL, main
+from bench.quality import LARGE, SMALL, main
 from bench.quality_judge import Verdict
 from bench.quality_runs import BITDELTA, ONE_VECTOR, OURS, PAPER, SCALAR, UNTRAINED, Cost, Run
 from bench.quality_tables import (
@@ -52,8 +52,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def run_small(work: Path, *options: str) -> tuple[dict[str, Any], str]:
     """The document that it writes and what it prints."""
     out = work / "quality.json"
+    return run_bench("--small", "--pairs", PAIR, "--work", str(work), *options, out=out)
+
+
+def run_bench(*options: str, out: Path) -> tuple[dict[str, Any], str]:
     with redirect_stdout(io.StringIO()) as printed:
-        main(["--small", "--pairs", PAIR, "--work", str(work), "--out", str(out), *options])
+        main([*options, "--out", str(out)])
     return json.loads(out.read_text()), printed.getvalue()
 
 
@@ -106,6 +110,22 @@ def test_a_resumed_bench_makes_only_what_is_missing(ended: Bench, monkeypatch: p
     document, _ = run_small(ended.work, "--resume")
     assert made == [missing]
     assert len(document["pairs"][PAIR]["results"]) == 13
+
+
+def test_the_large_scope_measures_its_runs_alone_and_shows_no_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = replace(LARGE, recipe=SMALL.recipe, amount=SMALL.amount)
+    monkeypatch.setattr(bench.quality, "LARGE", tiny)
+    document, printed = run_bench("--large", "--work", str(tmp_path), out=tmp_path / "large.json")
+    results = document["pairs"]["instruct"]["results"]
+    assert [result["run"] for result in results] == [asdict(run) for run in LARGE.runs]
+    assert not [path for name in ("upper", "reverse") for path in tmp_path.rglob(name)]
+    head = next(line for line in printed.splitlines() if line.startswith("| method "))
+    assert " MB " in head
+    assert " s " not in head
+    assert "seconds" not in printed
+    assert len(document["goals"]) == len(GOALS) - 2  # neither seconds nor more bytes
 
 
 def test_an_unknown_pair_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

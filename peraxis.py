@@ -143,8 +143,9 @@ def _terminate(number: int, frame: object) -> NoReturn:
 def _memory_message(error: MemoryError | RuntimeError) -> str:
     reason = " ".join(str(error).split())[:120]
     return (
-        f"out of memory{f' ({reason})' if reason else ''}: free some, or use less: when compressing, lower --samples, "
-        "give --no-learn-signs, or --device cpu where it is the GPU's"
+        f"out of memory{f' ({reason})' if reason else ''}: free some, or use less: when serving, lower "
+        "--max-gpu-deltas, --kv-cache-gb or --max-host-cache-gb; when compressing, lower --samples, give "
+        "--no-learn-signs, or --device cpu where it is the GPU's"
     )
 
 

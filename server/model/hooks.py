@@ -11,6 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.errors import CheckpointError
+from deltastore.layout import FLOATS
 from server.deltas.batch import BatchContext
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
@@ -18,11 +21,20 @@ from server.deltas.norm import NormDelta, is_norm
 from server.errors import NotServable
 
 
-def check_structure(model: PreTrainedModel, base: Base) -> None:
-    """Raise NotServable, naming the modules or tensors at fault, where a delta could not reach all weights."""
+def check_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Compare a model, whose parameters may be on the meta device, with a checkpoint before it is read.
+
+    Raises:
+        NotServable: modules whose weights no delta could reach.
+        CheckpointError: tensors that are not those of the model.
+    """
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding = model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding) or base.embedding is None:
+    if (
+        not isinstance(head, nn.Linear)
+        or not isinstance(embedding, nn.Embedding)
+        or checkpoint.embedding_name is None
+    ):
         raise NotServable(f"{kind(model)}: it has no linear output head over a token embedding")
     unknown = [
         f"{name} ({type(module).__name__})"
@@ -35,7 +47,7 @@ def check_structure(model: PreTrainedModel, base: Base) -> None:
             f"{kind(model)}: {len(unknown)} modules with weights are neither linear, embedding nor norm: "
             f"{', '.join(unknown[:3])}; such models can be compressed and merged, not served"
         )
-    _check_names(model, base)
+    _check_tensors(model, checkpoint)
 
 
 def attach(model: PreTrainedModel, base: Base) -> BatchContext:
@@ -69,14 +81,31 @@ def _is_lookup(module: nn.Module) -> bool:
     )
 
 
-def _check_names(model: PreTrainedModel, base: Base) -> None:
-    """Deltas name tensors as the checkpoint does; every one of those must be a parameter of the model."""
+def _check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Deltas name tensors as the checkpoint does, so it must hold the model's parameters by their own names."""
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     # Old checkpoints store a table that transformers computes.
-    computed = {name for name in base.shapes if name.endswith("rotary_emb.inv_freq")}
-    unknown = sorted(base.shapes.keys() - names - computed - {base.head})
+    computed = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
+    unknown = sorted(checkpoint.shapes().keys() - names - computed - {checkpoint.head_name})
     if unknown:
         raise NotServable(
             f"{kind(model)}: the checkpoint's {unknown[0]!r} (and {len(unknown) - 1} more) is no parameter "
             "of the model: save the base again with this version of transformers"
         )
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        stored = checkpoint.tensors.get(name)
+        if stored is None and parameter is not head.weight:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name!r}, which its config.json asks for, is in none of its shards: fetch the "
+                "checkpoint again, or the config.json that belongs to it"
+            )
+        if stored is not None and stored.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{stored.file}: tensor {name!r} has the shape {list(stored.shape)} and its config.json asks for "
+                f"{list(parameter.shape)}: fetch the config.json that belongs to it"
+            )
+        if stored is not None and stored.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name!r} is {stored.dtype}: save the model in bfloat16, float16 or float32"
+            )

@@ -19,7 +19,7 @@ from server import kernels
 from server.deltas.batch import BatchContext
 from server.errors import Draining, NotServable
 from server.model.attention import PagedAttention
-from server.model.hooks import attach, check_structure, kind
+from server.model.hooks import attach, kind
 from server.model.probe import Probe, short_windows
 from server.model.weights import read_base
 
@@ -55,13 +55,13 @@ def load_model(
         Draining: `stopping` was set.
     """
     model, base = read_base(checkpoint, device, dtype, stopping)
-    check_structure(model, base)
     _check_going_on(stopping)
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     kernels.prepare(device, {(len(weight), weight.shape[1]) for weight in weights}, model.dtype)
     with torch.inference_mode(), short_windows(model):
         _check_going_on(stopping)
         probe = Probe.of(model, base)
+        _check_going_on(stopping)
         context = attach(model, base)
         attention = PagedAttention(model, PAGE_TOKENS)
         probe.check_base()

@@ -1,13 +1,14 @@
 """Check at start-up that the delta-aware model computes what the plain model computes, with and without a delta.
 
-A short text runs through the plain model in a wider dtype (`reference.py`), and then through the delta-aware model,
-where each decoder layer is given the reference's input. So each layer, the embedding and the output head are compared
-by themselves, and what rounding may change is measured on the plain model in its own dtype: the check is as sharp in 80
-layers of bfloat16 as in two of float32.
+A short text runs through the plain model in a wider dtype, with and without a delta (`reference.py`), and then through
+the delta-aware model, where each decoder layer is given the reference's input. So each layer, the embedding and the
+output head are compared by themselves. What rounding may change is measured with the reference in the model's own
+dtype: the check is as sharp in 80 layers of bfloat16 as in two of float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
 from server.errors import NotServable
 from server.model.attention import Chunk, Layout, PagedAttention
 from server.model.hooks import kind
-from server.model.reference import RankOneDelta, WideModel, own_norms
+from server.model.reference import RankOneDelta, ReferenceModel, own_norms
 
 # A prime that is no model's number of heads, so that tokens and heads are told apart.
 NUM_TOKENS = 13
@@ -98,14 +99,30 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """A reference, and how far rounding to the model's dtype alone goes from it."""
+
+    truth: Trace
+    rounding: Errors
+
+    @classmethod
+    def of(cls, truth: Trace, rounded: Trace) -> Expected:
+        return cls(truth, Errors.of(rounded, truth))
+
+    @property
+    def is_finite(self) -> bool:
+        parts = self.rounding.relative.values()
+        return math.isfinite(self.rounding.kl) and all(bool(part.isfinite().all()) for part in parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """The reference of one model, and how far rounding alone takes the plain model from it."""
+    """The references of one model, with which it is compared when it is delta-aware."""
 
     model: PreTrainedModel
     layers: nn.ModuleList
-    plain: Trace  # of the base alone
-    mixed: Trace  # with the delta on the rows of OWN
-    rounding: Errors
+    plain: Expected  # of the base alone
+    mixed: Expected  # with the delta on the rows of OWN
     delta: ResidentDelta
 
     @classmethod
@@ -118,22 +135,27 @@ class Probe:
         layers = _decoder_layers(model)
         wide = torch.float64 if model.dtype == torch.float32 else torch.float32
         delta, by_address, norms = _draw(model, base)
+        runs: list[Trace] = []
         try:
-            with own_norms(norms, OWN, NUM_TOKENS), WideModel(wide, by_address, OWN):
-                both = _run(model, layers, _ids(model).expand(2, -1))
-            plain, mixed = both.of_sequence(0), both.of_sequence(1)
-            rounding = Errors.of(_run(model, layers, _ids(model), given=plain), plain)
+            for dtype in (wide, model.dtype):
+                with own_norms(norms, OWN, NUM_TOKENS), ReferenceModel(dtype, by_address, OWN):
+                    runs.append(
+                        _run(model, layers, _ids(model).expand(2, -1), given=runs[0] if runs else None)
+                    )
         except ERRORS as error:
-            raise _failed(model, f"cannot be run in {wide}", error) from error
-        if not all(bool(part.isfinite().all()) for part in rounding.relative.values()):
+            raise _failed(model, f"cannot be run in {dtype}", error) from error
+        truth, rounded = runs
+        plain, mixed = (Expected.of(truth.of_sequence(index), rounded.of_sequence(index)) for index in (0, 1))
+        if not (plain.is_finite and mixed.is_finite):
             raise NotServable(
-                f"{kind(model)}: it is not finite in {model.dtype}: serve it with another --dtype"
+                f"{kind(model)}: its outputs are not finite in {model.dtype}: a weight is NaN or infinite, or "
+                "activations overflow: fetch it again, or serve it with another --dtype"
             )
-        return cls(model, layers, plain, mixed, rounding, delta)
+        return cls(model, layers, plain, mixed, delta)
 
     def check_base(self) -> None:
         """Compare the base alone, without a cache; NotServable has the figures."""
-        self._check(_run(self.model, self.layers, _ids(self.model), given=self.plain), self.plain)
+        self._check(_run(self.model, self.layers, _ids(self.model), given=self.plain.truth), self.plain)
 
     def check_mixed(self, context: BatchContext, attention: PagedAttention) -> None:
         """Compare a text whose tokens are the base's and a delta's, in three steps through a page of the cache."""
@@ -146,7 +168,7 @@ class Probe:
             batch = DeltaBatch.of(deltas, *[[1] * len(deltas)] * 2)
             chunk = Chunk(own.start, own.stop - own.start, [NUM_PAGES - 1])
             layout = Layout.of([chunk], attention.page_tokens, self.model.device)
-            given, ids = self.mixed.of_tokens(own), _ids(self.model)[:, own]
+            given, ids = self.mixed.truth.of_tokens(own), _ids(self.model)[:, own]
             try:
                 with context.step(batch), attention.step(layout):
                     parts.append(_run(self.model, self.layers, ids, given, own.start))
@@ -154,11 +176,11 @@ class Probe:
                 raise _failed(self.model, "cannot run tokens of several variants", error) from error
         self._check(reduce(Trace.then, parts), self.mixed)
 
-    def _check(self, found: Trace, truth: Trace) -> None:
-        errors, floor = Errors.of(found, truth), max(LEAST_FLOOR, torch.finfo(self.model.dtype).eps)
+    def _check(self, found: Trace, expected: Expected) -> None:
+        errors, floor = Errors.of(found, expected.truth), max(LEAST_FLOOR, torch.finfo(self.model.dtype).eps)
         dtype = str(self.model.dtype).removeprefix("torch.")
         for part, error in errors.relative.items():
-            rounding = self.rounding.relative[part]
+            rounding = expected.rounding.relative[part]
             # Token by token: a text's first token may have activations that would hide what happens to the others.
             limits = TOLERANCE * rounding + floor
             worst = int((error / limits).nan_to_num(torch.inf).argmax())
@@ -168,11 +190,11 @@ class Probe:
                     f"{error[worst]:.2g}, where rounding in {dtype} makes {rounding[worst]:.2g} and "
                     f"{limits[worst]:.2g} is allowed"
                 )
-        limit = TOLERANCE**2 * self.rounding.kl + floor**2
+        limit = TOLERANCE**2 * expected.rounding.kl + floor**2
         if not errors.kl <= limit:
             raise NotServable(
                 f"{kind(self.model)}: its predictions change when it is delta-aware: KL {errors.kl:.2g} nats per "
-                f"token, where rounding in {dtype} makes {self.rounding.kl:.2g} and {limit:.2g} is allowed"
+                f"token, where rounding in {dtype} makes {expected.rounding.kl:.2g} and {limit:.2g} is allowed"
             )
 
 

@@ -1,4 +1,4 @@
-"""Run a plain model in a wider dtype, with a delta on some of its rows: what the start-up probe compares with.
+"""Run a plain model in any dtype, with a delta on some of its rows: what the start-up probe compares with.
 
 Weights are widened one matrix at a time and a few rows at a time, so the memory needed does not grow with the model.
 Nothing here uses the layers, kernels or hooks that serve deltas.
@@ -31,13 +31,14 @@ class RankOneDelta:
     across: Tensor  # [in] float32: factor_in * b
 
     def product(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return (x * self.across.to(x.dtype)).sum(-1, keepdim=True) * self.out.to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return ((x.to(wide) * self.across.to(wide)).sum(-1, keepdim=True) * self.out.to(wide)).to(x.dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:  # [tokens] -> [tokens, in]
-        return self.out[ids].to(dtype)[:, None] * self.across.to(dtype)
+        return (self.out[ids][:, None] * self.across).to(dtype)
 
 
-class WideModel(TorchFunctionMode):
+class ReferenceModel(TorchFunctionMode):
     """While active, linear layers, embeddings and norms compute in `dtype`, whatever dtype their weights have.
 
     The batch has two sequences of one text: the base's own, and one in which the rows of `own` have deltas.
@@ -75,6 +76,18 @@ class WideModel(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = input.to(self._dtype)
+        output = self._product(x, weight)
+        if bias is not None:
+            output += bias.to(self._dtype)
+        if (delta := self._deltas.get(weight.data_ptr())) is not None:
+            by_sequence = output.view(2, -1, output.shape[-1])
+            own = x.reshape(2, -1, x.shape[-1])[1, self._own]
+            by_sequence[1, self._own] += delta.product(own)
+        return output
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        if weight.dtype == self._dtype:
+            return F.linear(x, weight)
         num_rows = max(1, BLOCK_NUMEL // weight.shape[1])
         # One buffer for all blocks: memory of each its own would leave holes between the parts of the output.
         buffer = torch.empty(
@@ -84,12 +97,6 @@ class WideModel(TorchFunctionMode):
         for start in range(0, len(weight), num_rows):
             block = weight[start : start + num_rows]
             output[..., start : start + num_rows] = F.linear(x, buffer[: len(block)].copy_(block))
-        if bias is not None:
-            output += bias.to(self._dtype)
-        if (delta := self._deltas.get(weight.data_ptr())) is not None:
-            by_sequence = output.view(2, -1, output.shape[-1])
-            own = x.reshape(2, -1, x.shape[-1])[1, self._own]
-            by_sequence[1, self._own] += delta.product(own)
         return output
 
     def _embedding(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

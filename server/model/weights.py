@@ -6,8 +6,10 @@ base takes is counted as taken. One copy of the weights exists at any time, plus
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -15,17 +17,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from deltastore.base import Base
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
-from deltastore.errors import CheckpointError, shown
+from deltastore.errors import CheckpointError
 from deltastore.fingerprint import fingerprint, remembered, shard_state
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
 from server.errors import Draining, NotServable
+from server.model.hooks import check_structure
+
+SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_REASON_CHARS = 300
+# Ways in which a configuration that is damaged, or not one of this model, makes transformers fail.
+CONFIG_ERRORS = (
+    RuntimeError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    AssertionError,
+    StrictDataclassError,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +94,11 @@ def read_base(
 
     Raises:
         CheckpointError: a tensor is missing or cannot be read, or transformers does not know the configuration.
-        NotServable: no causal language model.
+        NotServable: no causal language model whose every weight a delta can reach.
         Draining: `stopping` was set.
     """
     config = _config(checkpoint.path)
+    _check(config, checkpoint)
     state = shard_state(checkpoint)
     known = remembered(state)
     digests: dict[str, str] | None = None if known else {}
@@ -91,40 +112,49 @@ def read_base(
 
 def _config(base_dir: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(base_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{base_dir}: transformers cannot use its config.json: {reason}") from error
+        config = AutoConfig.from_pretrained(base_dir, local_files_only=True, trust_remote_code=False)
+    except CONFIG_ERRORS as error:
+        raise _refused(base_dir, error) from error
+    if getattr(config, "quantization_config", None):
+        raise NotServable(f"{base_dir}: it is quantised: serve the base in bfloat16, float16 or float32")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
+    return config
+
+
+def _kind(config: Any) -> Any:
+    """The class of the model that a configuration describes."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind[0] if isinstance(kind, tuple) else kind
+
+
+def _check(config: Any, checkpoint: Checkpoint) -> None:
+    """Compare the configuration with the shards before any memory is taken; see `check_structure`."""
+    try:
+        with torch.device("meta"):
+            model = _kind(config)(copy.deepcopy(config))
+    except CONFIG_ERRORS as error:
+        raise _refused(checkpoint.path, error) from error
+    check_structure(model, checkpoint)
 
 
 def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # With accelerate each tensor goes to the device as it is read; without it the host holds all of them first.
     places = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}
-    path, tensors = reading.checkpoint.path, reading.checkpoint.tensors
+    tensors = {name: _StoredSlice(reading, name) for name in reading.checkpoint.tensors}
     try:
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: _StoredSlice(reading, name) for name in tensors},
-            dtype=dtype,
-            output_loading_info=True,
-            **places,
+        model, info = _kind(config).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **places
         )
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except CONFIG_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path}: its tensors are not those that its config.json describes: {reason}"
-        ) from error
+        raise _refused(reading.checkpoint.path, error) from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
-            f"{path}: parameter {shown(missing[0])} (and {len(missing) - 1} more) is in none of its shards: "
-            "fetch the checkpoint again"
+            f"{reading.checkpoint.path}: {missing[0]!r}, which its config.json asks for, is in none of its shards: "
+            "fetch the checkpoint again, or the config.json that belongs to it"
         )
     # The method of transformers has lost its signature.
     nn.Module.to(model, device)
@@ -133,17 +163,28 @@ def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dty
     return loaded
 
 
+def _refused(base_dir: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+    return CheckpointError(
+        f"{base_dir}: transformers cannot use its config.json ({type(error).__name__}: {reason}): fetch it again"
+    )
+
+
 def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of a checkpoint's weights: the one that config.json names, or that of most weights."""
+    """The dtype to serve a checkpoint in: the one that config.json names, or that of most weights; float64 is float32.
+
+    Raises:
+        CheckpointError: none of its tensors holds floats.
+    """
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    dtype = getattr(torch, str(named).removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    sizes: dict[torch.dtype, int] = {}
+    for dtype in SERVED_DTYPES:
+        if str(dtype) == f"torch.{str(named).removeprefix('torch.')}":
+            return dtype
+    sizes = Counter[torch.dtype]()
     for stored in checkpoint.tensors.values():
         kind = TORCH_DTYPE[stored.dtype]
         if kind.is_floating_point:
-            sizes[kind] = sizes.get(kind, 0) + stored.num_bytes
+            sizes[kind if kind in SERVED_DTYPES else torch.float32] += stored.num_bytes
     if not sizes:
         raise CheckpointError(f"{checkpoint.path}: none of its tensors holds floats")
-    return max(sizes, key=lambda kind: sizes[kind])
+    return sizes.most_common(1)[0][0]

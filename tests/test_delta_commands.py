@@ -144,7 +144,7 @@ def test_inspect_prints_settings_and_fidelity_for_people(delta: Path, capsys: Ca
     assert run(["inspect", str(delta)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("compressor, settings: method both, ") for line in lines)
-    assert any(", learn signs auto, " in line for line in lines)
+    assert any(", learn signs True, " in line for line in lines)
     kl = facts["fidelity"]["held_out"]["kl"]
     assert any(line.startswith(f"fidelity, held out: kl {kl:.6g}, agreement ") for line in lines)
     assert not any("{" in line for line in lines)

@@ -21,7 +21,7 @@ from compressor.shards import Output, cut, write_index, write_shard
 WEIGHT_STD = 0.02
 NORM_STD = 0.1
 # A fine-tune's difference has this share of the weights' standard deviation.
-TUNING_SHARE = 0.05
+TUNING_SHARE = 0.2
 BLOCK_NUMEL = 1 << 24
 # Of the text whose logits are compared.
 TEXT_TOKENS = 64

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.real import stages
-from bench.real.models import CONFIGS, RealModel
+from bench.real.models import CONFIGS, MAX_FINETUNES, RealModel
 from bench.real.stages import Bench
 from bench.real.tables import goal_table, goals, likeness, rate_table, stage_table
 from bench.report import RESULTS, describe, write_result
@@ -96,7 +96,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, help="fewer layers than the model has; writes JSON only with --out"
     )
-    parser.add_argument("--variants", type=int, default=4)
+    parser.add_argument("--variants", type=int, choices=range(2, 1 + MAX_FINETUNES), default=4)
     parser.add_argument("--new", type=int, default=32, help="tokens of each answer, where rates are measured")
     parser.add_argument("--kv-cache-gb", type=float, default=0.5)
     parser.add_argument(

@@ -27,6 +27,7 @@ BLOCK_NUMEL = 1 << 24
 TEXT_TOKENS = 64
 SHARD_BYTES = 5_000_000_000
 NUM_THREADS = 2
+MAX_FINETUNES = 7
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -217,14 +218,23 @@ class RealModel:
         """Some elements of one tensor. Each block has its own seed, so that blocks can be drawn in parallel."""
         is_norm = name.endswith("norm.weight")
         std = NORM_STD if is_norm else WEIGHT_STD
-        seed = (number << 20) + start // BLOCK_NUMEL
-        base = _normal(count, std, seed)
+        block = start // BLOCK_NUMEL
+        base = _normal(count, std, _seed(number, block, 0))
         # Gemma's norms multiply by one plus their weight.
         if is_norm and "gemma" not in str(self.config["model_type"]):
             base += 1
         if finetune is not None:
-            base = base.bfloat16().float() + _normal(count, TUNING_SHARE * std, (finetune << 40) + seed)
+            base = base.bfloat16().float() + _normal(
+                count, TUNING_SHARE * std, _seed(number, block, finetune)
+            )
         return base.bfloat16()
+
+
+def _seed(number: int, block: int, finetune: int) -> int:
+    """A seed for one block of tensor `number`, of the base (0) or of a fine-tune: torch looks at 32 bits of it alone."""
+    if number >= 1 << 9 or block >= 1 << 20 or finetune > MAX_FINETUNES:
+        raise ValueError(f"block {block} of tensor {number} of fine-tune {finetune} has no seed of its own")
+    return (finetune << 29) + (number << 20) + block
 
 
 def _normal(count: int, std: float, seed: int) -> Tensor:

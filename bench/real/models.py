@@ -231,7 +231,7 @@ class RealModel:
 
 
 def _seed(number: int, block: int, finetune: int) -> int:
-    """A seed for one block of tensor `number`, of the base (0) or of a fine-tune: torch looks at 32 bits of it alone."""
+    """A seed for one block of tensor `number`, of the base (0) or of a fine-tune; torch looks at 32 bits of it."""
     if number >= 1 << 9 or block >= 1 << 20 or finetune > MAX_FINETUNES:
         raise ValueError(f"block {block} of tensor {number} of fine-tune {finetune} has no seed of its own")
     return (finetune << 29) + (number << 20) + block

@@ -83,7 +83,7 @@ class Figure:
 
     @property
     def added(self) -> float:
-        """What one-bit products add, in units of the library's products."""
+        """Time that one-bit products add, over that of torch's products."""
         return self.both_s / self.base_s - 1
 
     @property

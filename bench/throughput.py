@@ -89,7 +89,7 @@ class Scale:
 
     @property
     def description(self) -> str:
-        """What a table's reader must know."""
+        """Notes that a reader of the table needs."""
         layers = f"{self.name} shapes, {self.shapes.num_layers} layers"
         return f"{layers}; merged copies in memory, used in turn: {self.num_merged}"
 

@@ -1,4 +1,4 @@
-"""What compressing needs, said before any work: memory, time and disk; and the refusal where there is too little.
+"""Say before any work what memory, time and disk compressing needs, and refuse where there is too little.
 
 Reads headers and no weights. The model of a fit's memory and time is `fitting/cost.py`.
 """
@@ -92,7 +92,7 @@ class Needs:
 
 
 def needs(config: CompressConfig, pairs: Pairs, coded: Collection[str], files: Mapping[str, bytes]) -> Needs:
-    """What a run will take; measures this machine's rate, which takes a second or two."""
+    """Plan a run; measures this machine's rate, which takes a second or two."""
     device = torch.device("cpu") if config.training is None else config.training.place()
     stages, rate = _stages(config, config.training, pairs, coded, device), measured_rate(device)
     return Needs(
@@ -167,7 +167,7 @@ def disk_bytes(
 
 
 def measured_rate(device: torch.device) -> Rate:
-    """What matrix products and copies reach here, by a short measurement."""
+    """Measure briefly how fast matrix products and copies are here."""
     from compressor.fitting.cost import Rate
 
     rows, features = RATE_SHAPE

@@ -1,4 +1,4 @@
-"""What a fit is said to need: against what it takes, at sizes too large to run, and where there is too little of it."""
+"""The plan of a fit: against measured memory, at sizes too large to run, and where memory is too small."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def leave_out(directory: Path, name: str) -> None:
 
 
 def list_twice(directory: Path, name: str) -> None:
-    """A JSON library keeps the last of two equal keys, and nobody would see that there were two."""
+    """Python's JSON parser keeps the last of two equal keys, which would hide the first."""
     index = directory / INDEX_FILE
     entry = f'"{name}": "{shard_of(directory, 3).name}"'
     index.write_text(index.read_text().replace(entry, f"{entry}, {entry}"))

@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from deltastore.errors import CheckpointError, SettingsError
+from deltastore.uploads import Upload
+from server.api.uploads import WriteBehind
 from server.app import create_app
 from server.errors import Draining, EngineFailed
 from server.process import listen, run, url_of
@@ -163,3 +165,31 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
         pytest.skip("no IPv6 loopback here")
     with listening:
         assert url_of(listening).startswith("http://[::1]:")
+
+
+def test_the_last_piece_is_written_before_a_cancelled_upload_ends(tmp_path: Path) -> None:
+    service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    class SlowUpload:
+        def write(self, chunk: bytes) -> None:
+            begun.set()
+            may_end.wait(WAIT_S)
+            ended.set()
+
+    async def upload() -> None:
+        async with WriteBehind(service, cast(Upload, SlowUpload())) as writer:
+            await writer.write(b"the last piece")
+
+    async def cancel_it() -> None:
+        task = asyncio.create_task(upload())
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(cancel_it())

@@ -27,9 +27,8 @@ LOGITS_COPIES = 8  # of one part's logits, their logarithms and their gradients
 SAVED = 2.0  # numbers that a block keeps for its backward pass, over what enters and leaves its matrices
 PASSING = 0.6  # the same of a forward pass alone
 SOLVE_OPERATIONS, SCALES_OPERATIONS = 60, 20  # per weight and input feature, with and without choosing signs
-STEP_BYTES = (
-    150  # that one step moves per weight: the base read twice, the delta added twice, signs and their update
-)
+# Bytes that one step moves per weight: the base read twice, the delta added twice, signs and their update.
+STEP_BYTES = 150
 UPGRADES = 2  # per matrix
 PAPER_EPOCHS = 5  # of its layers, over two axes
 
@@ -99,12 +98,12 @@ class Sizes:
         return [sum(map(math.prod, block.values())) for block in self.blocks] or [0]
 
     def matrices(self, index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Of a layer, those that every token goes through."""
+        """Weights of one layer that every token goes through."""
         names = (name for name in self.blocks[index] if ".experts." not in name and name in self.coded)
         return [(name, self.coded[name]) for name in names]
 
     def features(self, index: int) -> int:
-        """What enters and leaves the matrices of a layer, per token."""
+        """Numbers that enter and leave the matrices of one layer, per token."""
         return sum(sum(shape) for _, shape in self.matrices(index))
 
     def inputs(self, index: int) -> list[int]:
@@ -305,7 +304,7 @@ class Model:
         return (len(self.sizes.blocks) + 1) * self._hidden_bytes(self._batch)
 
     def _moving(self, moves: bool) -> Iterator[Part]:
-        """Whatever is larger: the head with its gradients and logits, or a block with its own."""
+        """The larger of the head with its gradients and logits, and a block with its own."""
         table, vocabulary = self.sizes.table, self.sizes.embedding[0]
         logits = (
             LOGITS_COPIES

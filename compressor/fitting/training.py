@@ -79,7 +79,7 @@ class Training:
         }
 
     def moves_signs(self, method: Method) -> bool:
-        """Whether signs move end to end, which they do from the second epoch on."""
+        """True where signs move end to end, which they do from the second epoch on."""
         return self.solver == "lstsq" and self.learn_signs and self.epochs(method) > 1
 
     def state_bytes(self, method: Method, num_weights: int, num_scales: int) -> int:

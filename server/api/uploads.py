@@ -49,7 +49,7 @@ async def receive_upload(
         expected = _expected_digest(request)
         chunks = _artifact_bytes(request, limit)
         async with _upload(service, limit) as upload:
-            async with aclosing(chunks), _WriteBehind(service, upload) as writer:
+            async with aclosing(chunks), WriteBehind(service, upload) as writer:
                 async for chunk in chunks:
                     await writer.write(chunk)
             sealed = await service.run_aside(upload.seal)
@@ -65,7 +65,7 @@ async def receive_upload(
     return publication
 
 
-class _WriteBehind:
+class WriteBehind:
     """Writes and hashes one piece of the body on a thread while the next one arrives.
 
     Leaving its `async with` block waits for the last piece, whatever comes: nothing writes to the upload any more.
@@ -76,7 +76,7 @@ class _WriteBehind:
         self._upload = upload
         self._writing: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> _WriteBehind:
+    async def __aenter__(self) -> WriteBehind:
         return self
 
     async def __aexit__(

@@ -128,7 +128,7 @@ def check_base(
 
 
 def free_memory(device: torch.device, host_cache_bytes: int) -> Free:
-    """What is left of a device's memory now, beside the host cache."""
+    """Return what is left of a device's memory now, beside the host cache."""
     if device.type == "cpu":
         usable = _usable(device) - host_cache_bytes
         return Free(usable, min(usable, int(available_bytes() * CPU_SHARE) - host_cache_bytes))

@@ -16,6 +16,9 @@ from bench.real import stages, vocabulary
 from bench.real.models import RealModel
 from tests.live_server import live_server
 
+# Gigabytes are written and read, on whatever disk there is.
+pytestmark = pytest.mark.timeout(900)
+
 PROMPT = "def main(arguments):"
 # Of a token's log probability, in nats: rounding of bfloat16 over 22 layers.
 TOLERANCE = 0.1

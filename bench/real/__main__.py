@@ -19,7 +19,7 @@ import torch
 from bench.real import stages
 from bench.real.models import CONFIGS, MAX_FINETUNES, RealModel
 from bench.real.stages import Bench
-from bench.real.tables import goal_table, goals, likeness, rate_table, stage_table
+from bench.real.tables import fit_table, goal_table, goals, likeness, rate_table, stage_table
 from bench.report import RESULTS, describe, write_result
 
 # Larger models do not fit this bench's machine in float32; their logits are compared instead of tokens.
@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = RealModel.of(args.model, args.layers)
     with tempfile.TemporaryDirectory(dir=_made(args.dir), prefix="real-") as name:
         bench = _bench(args, model, Path(name))
+        if args.fit:
+            fit(args, bench)
+            return
         measure(bench)
     found = goals(bench.figures)
     print(f"{model.name}, {model.num_weights / 1e9:.2f}B weights; {describe(torch.device('cpu'))}\n")
@@ -53,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             "goals": [goal.as_json() for goal in found],
         }
         write_result(out, "real", torch.device("cpu"), document)
+
+
+def fit(args: argparse.Namespace, bench: Bench) -> None:
+    """One fitted compress, which takes long: time and memory, planned and measured."""
+    stages.compress_fitted(bench, args.samples)
+    print(
+        f"{bench.model.name}, {bench.model.num_weights / 1e9:.2f}B weights; {describe(torch.device('cpu'))}\n"
+    )
+    print(fit_table(bench.figures))
+    if out := args.out or (None if args.layers else RESULTS / f"real-fit-{bench.model.name}.json"):
+        settings = {"model": bench.model.name, "layers": bench.model.config["num_hidden_layers"]}
+        write_result(out, "real", torch.device("cpu"), {"settings": settings, "results": bench.figures})
 
 
 def measure(bench: Bench) -> None:
@@ -98,6 +113,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--variants", type=int, choices=range(2, 1 + MAX_FINETUNES), default=4)
     parser.add_argument("--new", type=int, default=32, help="tokens of each answer, where rates are measured")
+    parser.add_argument("--fit", action="store_true", help="fit one delta to text instead, which takes long")
+    parser.add_argument("--samples", type=int, default=32, help="sequences to fit to")
     parser.add_argument("--kv-cache-gb", type=float, default=0.5)
     parser.add_argument(
         "--dir",

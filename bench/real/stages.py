@@ -81,6 +81,28 @@ def compress(bench: Bench) -> None:
     bench.figures["compress"] = rows
 
 
+def compress_fitted(bench: Bench, num_samples: int) -> None:
+    """Compress one fine-tune fitted to text that it writes itself, beside what `--plan` says that this takes."""
+    finetune = bench.model.write_finetune(bench.base, bench.directory / "finetune-1", 1)
+    command = (
+        "compress", "--base", bench.base, "--finetune", finetune, "--out", bench.artifacts[0], "--calibration", "self",
+        "--samples", num_samples, "--json", "--no-progress",
+    )  # fmt: skip
+    plan = peraxis(*command, "--plan", environment=bench.environment).result
+    bench.say(f"fitting to {num_samples} sequences; planned: {plan['seconds'] / 60:.0f} minutes")
+    ran = peraxis(*command, environment=bench.environment)
+    bench.figures["fit"] = {
+        "samples": num_samples,
+        "planned_s": plan["seconds"],
+        "planned_bytes": plan["memory"]["host"]["bytes"],
+        "seconds": ran.seconds,
+        "cpu_s": ran.cpu_s,
+        "peak_bytes": ran.peak_bytes,
+        "artifact_bytes": bench.artifacts[0].stat().st_size,
+        "fidelity": ran.result["fidelity"],
+    }
+
+
 def _checkpoint_load(directory: Path) -> Figures:
     ran = helper("checkpoint_load", directory)
     return {**ran.result, "peak_bytes": ran.peak_bytes}

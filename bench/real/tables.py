@@ -102,6 +102,18 @@ def likeness(figures: Figures) -> str:
     )
 
 
+def fit_table(figures: Figures) -> str:
+    """A fitted compress: planned and measured."""
+    fit = figures["fit"]
+    held_out = fit["fidelity"]["held_out"]
+    rows = [
+        ("minutes", f"{fit['planned_s'] / 60:.1f}", f"{fit['seconds'] / 60:.1f}"),
+        ("peak memory, GB", _gb(fit["planned_bytes"]), _gb(fit["peak_bytes"])),
+        ("KL on held-out text", "", f"{held_out['kl']:.3g}"),
+    ]
+    return table((f"fitted to {fit['samples']} sequences", "planned", "measured"), rows)
+
+
 def goal_table(goals: Sequence[Goal]) -> str:
     rows = [(goal.what, goal.limit, goal.reached, "met" if goal.is_met else "not met") for goal in goals]
     return table(("goal", "limit", "reached", ""), rows)

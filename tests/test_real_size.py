@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.real import __main__ as bench
-from bench.real import stages, vocabulary
+from bench.real import models, stages, vocabulary
 from bench.real.models import RealModel
 from tests.live_server import live_server
 
@@ -85,3 +85,15 @@ def test_the_bench_of_real_models_runs_with_fewer_layers(
         "result.json",
         "tokenizer-128256.json",
     ]
+
+
+def test_the_bench_fits_one_delta_beside_its_plan(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, **sizes}
+    monkeypatch.setitem(models.CONFIGS, "tiny", tiny)
+    out = large / "result.json"
+    bench.main(["--model", "tiny", "--fit", "--samples", "8", "--dir", str(large), "--out", str(out)])
+    fit = json.loads(out.read_text())["results"]["fit"]
+    assert fit["samples"] == 8
+    assert fit["planned_bytes"] > 10**8
+    assert fit["fidelity"]["held_out"]["kl"] >= 0

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,6 +96,24 @@ def test_what_start_up_makes_is_left_out_of_garbage_collections(tmp_path: Path) 
     assert frozen[0] > 10_000
 
 
+async def cancelled(
+    work: Callable[[], Coroutine[Any, Any, None]],
+    begun: threading.Event,
+    may_end: threading.Event,
+    ended: threading.Event,
+) -> None:
+    """Cancel `work` between two of its events; it ends when the thread that it waits for has ended."""
+    task = asyncio.create_task(work())
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
 def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) -> None:
     service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
     begun, may_end, ended = (threading.Event() for _ in range(3))
@@ -105,18 +123,7 @@ def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) 
         may_end.wait(WAIT_S)
         ended.set()
 
-    async def cancel_it() -> None:
-        task = asyncio.create_task(service.run_aside(work))
-        await asyncio.to_thread(begun.wait, WAIT_S)
-        task.cancel()
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
-
-    asyncio.run(cancel_it())
+    asyncio.run(cancelled(lambda: service.run_aside(work), begun, may_end, ended))
 
 
 def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:
@@ -181,15 +188,4 @@ def test_the_last_piece_is_written_before_a_cancelled_upload_ends(tmp_path: Path
         async with WriteBehind(service, cast(Upload, SlowUpload())) as writer:
             await writer.write(b"the last piece")
 
-    async def cancel_it() -> None:
-        task = asyncio.create_task(upload())
-        await asyncio.to_thread(begun.wait, WAIT_S)
-        task.cancel()
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended.is_set()
-
-    asyncio.run(cancel_it())
+    asyncio.run(cancelled(upload, begun, may_end, ended))

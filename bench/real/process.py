@@ -64,13 +64,7 @@ class Ran:
 def run(command: Sequence[object], environment: Mapping[str, str] | None = None) -> Ran:
     """Run a command to its end. RuntimeError, with what it said, where it fails."""
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_env(environment),
-    )
+    process = _started(command, environment)
     peak, before = Peak(process.pid), os.times()
     output, errors = process.communicate()
     seconds, after = time.perf_counter() - start, os.times()
@@ -155,13 +149,7 @@ def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: 
         *flags,
     ]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_env(environment),
-    )
+    process = _started(command, environment)
     errors: list[str] = []
     reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
     reader.start()
@@ -197,6 +185,12 @@ def _checked(reply: httpx.Response) -> dict[str, Any]:
     if reply.is_error:
         raise RuntimeError(f"{reply.request.method} {reply.request.url}: {reply.status_code} {reply.text}")
     return dict(reply.json())
+
+
+def _started(command: Sequence[object], environment: Mapping[str, str] | None) -> subprocess.Popen[str]:
+    words = [str(part) for part in command]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=_env(environment))
 
 
 def _env(more: Mapping[str, str] | None) -> dict[str, str]:

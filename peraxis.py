@@ -41,14 +41,14 @@ DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
 COMMANDS: Mapping[str, Entry] = {
     "compress": Entry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
     "merge": Entry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
-    "import": Entry("compressor.import_cli", DELTAS, "Make a delta of BitDelta's file, or of the paper's."),
-    "eval": Entry("compressor.eval_cli", DELTAS, "Measure how near a delta is to its fine-tune."),
+    "import": Entry("compressor.convert.cli", DELTAS, "Make a delta of BitDelta's file, or of the paper's."),
+    "eval": Entry("compressor.evaluate.cli", DELTAS, "Measure how near a delta is to its fine-tune."),
     "inspect": Entry(
         "deltastore.cli", DELTAS, "Show what is inside a delta, or what a model's shapes would give."
     ),
     "verify": Entry("deltastore.cli", DELTAS, "Check a delta, also against its base."),
     "serve": Entry("server.cli", SERVICE, "Serve a base and the variants of a registry over HTTP."),
-    "registry": Entry("deltastore.registry_cli", SERVICE, "List, clean and check a registry on disk.", True),
+    "registry": Entry("deltastore.registry.cli", SERVICE, "List, clean and check a registry on disk.", True),
     "demo": Entry("demo.cli", OTHER, "Walk the whole way once, on this machine's CPU."),
 }
 

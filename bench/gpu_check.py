@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_rows import Rows
-from deltastore.signs import packed_width
+from deltastore.format.signs import packed_width
 from server import kernels
 from server.kernels import reference
 from server.model.attention import Options, Span

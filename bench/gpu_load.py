@@ -16,9 +16,9 @@ from torch import Tensor
 from bench.gpu_model import Blueprint, fill
 from bench.gpu_rows import FASTER_THAN_CHECKPOINT, HOST_TO_READY_MS, Rows
 from bench.gpu_timing import once, seconds, settle
-from deltastore.header import encode_header
+from deltastore.format.header import encode_header
 from deltastore.loader import Loader, LoadReport, ObjectSource
-from deltastore.uploads import CHUNK_BYTES, ChunkedDigest
+from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
 from demo.page_cache import drop
 from server.deltas.resident import ResidentDelta, Slot
 

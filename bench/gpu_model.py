@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.gpu_rows import Sizes
-from deltastore.checkpoint import TORCH_DTYPE
-from deltastore.header import DTYPE_BYTES, TensorEntry
-from deltastore.layout import TENSOR_ALIGNMENT, padding_tensor
-from deltastore.parts import MatrixParts, PlaneParts
-from deltastore.plan import is_matrix
-from deltastore.signs import packed_width
+from deltastore.base.checkpoint import TORCH_DTYPE
+from deltastore.format.header import DTYPE_BYTES, TensorEntry
+from deltastore.format.layout import TENSOR_ALIGNMENT, padding_tensor
+from deltastore.format.parts import MatrixParts, PlaneParts
+from deltastore.format.plan import is_matrix
+from deltastore.format.signs import packed_width
 from server.deltas.batch import BatchContext
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta

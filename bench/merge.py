@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bench.report import RESULTS, describe, write_result
-from compressor.merge_kernel import merge_rows
-from deltastore.onebit import OneBit
-from deltastore.signs import packed_width
+from compressor.convert.merge_kernel import merge_rows
+from deltastore.format.onebit import OneBit
+from deltastore.format.signs import packed_width
 from demo.table import table
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))  # the matrices of an 8B Llama

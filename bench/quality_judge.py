@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from bench.quality_text import Amount, Texts
-from compressor.calibration import Calibration, batched, calibration_text
-from compressor.checkpoints import pair_up
-from compressor.decoder import Decoder
-from compressor.evaluation import BATCH_TOKENS
-from compressor.fidelity import Fidelity, Predictions, compare
-from compressor.merge import MergeConfig, merge
-from compressor.variant import Variant, base_as_variant
-from compressor.weights import Weights
-from deltastore.artifact import Artifact
-from deltastore.checkpoint import Checkpoint
+from compressor.fitting.calibration import Calibration, batched, calibration_text
+from compressor.io.pairs import pair_up
+from compressor.blockwise.decoder import Decoder
+from compressor.evaluate.evaluation import BATCH_TOKENS
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare
+from compressor.convert.merge import MergeConfig, merge
+from compressor.blockwise.delta_model import Variant, base_as_variant
+from compressor.blockwise.weights import Weights
+from deltastore.format.artifact import Artifact
+from deltastore.base.checkpoint import Checkpoint
 from demo.score import exact_match
 from demo.tasks import Item, Task
 

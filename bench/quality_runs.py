@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from bench.quality_text import Amount
-from compressor.calibration import Calibration
+from compressor.fitting.calibration import Calibration
 from compressor.codec import Method
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress
-from deltastore.base import architecture
+from deltastore.base.base import architecture
 
 Text = Literal["none", "self", "in-domain", "general"]  # that a delta is fitted to
 IMPORTED = (  # before the clock starts

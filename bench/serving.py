@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from bench.synthetic import LlamaShapes, write_delta
-from deltastore.artifact import Artifact
-from deltastore.records import ArtifactFacts, VersionRecord
+from deltastore.format.artifact import Artifact
+from deltastore.registry.records import ArtifactFacts, VersionRecord
 from deltastore.registry import Registry
 from server.engine.build import BuildConfig, build_engine
 from server.engine.engine import Engine
 from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
-from server.engine.tokenizer import Tokenizers
+from server.text.tokenizer import Tokenizers
 from server.metrics import Metrics
 from server.process import spare_collections
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltastore.artifact import Artifact, ArtifactWriter
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.loader import ObjectSource
-from deltastore.manifest import Manifest, TensorSpec
-from deltastore.matrix import MatrixDelta
-from deltastore.onebit import OneBit
-from deltastore.plan import is_matrix
-from deltastore.signs import packed_width
-from deltastore.uploads import CHUNK_BYTES, ChunkedDigest
+from deltastore.format.manifest import Manifest, TensorSpec
+from deltastore.format.matrix import MatrixDelta
+from deltastore.format.onebit import OneBit
+from deltastore.format.plan import is_matrix
+from deltastore.format.signs import packed_width
+from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
 
 SHARD_BYTES = 512 << 20
 FILE_BYTES = 2 << 20  # of a tokenizer

@@ -31,9 +31,9 @@ import torch
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_delta
-from deltastore.artifact import Artifact
-from deltastore.base import Base
-from deltastore.validate import check_artifact
+from deltastore.format.artifact import Artifact
+from deltastore.base.base import Base
+from deltastore.format.validate import check_artifact
 from demo.table import table
 from server.api.service import Backend
 from server.app import create_app

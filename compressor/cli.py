@@ -149,7 +149,7 @@ def compress(
 
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
-    from compressor.calibration import Calibration  # imported when needed: torch takes seconds
+    from compressor.fitting.calibration import Calibration  # imported when needed: torch takes seconds
     from compressor.fitting.training import Training
     from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
@@ -227,8 +227,8 @@ def merge(
 
     Example: peraxis merge --base BASE --delta tuned.safetensors --out tuned-1bit
     """
-    from compressor.merge import MergeConfig  # imported when needed: torch takes seconds
-    from compressor.merge import merge as run
+    from compressor.convert.merge import MergeConfig  # imported when needed: torch takes seconds
+    from compressor.convert.merge import merge as run
 
     result = run(MergeConfig(base, delta, out, dtype, progress))
     if as_json:

@@ -16,10 +16,10 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from compressor.blocks import Map, row_blocks
-from deltastore.matrix import MatrixDelta
-from deltastore.onebit import OneBit
-from deltastore.signs import pack_signs, packed_width
+from compressor.io.row_blocks import Map, row_blocks
+from deltastore.format.matrix import MatrixDelta
+from deltastore.format.onebit import OneBit
+from deltastore.format.signs import pack_signs, packed_width
 
 Method = Literal["scalar", "per-axis", "both"]
 MAX_ALTERNATIONS = 10

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from compressor.checkpoints import Pairs, TensorPair
+from compressor.io.pairs import Pairs, TensorPair
 from deltastore.errors import MemoryTooSmall, StorageFull, UsageError
-from deltastore.plan import FP16_BYTES, one_bit_plan
+from deltastore.format.plan import FP16_BYTES, one_bit_plan
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.cost import Part, Rate, Sizes, Stage
@@ -254,7 +254,7 @@ def _way_out(config: CompressConfig, pairs: Pairs, coded: Collection[str], devic
 
 
 def _free(device: torch.device) -> dict[str, int]:
-    from compressor.sampling import free_bytes  # brings the model library, which takes seconds
+    from compressor.blockwise.sampling import free_bytes  # brings the model library, which takes seconds
 
     free = {"host": free_bytes(torch.device("cpu"))}
     return free if device.type == "cpu" else free | {"device": free_bytes(device)}

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from compressor.checkpoints import pair_up
-from compressor.examples import Example
+from compressor.io.pairs import pair_up
+from compressor.evaluate.examples import Example
 from compressor.report_tensors import CarriedTensor
-from deltastore.artifact import Artifact
-from deltastore.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import StorageFull, UsageError
-from deltastore.manifest import Manifest
-from deltastore.plan import FP16_BYTES
-from deltastore.sizes import KINDS, files_bytes
+from deltastore.format.manifest import Manifest
+from deltastore.format.plan import FP16_BYTES
+from deltastore.format.sizes import KINDS, files_bytes
 
 PAGE = "report.html"
 FIGURES = ("size", "axis_counts", "error")

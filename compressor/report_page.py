@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from compressor.examples import Example
+from compressor.evaluate.examples import Example
 from compressor.report import Report
 from compressor.report_figures import Png, Versions, axis_figure, error_figure, size_figure
 from compressor.report_tensors import (

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from deltastore.artifact import Artifact
-from deltastore.manifest import TensorSpec
-from deltastore.sizes import extra_bytes, tensor_bytes
+from deltastore.format.artifact import Artifact
+from deltastore.format.manifest import TensorSpec
+from deltastore.format.sizes import extra_bytes, tensor_bytes
 
 MAX_MODULES = 24  # module types that are told apart; more are OTHER
 OTHER = "(other)"

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from deltastore.artifact import Artifact
-from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
-from deltastore.manifest import FORMAT
-from deltastore.model_shapes import model_shapes
-from deltastore.plan import Plan, one_bit_plan
+from deltastore.format.manifest import FORMAT
+from deltastore.base.model_shapes import model_shapes
+from deltastore.format.plan import Plan, one_bit_plan
 from deltastore.progress import identified
-from deltastore.sizes import KINDS, files_bytes, tensor_bytes
-from deltastore.validate import check_artifact, check_base
+from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
+from deltastore.format.validate import check_artifact, check_base
 
 app = typer.Typer(no_args_is_help=True)
 

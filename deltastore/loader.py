@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deltastore.errors import CorruptObject, RegistryError, UsageError
-from deltastore.uploads import CHUNK_BYTES
+from deltastore.registry.uploads import CHUNK_BYTES
 
 NICENESS = (
     10  # of threads that load; else one of them takes a core from a step that waits for all of its cores

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 
 LINE_INTERVAL_S = 10
 

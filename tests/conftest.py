@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import tests.interpreter  # noqa: F401 - before anything imports Triton
-from tests.live_server import Artifacts, LiveServer, live_server, make_artifacts
+import tests.helpers.triton_interpreter  # noqa: F401 - before anything imports Triton
+from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
 SmallDisk = Callable[[int], Path]  # makes a file system of so many bytes
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from deltastore.checkpoint import Checkpoint
-from deltastore.model_shapes import model_shapes
+from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.model_shapes import model_shapes
 from peraxis import run
-from tests.compressing import enriched, rewrite
-from tests.decoders import make_model
-from tests.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
+from tests.compressor.helpers.compressing import enriched, rewrite
+from tests.compressor.helpers.decoders import make_model
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 
 Captured = pytest.CaptureFixture[str]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.real.vocabulary import byte_level_bpe
-from compressor.shards import Output, cut, write_index, write_shard
+from compressor.convert.shards import Output, cut, write_index, write_shard
 
 WEIGHT_STD = 0.02
 NORM_STD = 0.1

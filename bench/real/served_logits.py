@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.real.models import TEXT_TOKENS
-from deltastore.artifact import Artifact
-from deltastore.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
+from deltastore.base.checkpoint import Checkpoint
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
-from server.engine.runner import Piece, Runner
+from server.engine.model_runner import Piece, Runner
 from server.model.attention import Chunk
 from server.model.loader import ServedModel, load_model
 

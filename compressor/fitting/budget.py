@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compressor.fitting.distill import Lesson, divergence_of
-from compressor.fitting.student import Student
-from deltastore.layout import TENSOR_ALIGNMENT
-from deltastore.matrix import MatrixDelta
+from compressor.fitting.distillation.distill import Lesson, divergence_of
+from compressor.fitting.distillation.student import Student
+from deltastore.format.layout import TENSOR_ALIGNMENT
+from deltastore.format.matrix import MatrixDelta
 
 GAIN_BYTES = 4
 

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.calibration import batched, calibration_text, held_out, scattered
-from compressor.checkpoints import TensorPair
+from compressor.fitting.calibration import batched, calibration_text, held_out, scattered
+from compressor.io.pairs import TensorPair
 from compressor.codec import Method, code_matrix
-from compressor.decoder import Decoder
-from compressor.fidelity import Fidelity, Predictions, compare, last_hiddens
+from compressor.blockwise.decoder import Decoder
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare, last_hiddens
 from compressor.fitting.budget import measure, spend
-from compressor.fitting.distill import Distillation, Lesson, Recipe, divergence
-from compressor.fitting.end_loss import EndLoss
-from compressor.fitting.layerwise import Layerwise, Solver, with_delta
-from compressor.fitting.paper import Recipe as LayerRecipe
-from compressor.fitting.solvers import AdamWScales, LeastSquares
-from compressor.fitting.student import Student
-from compressor.fitting.trainable import Trainable
+from compressor.fitting.distillation.distill import Distillation, Lesson, Recipe, divergence
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.layers.layerwise import Layerwise, Solver, with_delta
+from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
+from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
+from compressor.fitting.distillation.student import Student
+from compressor.fitting.distillation.trainable import Trainable
 from compressor.fitting.training import Training
-from compressor.resume import Progress, joined, taken_apart
-from compressor.weights import Overlay, Weights
+from compressor.io.checkpoint_store import Progress, joined, taken_apart
+from compressor.blockwise.weights import Overlay, Weights
 from deltastore.errors import UsageError
-from deltastore.matrix import MatrixDelta
+from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import progress_bar
 
 OUR_BATCH, PAPER_BATCH = 8, 4  # sequences of one step

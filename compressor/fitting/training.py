@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from compressor.calibration import Calibration
+from compressor.fitting.calibration import Calibration
 from compressor.codec import Method
 from deltastore.errors import UsageError
 

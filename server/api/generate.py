@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.api.bodies import json_body
 from server.api.errors import error_body, request_id_of
 from server.api.running import EventStream, Running, while_connected
@@ -23,7 +23,7 @@ from server.api.service import AnyService, CallerDep, Service
 from server.engine.request import DoneEvent, Event, FinishEvent, Sampling, TokenEvent
 from server.engine.request import Request as EngineRequest
 from server.engine.telemetry import REASONS
-from server.engine.tokenizer import VariantTokenizer
+from server.text.tokenizer import VariantTokenizer
 from server.tenants import Tenant
 
 router = APIRouter()

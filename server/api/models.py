@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.records import PUBLIC, VersionRecord
+from deltastore.registry.records import PUBLIC, VersionRecord
 from server.api.schemas import BASE, Reference
 from server.api.service import CallerDep, Service, ServiceDep
 from server.tenants import Tenant

@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from deltastore.loader import give_way
 from deltastore.registry import Registry
 from server.engine.engine import Engine
-from server.engine.tokenizer import Tokenizers
+from server.text.tokenizer import Tokenizers
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics import Metrics
 from server.settings import Settings

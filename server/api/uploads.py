@@ -13,12 +13,12 @@ from types import TracebackType
 import anyio
 from fastapi import Request
 
-from deltastore.artifact import Artifact
+from deltastore.format.artifact import Artifact
 from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
-from deltastore.records import ArtifactFacts, check_names
+from deltastore.registry.records import ArtifactFacts, check_names
 from deltastore.registry import Publication
-from deltastore.uploads import SealedUpload, Upload
-from deltastore.validate import check_artifact, check_base, check_size
+from deltastore.registry.uploads import SealedUpload, Upload
+from deltastore.format.validate import check_artifact, check_base, check_size
 from server.api.errors import failure_of
 from server.api.multipart import file_of_form
 from server.api.service import Backend, Service

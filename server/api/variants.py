@@ -12,8 +12,8 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError, RegistryError
-from deltastore.records import VersionRecord
-from deltastore.variants import Variant
+from deltastore.registry.records import VersionRecord
+from deltastore.registry.variants import Variant
 from server.api.bodies import json_body
 from server.api.ranges import check_range
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery

@@ -16,10 +16,10 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
-from deltastore.header import known_header
+from deltastore.format.header import known_header
 from deltastore.loader import Loader, LoadReport, ObjectSource, give_way
-from deltastore.manifest import Manifest
-from deltastore.records import VersionRecord
+from deltastore.format.manifest import Manifest
+from deltastore.registry.records import VersionRecord
 from deltastore.registry import Registry
 from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deltastore.errors import SettingsError
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import DeltaPlan
 

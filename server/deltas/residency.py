@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deltastore.errors import PeraxisError
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import Fetched, Fetcher, label
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot

@@ -7,7 +7,7 @@ from collections import Counter
 
 from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
 from deltastore.loader import LoadReport
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.metrics import Metrics
 
 FAILURES: dict[type[PeraxisError], str] = {

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
-from deltastore.header import Header, TensorEntry
-from deltastore.parts import MatrixParts, PlaneParts, part_names
+from deltastore.base.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
+from deltastore.format.header import Header, TensorEntry
+from deltastore.format.parts import MatrixParts, PlaneParts, part_names
 
 if TYPE_CHECKING:  # those who only compute need not have what parses it
-    from deltastore.manifest import Manifest
+    from deltastore.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.engine.request import Request, Timings
 from server.engine.sequence import Sequence
 

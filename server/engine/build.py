@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from deltastore.checkpoint import Checkpoint
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.loader import Loader
-from deltastore.plan import one_bit_plan
+from deltastore.format.plan import one_bit_plan
 from deltastore.registry import Registry
 from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
@@ -22,14 +22,14 @@ from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
 from server.engine.core import Core
 from server.engine.engine import Engine, Limits
-from server.engine.kv_cache import KVCache
+from server.engine.scheduling.kv_cache import KVCache
 from server.engine.memory import Wanted, check_base, free_memory, host_cache_bytes, share_out
-from server.engine.runner import Runner
-from server.engine.scheduler import Scheduler, SchedulerLimits
+from server.engine.model_runner import Runner
+from server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.engine.templates import TemplateWorker
-from server.engine.tokenizer import Tokenizers
+from server.text.templates import TemplateWorker
+from server.text.tokenizer import Tokenizers
 from server.errors import NotServable
 from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model

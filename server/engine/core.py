@@ -14,15 +14,15 @@ from functools import partial
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import label
 from server.deltas.residency import Residency
 from server.engine.admitted import Admitted, Prefetch, Unload
-from server.engine.kv_cache import KVCache
+from server.engine.scheduling.kv_cache import KVCache
 from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, FinishReason, Request
-from server.engine.runner import Piece, Runner
+from server.engine.model_runner import Piece, Runner
 from server.engine.sampling import Choice, LastLogits, score
-from server.engine.scheduler import Plan, Scheduler
+from server.engine.scheduling.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.errors import EngineFailed, InvalidRequest, LoadTimeout

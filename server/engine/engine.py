@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from deltastore.base import Base
+from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.engine.admitted import Prefetch, Unload
 from server.engine.core import Core

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from deltastore.errors import PeraxisError
-from deltastore.records import VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from server.engine.tokenizer import VariantTokenizer
+    from server.text.tokenizer import VariantTokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

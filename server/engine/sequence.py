@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from server.engine.kv_cache import PageTable
+from server.engine.scheduling.kv_cache import PageTable
 from server.engine.request import FinishEvent, FinishReason, PromptEvent, Request, ScoredToken, TokenEvent
 from server.engine.sampling import Choice, Sampler
-from server.engine.stops import StopMatcher
+from server.text.stops import StopMatcher
 
 
 class Sequence:

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
-from deltastore.layout import FLOATS
+from deltastore.format.layout import FLOATS
 from server.deltas.batch import BatchContext
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta

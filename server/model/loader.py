@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from server import kernels
 from server.deltas.batch import BatchContext
 from server.errors import Draining, NotServable

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deltastore.base import Base
+from deltastore.base.base import Base
 from deltastore.memory import is_out_of_memory
-from deltastore.signs import pack_signs
+from deltastore.format.signs import pack_signs
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.norm import is_norm
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from deltastore.base import Base
-from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
 from deltastore.errors import CheckpointError
-from deltastore.fingerprint import fingerprint, remembered, shard_state
+from deltastore.base.fingerprint import fingerprint, remembered, shard_state
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
 from server.errors import Draining, NotServable

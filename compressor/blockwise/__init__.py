@@ -1,0 +1,1 @@
+"""Run a decoder one block at a time."""

@@ -1,0 +1,308 @@
+"""One Hugging Face decoder run block by block: weights are read when a block is loaded and go when the caller drops it.
+
+Knows modules, names and hidden states; nothing of deltas. The model's own code runs, cut open at its list of decoder
+layers: the frame, everything outside the blocks, says what enters the first block, what each block is called with
+beside hidden states, and what follows the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.blockwise.frame import Call, Frame, layers_of, layers_path, path_of, skeleton_of
+from compressor.blockwise.weights import WeightMap, Weights
+from deltastore.errors import CheckpointError
+
+PROBE_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLinear:
+    """A linear layer of a block."""
+
+    name: str  # of its weight, as the checkpoint calls it
+    path: str  # in the block, for `get_submodule`
+
+
+class Decoder:
+    """A causal language model of which a caller holds as many blocks as it likes; the frame alone is always there.
+
+    Everything is computed on `device` in `dtype`; hidden states in lists stay where the caller keeps them. Gradients
+    flow through `run`, `finish` and `logits` where the caller lets them; weights do not ask for any.
+    """
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+        """Build the frame, without embedding and head.
+
+        Raises:
+            CheckpointError: the library builds no model with a list of decoder layers from it, or tensors do not fit.
+        """
+        self.weights, self.device, self.dtype = weights, device, dtype
+        self._skeleton = skeleton_of(weights, dtype)
+        self._blocks = layers_path(self._skeleton, weights.path)
+        self._embedding = path_of(self._skeleton, self._skeleton.get_input_embeddings())
+        self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
+        self._map = WeightMap.of(self._skeleton, weights)
+        self._frame = Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
+        # Of one shape alone, because masks can be large.
+        self._calls_of: tuple[tuple[int, int], list[Call]] | None = None
+
+    @property
+    def config(self) -> Any:
+        """The library's configuration of this model, not to be changed or given to another model."""
+        return self._skeleton.config
+
+    @property
+    def num_blocks(self) -> int:
+        return len(layers_of(self._skeleton, self._blocks))
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embedding: ids below it are valid."""
+        return int(self._skeleton.get_input_embeddings().weight.shape[0])
+
+    @property
+    def embedding_name(self) -> str | None:
+        """The input embedding's tensor as the checkpoint calls it."""
+        return self._map.stored_name(f"{self._embedding}.weight")
+
+    @property
+    def head_name(self) -> str | None:
+        """The head's tensor as the checkpoint calls it; the embedding's where they are tied."""
+        return self._map.stored_name(f"{self._head}.weight")
+
+    @torch.no_grad()
+    def embed(self, batches: Sequence[Tensor], keep: torch.dtype | None = None) -> list[Tensor]:
+        """What enters the first block, for batches of ids ``[sequences, tokens]``. Holds the embedding meanwhile.
+
+        Args:
+            keep: the dtype of what is returned, and so of what `advance` makes of it; None is the model's.
+
+        Returns:
+            ``[sequences, tokens, hidden]`` for each batch, on the CPU.
+
+        Raises:
+            CheckpointError: a model whose blocks read more of the ids than hidden states.
+        """
+        hiddens = []
+        with self._filled(self._frame.model.get_input_embeddings(), self._embedding):
+            for number, ids in enumerate(batches):
+                entry, calls = self._frame.enter(input_ids=ids.to(self.device))
+                if number == 0 and not _same(calls, self._calls(entry)):
+                    raise self._refusal("read more than hidden states")
+                hiddens.append(entry.to("cpu", keep or self.dtype))
+        return hiddens
+
+    def enter(self, rows: Tensor, places: Tensor) -> Tensor:
+        """What enters the first block, from some rows ``[used, hidden]`` of the embedding; differentiable.
+
+        Args:
+            places: ``[sequences, tokens]`` int64: the row of each token.
+        """
+        embedding = copy.deepcopy(self._skeleton.get_input_embeddings())
+        embedding.padding_idx = None  # an id, and not a place
+        embedded = torch.func.functional_call(embedding, {"weight": rows}, (places,))
+        return self._frame.enter(inputs_embeds=embedded)[0]
+
+    def load_block(self, index: int) -> nn.Module:
+        """A block in memory of its own, which goes when the caller lets go of it.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape than the configuration says.
+        """
+        block = copy.deepcopy(layers_of(self._skeleton, self._blocks)[index])
+        self._map.fill(block, f"{self._blocks}.{index}", self._like())
+        return block
+
+    def block_bytes(self, index: int) -> int:
+        """What the parameters of a block take in memory."""
+        block = layers_of(self._skeleton, self._blocks)[index]
+        return sum(parameter.numel() * self.dtype.itemsize for parameter in block.parameters())
+
+    def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
+        """What leaves block `index` for one batch ``[sequences, tokens, hidden]``."""
+        hidden = hidden.to(self.device, self.dtype)
+        args, kwargs = self._calls(hidden)[index]
+        output = block(hidden, *args, **kwargs)
+        if not isinstance(output, Tensor):
+            raise self._refusal("give more than hidden states")
+        return output
+
+    @torch.no_grad()
+    def advance(self, block: nn.Module, index: int, hiddens: list[Tensor]) -> None:
+        """Run every batch through a block, in place; each stays where it was, in its own dtype."""
+        for number, hidden in enumerate(hiddens):
+            hiddens[number] = self.run(block, index, hidden).to(hidden.device, hidden.dtype)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """From what leaves the last block to the last hidden states, which the head reads."""
+        return self._frame.finish(hidden.to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def finish_all(self, hiddens: list[Tensor]) -> None:
+        """`finish` of every batch, in place, as `advance` does."""
+        for number, hidden in enumerate(hiddens):
+            hiddens[number] = self.finish(hidden).to(hidden.device, hidden.dtype)
+
+    def load_head(self) -> nn.Linear:
+        """The output head, in memory of its own like a block. It reads the last hidden states."""
+        head = copy.deepcopy(self._skeleton.get_output_embeddings())
+        assert isinstance(head, nn.Linear)
+        self._map.fill(head, self._head, self._like())
+        return head
+
+    def logits(self, head: nn.Module, last_hidden: Tensor) -> Tensor:
+        """Logits ``[sequences, tokens, vocabulary]``, with what the model does to them after its head."""
+        return self._frame.logits(head, last_hidden.to(self.device, self.dtype))
+
+    @torch.no_grad()
+    def linears(self, block: nn.Module, index: int) -> list[list[BlockLinear]]:
+        """The block's linear layers in groups that read the same input, in the order in which the forward reaches them.
+
+        Left out is what has no moments of its own: weights that the checkpoint stores otherwise (experts that the
+        library fuses), and layers that a forward does not call exactly once with every token.
+        """
+        paths: dict[nn.Module, str] = {
+            module: path for path, module in block.named_modules() if isinstance(module, nn.Linear)
+        }
+        shape = (1, PROBE_TOKENS, self.config.get_text_config().hidden_size)
+        seen = _Seen()
+        hooks = [module.register_forward_pre_hook(seen) for module in paths]
+        try:
+            self.run(block, index, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        groups: dict[tuple[Any, Any], list[BlockLinear]] = {}
+        for module, inputs in seen.inputs.items():
+            name = self._map.stored_name(f"{self._blocks}.{index}.{paths[module]}.weight")
+            if len(inputs) == 1 and inputs[0].shape[:-1].numel() == PROBE_TOKENS and name is not None:
+                place = inputs[0].untyped_storage().data_ptr(), inputs[0].storage_offset()
+                groups.setdefault(place, []).append(BlockLinear(name, paths[module]))
+        return list(groups.values())
+
+    @torch.no_grad()
+    def input_of(self, block: nn.Module, index: int, path: str, hidden: Tensor) -> Tensor:
+        """What one of the block's linear layers reads for one batch, ``[tokens, in]``; the forward stops there."""
+        hook = block.get_submodule(path).register_forward_pre_hook(_stop)
+        try:
+            self.run(block, index, hidden)
+        except _Reached as reached:
+            return reached.inputs.flatten(0, -2)
+        finally:
+            hook.remove()
+        raise AssertionError(f"block {index} never calls {path}")
+
+    @torch.no_grad()
+    def advance_and_look(
+        self, block: nn.Module, index: int, paths: Sequence[str], hiddens: list[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """`advance`, and what linear layers at `paths` read meanwhile, ``[tokens, in]`` per batch, on the CPU."""
+        seen: dict[str, list[Tensor]] = {path: [] for path in paths}
+        hooks = [
+            block.get_submodule(path).register_forward_pre_hook(
+                lambda _, args, kept=kept: kept.append(args[0].flatten(0, -2).cpu())
+            )
+            for path, kept in seen.items()
+        ]
+        try:
+            self.advance(block, index, hiddens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def streamed(self, num_resident: int) -> Any:
+        """The whole model as the library has it, KV cache and all, whose blocks are read when they are called.
+
+        Args:
+            num_resident: how many of them, from the first on, then stay in memory.
+        """
+        model = self._outside_blocks()
+        resident: dict[int, nn.Module] = {}
+        for index, layer in enumerate(layers_of(model, self._blocks)):
+            layer.forward = self._streamer(index, resident, keep=index < num_resident)
+        return model
+
+    def _streamer(self, index: int, resident: dict[int, nn.Module], keep: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            block = resident.get(index) or self.load_block(index)
+            if keep:
+                resident[index] = block
+            return block(*args, **kwargs)
+
+        return forward
+
+    def _outside_blocks(self, without: Sequence[str] = ()) -> Any:
+        """A copy of the skeleton with everything outside the blocks loaded."""
+        model = copy.deepcopy(self._skeleton)
+        self._map.fill(model, "", self._like(), without=[self._blocks, *without])
+        return model
+
+    def _calls(self, hidden: Tensor) -> list[Call]:
+        """What each block is called with beside hidden states of this shape: positions and masks."""
+        shape = (hidden.shape[0], hidden.shape[1])
+        if self._calls_of is None or self._calls_of[0] != shape:
+            with torch.no_grad():
+                self._calls_of = shape, self._frame.enter(inputs_embeds=torch.zeros_like(hidden))[1]
+        return self._calls_of[1]
+
+    @contextmanager
+    def _filled(self, module: nn.Module, path: str) -> Iterator[None]:
+        """A module of the frame with its weights, which go when the block ends."""
+        empty = dict(module.named_parameters(recurse=False))
+        self._map.fill(module, path, self._like())
+        try:
+            yield
+        finally:
+            for name, parameter in empty.items():
+                module.register_parameter(name, parameter)
+
+    def _like(self) -> Tensor:
+        return torch.empty(0, device=self.device, dtype=self.dtype)
+
+    def _refusal(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.weights.path}: the layers of model type {self.config.model_type!r} {reason}, "
+            "so it cannot be run block by block: use --calibration none"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A hook that keeps the inputs of modules, in the order of the first call of each."""
+
+    inputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.inputs.setdefault(module, []).append(args[0])
+
+
+class _Reached(Exception):
+    """Ends a block's forward at the layer whose input was asked for."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _Reached(args[0])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether nested arguments are equal, tensors by value."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return one is other or bool(one == other)

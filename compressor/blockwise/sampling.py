@@ -1,0 +1,151 @@
+"""Text that a model writes itself: many sequences at a time, at temperature 1, with its KV cache.
+
+Knows a decoder and token ids; nothing of tokenizers. Draws are decided by noise that is made before the first of them,
+one number per token, so that they do not depend on how sequences are grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.blockwise.decoder import Decoder
+from deltastore.errors import CheckpointError
+
+MAX_GROUP = 256  # sequences that are sampled together
+DRAWN_ROWS = 32  # whose distributions are summed up at a time, in float64
+MEMORY_PART = 0.4  # of what is free for blocks, and as much for the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What fits memory while a model samples."""
+
+    resident_blocks: int
+    group: int  # sequences at a time
+
+    @classmethod
+    def of(cls, decoder: Decoder, length: int, free_bytes: int) -> Room:
+        """All blocks if they fit, else as many as do beside the one that is being read.
+
+        Groups are powers of two, so that a little more or less memory does not change what float rounding makes.
+        """
+        part = int(MEMORY_PART * free_bytes)
+        blocks = [decoder.block_bytes(index) for index in range(decoder.num_blocks)]
+        resident = decoder.num_blocks
+        if sum(blocks) > part:
+            resident = max(0, part // max(blocks) - 1)
+        fitting = max(1, part // (length * kv_bytes(decoder)))
+        return cls(resident, min(MAX_GROUP, 1 << (fitting.bit_length() - 1)))
+
+
+def sample(
+    decoder: Decoder,
+    prompts: Tensor,  # [sequences, tokens] int64, at least one token each
+    length: int,
+    generator: torch.Generator,
+    on_tokens: Callable[[int], Any] | None = None,
+) -> Tensor:  # [sequences, length] int64, on the CPU
+    """Continue prompts to `length` tokens each, end-of-text tokens and what follows them included.
+
+    Args:
+        on_tokens: told how many tokens were drawn, each time.
+
+    Raises:
+        CheckpointError: the model gives no distribution, NaN for instance, or has no KV cache.
+    """
+    noise = torch.rand(len(prompts), length - prompts.shape[1], generator=generator, dtype=torch.float64)
+    room = Room.of(decoder, length, free_bytes(decoder.device))
+    model = decoder.streamed(room.resident_blocks)
+    written = []
+    for first in range(0, len(prompts), room.group):
+        rows = slice(first, first + room.group)
+        try:
+            ids = _continue(model, prompts[rows].to(decoder.device), noise[rows], on_tokens)
+        except _NoCache:
+            raise _refusal(decoder) from None
+        written.append(ids.cpu())
+    text = torch.cat(written)
+    if (text < 0).any():
+        raise CheckpointError(f"{decoder.weights.path}: its logits are not finite: the checkpoint is damaged")
+    return text
+
+
+def kv_bytes(decoder: Decoder) -> int:
+    """Of the KV cache, per token; more than it takes where layers keep a window only or share heads in other ways."""
+    config = decoder.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise _refusal(decoder)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(heads) * int(head_dim) * decoder.num_blocks * decoder.dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; on the CPU, what the system and its control group could give at once."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = _kernel_figure(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - _kernel_figure(group / "memory.stat", "anon"))
+    return max(0, available)
+
+
+def _kernel_figure(path: Path, name: str) -> int:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == name)
+
+
+@torch.no_grad()
+def _continue(
+    model: Any,
+    ids: Tensor,  # [sequences, tokens]
+    noise: Tensor,  # [sequences, draws] float64
+    on_tokens: Callable[[int], Any] | None,
+) -> Tensor:  # [sequences, tokens + draws]; -1 where there was no distribution
+    cache, pieces = None, [ids]
+    for column in noise.to(ids.device).T:
+        output = model(
+            input_ids=pieces[-1].clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise _NoCache
+        pieces.append(draw(output.logits[:, -1], column)[:, None])
+        if on_tokens is not None:
+            on_tokens(len(ids))
+    return torch.cat(pieces, dim=1)
+
+
+class _NoCache(Exception):
+    """The model keeps its past otherwise."""
+
+
+def _refusal(decoder: Decoder) -> CheckpointError:
+    return CheckpointError(
+        f"{decoder.weights.path}: model type {decoder.config.model_type!r} has no KV cache that text could be sampled "
+        "with: give --calibration a .txt or .jsonl file"
+    )
+
+
+def draw(
+    logits: Tensor,  # [rows, vocabulary]
+    noise: Tensor,  # [rows] float64, in [0, 1)
+) -> Tensor:  # [rows] int64; -1 where the logits are no distribution
+    """One id per row: the first whose cumulated probability is above the row's noise."""
+    drawn = []
+    for first in range(0, len(logits), DRAWN_ROWS):
+        rows = slice(first, first + DRAWN_ROWS)
+        cumulated = logits[rows].double().softmax(-1).cumsum(-1)
+        total = cumulated[:, -1:]
+        ids = torch.searchsorted(cumulated, noise[rows, None] * total, right=True)
+        ids = ids.clamp_(max=logits.shape[1] - 1).where(total.isfinite(), -1)
+        drawn.append(ids[:, 0])
+    return torch.cat(drawn)

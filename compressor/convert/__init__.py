@@ -1,0 +1,1 @@
+"""Convert between deltas and other files: merged checkpoints and others' one-bit formats."""

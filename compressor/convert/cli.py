@@ -1,0 +1,76 @@
+"""The command `peraxis import`: options in, one call, the result out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from compressor.convert.importer import ImportResult
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command("import")
+def import_(
+    kind: Annotated[
+        Literal["bitdelta", "per-axis"],
+        typer.Argument(
+            metavar="bitdelta|per-axis", help="Whose file it is: BitDelta's, or the per-axis paper's."
+        ),
+    ],
+    base: Annotated[
+        Path, typer.Option("--base", metavar="DIR", help="The base that the delta was made from.")
+    ],
+    diff: Annotated[
+        Path, typer.Option("--diff", metavar="FILE.pt", help="The delta, as torch.save wrote it.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="The artifact to write.")],
+    finetune: Annotated[
+        Path | None,
+        typer.Option(
+            "--finetune",
+            metavar="DIR",
+            help="The fine-tune, for its tokenizer, chat template, generation config and configuration; where its "
+            "weights are there too, the delta's error is measured against them. Without it: the base's.",
+        ),
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+) -> None:
+    """Make a delta of somebody else's one-bit delta. The file is loaded as tensors alone; no code of it runs.
+
+    Its keys, for bitdelta: MODULE.mask, int32 of shape (in/32, out), bit i of word j being input 32j+i, and one number
+    in MODULE.coeff. For per-axis: MODULE.mask_row with MODULE.coeff_row of length in, or MODULE.mask_col with
+    MODULE.coeff_col of length out. Any other key is a whole parameter by its own name.
+
+    Example: peraxis import bitdelta --base BASE --finetune TUNED --diff diff.pt --out tuned.safetensors
+    """
+    from compressor.convert.importer import ImportConfig, import_diff  # imported when needed: torch takes seconds
+
+    result = import_diff(ImportConfig(kind, base, diff, out, finetune, progress))
+    print(json.dumps(result.as_json(), indent=2) if as_json else _text(result))
+
+
+def _text(result: ImportResult) -> str:
+    facts = result.as_json()
+    error = facts["weight_error"]
+    lines = [
+        f"{result.out}  {facts['digest']}",
+        f"{_size(result.artifact_bytes)} against {_size(result.full_bytes)} at 16 bits: "
+        f"{facts['ratio']:.2f} times smaller",
+        f"{len(facts['tensors'])} tensors changed, {result.num_unchanged} as in the base; "
+        f"method {result.manifest.method}",
+        *([] if error is None else [f"weight error {error:.4f} of the difference's norm"]),
+    ]
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return tqdm.format_sizeof(num_bytes, "B")

@@ -1,0 +1,226 @@
+"""A base and a delta as one stock Hugging Face checkpoint: reads both in row blocks, a kernel adds, `shards` writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compressor.io.row_blocks import row_blocks
+from compressor.io.pairs import is_finite
+from compressor.io.outputs import check_apart
+from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.io.sources import checkpoint_directory
+from compressor.blockwise.delta_model import Variant
+from compressor.io.side_files import tokenizer_files
+from deltastore.format.artifact import Artifact
+from deltastore.base.checkpoint import DTYPE_NAME, TORCH_DTYPE, Checkpoint
+from deltastore.errors import StorageFull, UsageError, shown
+from deltastore.format.layout import FLOATS
+from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
+from deltastore.progress import byte_progress, identified
+from deltastore.format.validate import check_artifact, check_base
+
+BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
+DtypeName = Literal["bfloat16", "float16", "float32"]
+DTYPES: Mapping[str, DtypeName] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """What to merge and where to."""
+
+    base: str  # a directory or a hub id
+    delta: Path
+    out: Path
+    dtype: DtypeName | None = None  # None is the base's own
+    progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """What was written."""
+
+    out: Path
+    dtype: DtypeName
+    num_files: int
+    size_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "dtype": self.dtype,
+            "num_files": self.num_files,
+            "size_bytes": self.size_bytes,
+        }
+
+
+def merge(config: MergeConfig) -> MergeResult:
+    """Write the variant as `save_pretrained` would: base in float32 plus delta, rounded once to the output's dtype.
+
+    Raises:
+        ArtifactError, BaseMismatch: an artifact that is malformed, or made from another base.
+        StorageFull: no room at `out`.
+        UsageError: an `out` that is there already, or cannot be written.
+    """
+    check_apart(config.out, {"--base": config.base, "--delta": config.delta})
+    base = Checkpoint.open(checkpoint_directory(config.base))
+    with Artifact.open(config.delta) as artifact:
+        check_artifact(artifact)
+        check_base(artifact, identified(base, config.progress))
+        dtype = config.dtype or _own_dtype(base)
+        merged = _Merged(Variant(base, artifact), getattr(torch, dtype))
+        shards = cut(merged.outputs())
+        size_bytes = sum(shard.num_bytes for shard in shards)
+        files = merged.files()
+        needed = size_bytes + sum(map(len, files.values()))
+        _check_out(config.out, needed)
+        with (
+            _appearing(config.out, needed) as directory,
+            byte_progress(size_bytes, config.out.name, config.progress) as bar,
+        ):
+            for shard in shards:
+                write_shard(directory, shard, merged.blocks, bar.update)
+            write_index(directory, shards)
+            for name, content in files.items():
+                (directory / name).write_bytes(content)
+    return MergeResult(config.out, dtype, len(shards), size_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merged:
+    """The merged model's tensors and files."""
+
+    variant: Variant
+    dtype: torch.dtype
+
+    @property
+    def base(self) -> Checkpoint:
+        return self.variant.base
+
+    @property
+    def artifact(self) -> Artifact:
+        return self.variant.artifact
+
+    def outputs(self) -> list[Output]:
+        """Every tensor, in layer order; the head only where it is not the embedding."""
+        return [self._output(name) for name in self.variant.tensors]
+
+    def blocks(self, output: Output) -> Iterator[Tensor]:
+        """The values of one tensor, in blocks from first to last."""
+        for block in self._merged(output):
+            if self.dtype == torch.float16 and not is_finite(block):
+                raise UsageError(
+                    f"tensor {shown(output.name)} goes beyond float16: choose --dtype bfloat16 or float32"
+                )
+            yield block
+
+    def _merged(self, output: Output) -> Iterator[Tensor]:
+        from compressor.convert.merge_kernel import merge_delta  # imported when needed: it brings a compiler
+
+        spec = self.artifact.manifest.tensors.get(output.name)
+        if spec is not None and spec.codec == "whole":
+            for part in self.artifact.blocks(self.artifact.header.tensors[output.name]):
+                yield part.to(self.dtype)
+            return
+        source = self.variant.source(output.name)
+        if spec is None:
+            for rows in row_blocks(source.shape, BLOCK_NUMEL):
+                yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
+            return
+        delta = self.artifact.onebit(output.name)
+        for rows in row_blocks(source.shape, BLOCK_NUMEL):
+            block = self.base.read(source.name, rows)
+            merged = torch.empty(block.shape, dtype=self.dtype)
+            merge_delta(block, delta, rows, merged)
+            yield merged
+        if (added := self.artifact.added(output.name)) is not None:
+            yield added.to(self.dtype)
+
+    def files(self) -> dict[str, bytes]:
+        """The variant's own files, else the base's; and the configuration."""
+        own = {name: self.artifact.file(name) for name in self.artifact.manifest.files}
+        files = own if own.keys() & set(TOKENIZER_FILES) else {**tokenizer_files(self.base), **own}
+        generation = self.base.path / GENERATION_FILE
+        if GENERATION_FILE not in files and generation.is_file():
+            files[GENERATION_FILE] = generation.read_bytes()
+        config = json.dumps(self._config(), indent=2)
+        return {"config.json": config.encode() + b"\n", **files}
+
+    def _config(self) -> dict[str, Any]:
+        config = self.variant.config
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        if "torch_dtype" in config:  # the key of older versions of the library
+            config["torch_dtype"] = config["dtype"]
+        return config
+
+    def _output(self, name: str) -> Output:
+        source = self.variant.source(name)
+        dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
+        return Output(name, dtype, self.variant.shape(name))
+
+
+def _own_dtype(base: Checkpoint) -> DtypeName:
+    """The dtype of most of the base's weights."""
+    sizes = dict.fromkeys(DTYPES, 0)
+    for stored in base.tensors.values():
+        if stored.dtype in sizes:
+            sizes[stored.dtype] += math.prod(stored.shape)
+    return DTYPES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+def _check_out(out: Path, needed: int) -> None:
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory: give --out a new name in a directory that exists")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: it is there already: choose another --out or remove it")
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise StorageFull(
+            f"{out.parent}: {free} bytes are free and the checkpoint takes {needed}: "
+            "free some space there or choose another --out"
+        )
+
+
+@contextmanager
+def _appearing(out: Path, needed: int) -> Iterator[Path]:
+    """A directory beside `out` that takes its name when the block ends, and is removed when it fails.
+
+    Raises:
+        StorageFull: there was no room for all of the `needed` bytes that the block would write.
+        UsageError: nothing can be written beside `out`.
+    """
+    try:
+        partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    except OSError as error:
+        raise UsageError(f"{out.parent}: {error.strerror}: choose an --out that can be written") from error
+    try:
+        yield partial
+        partial.chmod(0o755)
+        os.replace(partial, out)  # last, so that a reader finds the whole checkpoint or none
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _full(out, partial, needed, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _full(out: Path, partial: Path, needed: int, error: OSError) -> StorageFull:
+    written = sum(file.stat().st_size for file in partial.iterdir())
+    missing = max(1, needed - written - shutil.disk_usage(out.parent).free)
+    return StorageFull(
+        f"{out.parent}: {error.strerror} after {written} of {needed} bytes: "
+        f"free at least {missing} more there or choose another --out"
+    )

@@ -1,0 +1,90 @@
+"""Stock sharded safetensors files, written from blocks as they come. Knows names and sizes, not what values mean."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltastore.base.checkpoint import INDEX_FILE, SINGLE_FILE
+from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One tensor to be written."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file and its tensors in order."""
+
+    file: str
+    outputs: Sequence[Output]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs)
+
+
+def cut(outputs: Iterable[Output], max_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+    """Share tensors out to files of at most `max_bytes`, or of one tensor that is larger, named as the library does."""
+    groups: list[list[Output]] = [[]]
+    num_bytes = 0  # of the last group
+    for output in outputs:
+        if groups[-1] and num_bytes + output.num_bytes > max_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(output)
+        num_bytes += output.num_bytes
+    if len(groups) == 1:
+        return [Shard(SINGLE_FILE, groups[0])]
+    return [
+        Shard(f"model-{number:05}-of-{len(groups):05}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def write_shard(
+    directory: Path,
+    shard: Shard,
+    blocks: Callable[[Output], Iterable[Tensor]],  # of one tensor, in order
+    written: Callable[[int], object],  # told the bytes of each block
+) -> None:
+    """Write one file, a block at a time."""
+    entries, position = [], 0
+    for output in shard.outputs:
+        entries.append(
+            TensorEntry(output.name, output.dtype, output.shape, position, position + output.num_bytes)
+        )
+        position += output.num_bytes
+    with (directory / shard.file).open("wb") as file:
+        file.write(encode_header(entries, {"format": "pt"}))
+        for output in shard.outputs:
+            for block in blocks(output):
+                file.write(block.contiguous().view(-1).view(torch.uint8).numpy().data)
+                written(block.nbytes)
+
+
+def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+    """Say which tensor is in which file, where there is more than one."""
+    if len(shards) > 1:
+        weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
+        total = sum(shard.num_bytes for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Compare base, fine-tune and delta on text and tasks."""

@@ -1,0 +1,204 @@
+"""How well a delta stands for its fine-tune: fidelity on text and scores in tasks, of the base and of the delta.
+
+The base's distance from the fine-tune is the scale by which the delta's is read.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compressor.io.adapters import finetune_directory
+from compressor.fitting.calibration import Calibration, batched, calibration_text
+from compressor.io.pairs import Pairs, pair_up
+from compressor.blockwise.decoder import Decoder
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare, rounded
+from compressor.convert.merge import MergeConfig, merge
+from compressor.io.sources import checkpoint_directory
+from compressor.evaluate.tasks import Score, Tasks
+from compressor.blockwise.delta_model import Variant, base_as_variant
+from deltastore.format.artifact import Artifact
+from deltastore.base.checkpoint import Checkpoint
+from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
+from deltastore.progress import identified, progress_bar
+from deltastore.format.validate import check_artifact, check_base
+
+if TYPE_CHECKING:
+    from compressor.blockwise.weights import Weights
+
+BATCH_TOKENS = 4096  # that one forward sees
+SEED = 0x5EED  # of text sampled here; other than that on which a delta is likely to have been fitted
+MODELS = ("base", "finetune", "delta")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """What to evaluate, and on what."""
+
+    base: str  # a directory or a hub id
+    finetune: str  # the same, or an adapter's
+    delta: Path
+    text: str  # as Calibration's source
+    samples: int
+    tasks: tuple[str, ...] = ()
+    progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How far base and delta are from the fine-tune."""
+
+    base: Fidelity
+    delta: Fidelity
+    num_sequences: int
+    foreign: tuple[str, ...]  # tensors that the delta carries whole and that are not the fine-tune's
+    scores: Mapping[str, Mapping[str, Score]]  # by task, then by MODELS
+
+    @property
+    def kept(self) -> float | None:
+        """By KL, the share of the way from base to fine-tune that the delta goes; None where those two agree."""
+        return 1 - self.delta.kl / self.base.kl if self.base.kl else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "base": self.base.as_json(),
+            "delta": self.delta.as_json(),
+            "kept": None if self.kept is None else rounded(self.kept),
+            "num_sequences": self.num_sequences,
+            "foreign": list(self.foreign),
+            "tasks": {
+                task: {model: dict(score.metrics) for model, score in scores.items()}
+                for task, scores in self.scores.items()
+            },
+        }
+
+
+def evaluate(config: EvalConfig) -> Evaluation:
+    """Measure base and delta against the fine-tune, in float32, a block of a model at a time; tasks load models whole.
+
+    A base whose vocabulary the fine-tune has made longer is measured with the fine-tune's added rows.
+
+    Raises:
+        ArtifactError, BaseMismatch: a delta that is malformed, or made from another base.
+        CheckpointError: checkpoints that are no pair, or not this delta's; a model that cannot be run.
+        StorageFull: no room for the merged model, which tasks need.
+        UsageError: text or tasks that cannot be had.
+    """
+    base = checkpoint_directory(config.base)
+    with finetune_directory(config.finetune, base) as finetune:
+        return _evaluate(config, (base, finetune))
+
+
+def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
+    """With base and fine-tune at hand."""
+    base, finetune = map(Checkpoint.open, directories)
+    pairs = pair_up(base, finetune)
+    with Artifact.open(config.delta) as artifact:
+        check_artifact(artifact)
+        check_base(artifact, identified(base, config.progress))
+        variant = Variant(base, artifact)
+        _check_finetune(pairs, variant)
+        tasks = Tasks.load(config.tasks) if config.tasks else None
+        with _telling_of_text():
+            students = (base_as_variant(base, pairs), variant)
+            num_sequences, (of_base, of_delta) = _measure(finetune, students, config)
+        foreign = tuple(_foreign(pairs, artifact))
+    scores = {} if tasks is None else _scores(tasks, directories, config)
+    return Evaluation(of_base, of_delta, num_sequences, foreign, scores)
+
+
+def _measure(
+    finetune: Checkpoint, students: Sequence[Weights], config: EvalConfig
+) -> tuple[int, list[Fidelity]]:
+    """How many sequences of text there were, and the students' fidelity on them."""
+    if config.text == "none":
+        raise UsageError("--text none: give a .txt or .jsonl file, a data set's name, or self")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    teacher = Decoder(finetune, device, torch.float32)
+    sequences = calibration_text(Calibration(config.text, config.samples, seed=SEED), teacher)
+    batches: Sequence[Tensor] = batched(sequences, BATCH_TOKENS)
+    total = teacher.num_blocks * (1 + len(students))
+    with progress_bar(total, "comparing", "block", config.progress) as bar:
+
+        def on_block() -> None:
+            bar.update(1)
+
+        expected = Predictions.of(teacher, batches, on_block)
+        measured = [
+            compare(
+                expected, Predictions.of(Decoder(student, device, torch.float32), batches, on_block), batches
+            )
+            for student in students
+        ]
+    return len(sequences), measured
+
+
+def _check_finetune(pairs: Pairs, variant: Variant) -> None:
+    """The delta could have been made from this fine-tune."""
+    where, finetune = variant.artifact.where, pairs.tensors[0].finetune.path
+    remedy = "give the fine-tune that it was made from"
+    if pairs.tied != variant.artifact.manifest.tied:
+        raise CheckpointError(f"{where}: it ties the output head otherwise than {finetune}: {remedy}")
+    for pair in pairs.tensors:
+        shape = variant.shape(pair.name)
+        if shape != pair.tensor.shape:
+            raise CheckpointError(
+                f"{where}: its tensor {shown(pair.name)} has shape {list(shape)} and that of {finetune} "
+                f"{list(pair.tensor.shape)}: {remedy}"
+            )
+
+
+def _foreign(pairs: Pairs, artifact: Artifact) -> Iterator[str]:
+    """Tensors that are in the delta as they are, and in the fine-tune otherwise: it may be another one's delta."""
+    for pair in pairs.tensors:
+        spec = artifact.manifest.tensors.get(pair.name)
+        if spec is not None and spec.codec == "whole":
+            ours, theirs = artifact.whole(pair.name), pair.finetune.read(pair.tensor.name)
+            if not torch.equal(ours, theirs.to(ours.dtype)):
+                yield pair.name
+
+
+def _scores(tasks: Tasks, directories: Sequence[Path], config: EvalConfig) -> dict[str, dict[str, Score]]:
+    with tempfile.TemporaryDirectory(prefix="peraxis-eval-") as scratch:
+        merged = Path(scratch) / "delta"
+        with _telling_of_scratch():
+            merge(MergeConfig(config.base, config.delta, merged))
+        by_model = []
+        with progress_bar(len(MODELS), "tasks", "model", config.progress) as bar:
+            for directory in (*directories, merged):
+                by_model.append(tasks.score(directory, config.progress))
+                bar.update()
+    return {
+        task: {model: scores[task] for model, scores in zip(MODELS, by_model, strict=True)}
+        for task in by_model[0]
+    }
+
+
+@contextmanager
+def _telling_of_text() -> Iterator[None]:
+    """Text comes from calibration's sources and models run as it runs them; their errors name an option of compress."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--calibration", "--text")) from error
+    except CheckpointError as error:
+        way_out = "merge it and compare whole models"
+        raise CheckpointError(
+            str(error).replace("use --calibration none", way_out).replace("--calibration", "--text")
+        ) from error
+
+
+@contextmanager
+def _telling_of_scratch() -> Iterator[None]:
+    """The merged model lies where nobody chose an --out."""
+    try:
+        yield
+    except StorageFull as error:
+        raise StorageFull(str(error).replace("choose another --out", "set TMPDIR to another disk")) from error

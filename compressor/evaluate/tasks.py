@@ -1,0 +1,190 @@
+"""Benchmark tasks of lm-evaluation-harness: finds them by name or file, and scores one model directory on them.
+
+Knows the harness, an optional library, and nothing of deltas. Zero-shot, without a chat template.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltastore.errors import CheckpointError, UsageError
+
+PAPER = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")  # its Table 1
+FILE_SUFFIXES = (".yaml", ".yml")
+MAIN_METRICS = ("acc_norm", "acc")  # whichever of them a task has first, else its own first
+BATCH_SIZE = 8  # requests that one forward sees
+BOOTSTRAPS = 1000  # for the standard errors of metrics that are no means
+NOISY = (
+    "lm_eval",
+    "datasets",
+    "huggingface_hub",
+    "transformers",
+)  # loggers that write beside an error of ours
+# What the harness raises for tasks that it cannot make or run: it has no exceptions of its own.
+UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model reached in one task, or in a group of them."""
+
+    metric: str  # the one that people quote
+    metrics: Mapping[str, float]  # all of them; `NAME_stderr` is the standard error of `NAME`
+
+    @property
+    def value(self) -> float:
+        return self.metrics[self.metric]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """Tasks with their data, ready to be scored on model after model."""
+
+    names: tuple[str, ...]
+    loaded: Any  # as the harness's TaskManager gives them
+
+    @classmethod
+    def load(cls, names: Sequence[str]) -> Tasks:
+        """Find tasks and fetch their data.
+
+        Args:
+            names: of the harness's own tasks and groups, YAML files of one's own, or `paper` for the paper's five.
+
+        Raises:
+            UsageError: the harness is not installed, no such task, a file that is none, data that cannot be had.
+        """
+        _harness("lm_eval")
+        wanted = [name for given in names for name in (PAPER if given == "paper" else (given,))]
+        manager = _harness("lm_eval.tasks").TaskManager(include_defaults=not all(map(_is_file, wanted)))
+        parts = [_load(manager, name) for name in dict.fromkeys(wanted)]
+        merged: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+        for part in parts:
+            for kind, found in part.items():
+                merged[kind] |= found
+        for task in merged["tasks"].values():
+            task.set_config("num_fewshot", 0)
+        return cls(tuple(wanted), merged)
+
+    def score(self, directory: Path, progress: bool = False) -> dict[str, Score]:
+        """Scores by task or group, of a checkpoint loaded whole in its own dtype.
+
+        Raises:
+            CheckpointError: a model or tokenizer that cannot be loaded.
+            UsageError: a task that does not fit its data.
+        """
+        with _quiet(progress):
+            model = _model(directory)
+            try:
+                results = _harness("lm_eval.evaluator").evaluate(
+                    model, self.loaded, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                )
+            except _unusable() as error:
+                raise UsageError(
+                    f"tasks {', '.join(self.names)}: the harness fails: {_reason(error)}"
+                ) from error
+        members = {name for children in self.loaded["group_map"].values() for name in children}
+        return {name: _score(values) for name, values in results["results"].items() if name not in members}
+
+
+def _load(manager: Any, name: str) -> Any:
+    if _is_file(name) and not Path(name).is_file():
+        raise UsageError(f"--tasks {name}: no such file")
+    if not _is_file(name) and name not in manager.all_tasks:
+        raise UsageError(
+            f"--tasks {name}: lm-evaluation-harness has no such task: "
+            "give one that `lm-eval ls tasks` lists, or a .yaml file"
+        )
+    try:
+        with _quiet(progress=False):
+            return manager.load([name])
+    except _unusable() as error:
+        remedy = (
+            "correct the file"
+            if _is_file(name)
+            else "try again where the hub is reachable, or give a .yaml file"
+        )
+        raise UsageError(f"--tasks {name}: it cannot be loaded ({_reason(error)}): {remedy}") from error
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(FILE_SUFFIXES)
+
+
+def _model(directory: Path) -> Any:
+    """The harness's wrapper of a checkpoint, on a GPU where there is one."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    from compressor.fitting.calibration import load_tokenizer
+
+    wrapper = _harness("lm_eval.models.huggingface").HFLM
+    tokenizer = load_tokenizer(directory)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{directory}: the library cannot load it: {_reason(error)}") from error
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return wrapper(pretrained=model.to(device), backend="causal", tokenizer=tokenizer, batch_size=BATCH_SIZE)
+
+
+def _score(values: Mapping[str, Any]) -> Score:
+    """The harness names a metric `acc,none`: its name and the filter that answers went through."""
+    numbers = {
+        key.removesuffix(",none"): float(value)
+        for key, value in values.items()
+        if "," in key and isinstance(value, (int, float))
+    }
+    means = [name for name in numbers if "_stderr" not in name]
+    if not means:
+        raise UsageError(
+            f"task {values.get('name')}: it has no metric that is a number: give it a metric_list"
+        )
+    return Score(next((name for name in MAIN_METRICS if name in means), means[0]), numbers)
+
+
+def _harness(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"--tasks needs lm-evaluation-harness ({_reason(error)}): pip install 'peraxis[eval]'"
+        ) from error
+
+
+def _unusable() -> tuple[type[BaseException], ...]:
+    from jinja2 import TemplateError
+
+    others = (import_module("yaml").YAMLError, import_module("datasets").exceptions.DatasetsError)
+    return (*UNUSABLE, TemplateError, *others)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def _quiet(progress: bool) -> Iterator[None]:
+    """Keep stdout for the result; let the harness's bars through only where somebody watches them."""
+    loggers = {name: logging.getLogger(name) for name in NOISY}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    with ExitStack() as stack:
+        if not (progress and sys.stderr.isatty()):
+            stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(redirect_stdout(sys.stderr))
+        for logger in loggers.values():
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for name, logger in loggers.items():
+                logger.setLevel(levels[name])

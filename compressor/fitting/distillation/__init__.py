@@ -1,0 +1,1 @@
+"""Train scales and signs end to end against the fine-tune."""

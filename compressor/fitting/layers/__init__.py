@@ -1,0 +1,1 @@
+"""Fit each linear layer to its calibration inputs."""

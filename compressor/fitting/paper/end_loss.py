@@ -1,0 +1,82 @@
+"""The paper's Algorithm 3: what the whole student loses with one candidate in one layer; Algorithm 6 chooses by it.
+
+Layers that are not fitted yet are the base's, as the student begins in Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compressor.io.pairs import TensorPair
+from compressor.blockwise.decoder import Decoder
+from compressor.evaluate.fidelity import last_hiddens
+from compressor.fitting.layers.layerwise import Place, with_delta
+from compressor.blockwise.weights import Overlay, Weights
+from deltastore.format.onebit import OneBit
+
+
+class EndLoss:
+    """Squared error of logits on held-out batches, the last ones of those that a `Place` holds.
+
+    Reads every later block each time.
+    """
+
+    def __init__(
+        self,
+        finetune: Weights,
+        pairs: Mapping[str, TensorPair],
+        held_out: Sequence[Tensor],  # ids [sequences, tokens] each
+        device: torch.device,
+    ) -> None:
+        self._pairs, self._fitted = pairs, set[str]()
+        self._student = Decoder(Overlay(finetune, self._begun), device, torch.float32)
+        teacher = Decoder(finetune, device, torch.float32)
+        head = teacher.load_head()
+        with torch.no_grad():
+            self._logits = [teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, held_out)]
+
+    def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
+        """The mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
+        groups = place.decoder.linears(place.block, place.index)
+        paths = {linear.name: linear.path for group in groups for linear in group}
+        parameters = {
+            name: place.block.get_submodule(paths[name]).get_parameter("weight")
+            for name in paths.keys() & self._pairs.keys() - self._fitted
+        }
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                weight = with_delta(pair, delta) if name == pair.name else self._base(self._pairs[name])
+                parameter.data = weight.to(parameter.device)
+            return self._of_student(place)
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = before[name]
+
+    def settle(self, name: str) -> None:
+        """A layer is fitted: later ones are judged with what its block has for it, and no more with the base's."""
+        self._fitted.add(name)
+
+    @torch.no_grad()
+    def _of_student(self, place: Place) -> float:
+        hiddens = [hidden.clone() for hidden in place.hiddens[-len(self._logits) :]]
+        place.decoder.advance(place.block, place.index, hiddens)
+        for index in range(place.index + 1, self._student.num_blocks):
+            self._student.advance(self._student.load_block(index), index, hiddens)
+        head, total = self._student.load_head(), 0.0
+        for hidden, target in zip(hiddens, self._logits, strict=True):
+            logits = self._student.logits(head, self._student.finish(hidden)).cpu()
+            total += float(F.mse_loss(logits, target, reduction="sum"))
+        return total / len(hiddens)
+
+    def _begun(self, name: str) -> Tensor | None:
+        pair = self._pairs.get(name)
+        return None if pair is None else self._base(pair)
+
+    def _base(self, pair: TensorPair) -> Tensor:
+        weight, added = pair.base.read(pair.base_tensor.name).float(), pair.added()
+        return weight if added is None else torch.cat([weight, added.float()])

@@ -1,0 +1,1 @@
+"""Read checkpoint pairs and write artifacts."""

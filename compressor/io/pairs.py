@@ -1,0 +1,224 @@
+"""A base and its fine-tune as pairs of tensors in layer order, checked before the first byte of work.
+
+Knows names, shapes and where tensors lie; nothing of how a difference is coded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressor.io.row_blocks import row_blocks
+from deltastore.base.base import architecture, different_facts
+from deltastore.base.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
+from deltastore.errors import CheckpointError
+from deltastore.format.layout import FLOATS
+
+# Old checkpoints hold tables that the library computes and does not load.
+COMPUTED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".attn.bias",
+    ".attn.masked_bias",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPair:
+    """One tensor of the fine-tune beside the base's; rows that the base lacks are not part of the difference."""
+
+    name: str  # as an artifact calls it
+    base: Checkpoint
+    finetune: Checkpoint
+    base_tensor: StoredTensor
+    tensor: StoredTensor  # the fine-tune's
+
+    @property
+    def against(self) -> str | None:
+        """The base's tensor, where its name is another."""
+        return None if self.base_tensor.name == self.name else self.base_tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the difference: the base's."""
+        return self.base_tensor.shape
+
+    @property
+    def added_rows(self) -> int:
+        return self.tensor.shape[0] - self.shape[0] if self.shape else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the fine-tune."""
+        return (
+            self.tensor.num_bytes // max(1, self.tensor.shape[0])
+            if self.tensor.shape
+            else self.tensor.num_bytes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both sides."""
+        return self.base_tensor.num_bytes + self.tensor.num_bytes
+
+    def block(self, rows: slice) -> Tensor:
+        """Some rows of the difference, in float32 memory of their own.
+
+        Raises:
+            CheckpointError: NaN or infinity in either side.
+        """
+        block = self.finetune.read(self.tensor.name, rows).float()
+        block.sub_(self.base.read(self.base_tensor.name, rows).float())
+        if not is_finite(block):
+            base_is_finite = is_finite(self.base.read(self.base_tensor.name, rows))
+            raise _not_finite(self.tensor if base_is_finite else self.base_tensor)
+        return block
+
+    def is_changed(self) -> bool:
+        """Whether any value differs, or rows were added. Reads until the first difference."""
+        return self.added_rows > 0 or any(self.block(rows).any() for rows in row_blocks(self.shape))
+
+    def added(self) -> Tensor | None:
+        """The rows that the base lacks, in the fine-tune's dtype."""
+        if not self.added_rows:
+            return None
+        added = self.finetune.read(self.tensor.name, slice(self.shape[0], None))
+        if not is_finite(added):
+            raise _not_finite(self.tensor)
+        return added
+
+    def whole(self) -> Tensor:
+        """The fine-tune's tensor as it is."""
+        whole = self.finetune.read(self.tensor.name)
+        if not all(is_finite(whole[rows]) for rows in row_blocks(self.tensor.shape)):
+            raise _not_finite(self.tensor)
+        return whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Everything that a delta of two checkpoints may carry."""
+
+    tensors: Sequence[TensorPair]  # in layer order
+    tied: bool  # both models' output heads are their input embeddings
+
+    @property
+    def num_weights(self) -> int:
+        """Of the fine-tune; a tied head counts once."""
+        return sum(
+            math.prod(shape) for shape in {p.tensor.name: p.tensor.shape for p in self.tensors}.values()
+        )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. The sum, which is cheap, tells unless it overflows by itself."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
+
+
+def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
+    """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads at most a tied head.
+
+    Raises:
+        CheckpointError: another architecture, other names, shapes that differ, a shrunk vocabulary, integer weights.
+    """
+    _check_architecture(base, finetune)
+    base_head = None if base.is_tied() else base.head_name
+    head = None if finetune.is_tied() else finetune.head_name
+    pairs = {name: (name, name) for name in _names(finetune, head)}  # what each is taken from, and what it is
+    if head and not base_head and base.embedding_name:
+        pairs[head] = (base.embedding_name, head)
+    if base_head and not head and finetune.embedding_name:
+        pairs[base_head] = (base_head, finetune.embedding_name)
+    missing = sorted(_names(base, base_head) - pairs.keys())
+    unknown = sorted(name for name, (source, _) in pairs.items() if source not in base.tensors)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{finetune.path}: its tensors are not the base's (missing: {_listed(missing)}; "
+            f"unknown: {_listed(unknown)}): give the base that it was tuned from"
+        )
+    paired = [
+        TensorPair(name, base, finetune, base.tensors[source], finetune.tensors[target])
+        for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
+    ]
+    for pair in paired:
+        _check_shapes(pair)
+        _check_dtypes(pair)
+    return Pairs(paired, tied=base_head is None and head is None)
+
+
+def is_computed(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a table that the library computes itself."""
+    return name.endswith(COMPUTED_SUFFIXES)
+
+
+def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """A sorting key: input embedding, layers by number, what follows them, output head."""
+    numbered = any(part.isdigit() for part in name.split("."))
+    place = (
+        0
+        if name.endswith(EMBEDDING_SUFFIXES)
+        else 3
+        if name.endswith(HEAD_SUFFIXES)
+        else 1
+        if numbered
+        else 2
+    )
+    return place, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
+    """Names of what a delta carries: no computed tables, and the head only where it is its own."""
+    skipped = {checkpoint.head_name} - {head}
+    return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "none"
+
+
+def _check_architecture(base: Checkpoint, finetune: Checkpoint) -> None:
+    if different := different_facts(architecture(base.config), architecture(finetune.config)):
+        raise CheckpointError(
+            f"{finetune.path}: its configuration differs from that of {base.path} in {_listed(different)}, "
+            "which a delta cannot carry: give the base that it was tuned from"
+        )
+
+
+def _check_shapes(pair: TensorPair) -> None:
+    actual, expected = pair.tensor.shape, pair.base_tensor.shape
+    if actual == expected:
+        return
+    is_vocabulary = pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES)) and actual[1:] == expected[1:]
+    if is_vocabulary and actual[0] > expected[0]:
+        return
+    if is_vocabulary:
+        raise CheckpointError(
+            f"{pair.tensor.file}: tensor {pair.tensor.name!r} has {actual[0]} rows and the base {expected[0]}: "
+            "a vocabulary may grow and not shrink: pad the fine-tune's embeddings to the base's rows"
+        )
+    raise CheckpointError(
+        f"{pair.tensor.file}: tensor {pair.tensor.name!r} has shape {actual} and the base's is {expected}: "
+        "give the base that it was tuned from"
+    )
+
+
+def _check_dtypes(pair: TensorPair) -> None:
+    for stored in (pair.base_tensor, pair.tensor):
+        if stored.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name!r} is {stored.dtype}: "
+                "save the model in bfloat16, float16 or float32"
+            )
+
+
+def _not_finite(stored: StoredTensor) -> CheckpointError:
+    return CheckpointError(
+        f"{stored.file}: tensor {stored.name!r} holds NaN or infinity: "
+        "the checkpoint is damaged, or its training diverged"
+    )

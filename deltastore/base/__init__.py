@@ -1,0 +1,1 @@
+"""The base checkpoint: its tensors, shapes and fingerprint."""

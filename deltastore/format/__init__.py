@@ -1,0 +1,1 @@
+"""The artifact format: its header, manifest, layout and arithmetic."""

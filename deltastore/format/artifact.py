@@ -1,0 +1,279 @@
+"""The artifact: one immutable safetensors file that holds a delta. Writes it in layer order, opens it, reads its parts.
+
+FORMAT.md beside this file is the description; `validate.py` decides whether an opened artifact may be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from deltastore.base.checkpoint import DTYPE_NAME, TORCH_DTYPE
+from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError, shown
+from deltastore.format.header import (
+    Header,
+    TensorEntry,
+    encode_header,
+    open_file,
+    read_exactly,
+    read_header,
+    read_into,
+)
+from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor
+from deltastore.format.matrix import MatrixDelta
+from deltastore.format.onebit import OneBit, is_gain
+from deltastore.format.parts import MatrixParts, PlaneParts, part_names
+
+if TYPE_CHECKING:
+    from deltastore.format.manifest import Manifest
+
+COPY_BYTES = 4 << 20
+
+
+class ArtifactWriter:
+    """Writes one artifact: data goes to a spool as it comes, the header last, the final name last of all.
+
+    Used as a context manager; leaving it without `finish` leaves nothing behind. Add tensors in layer order, then the
+    variant's files. While `finish` runs, the data is on the disk twice.
+
+    Raises:
+        UsageError: nothing can be written beside `path`.
+        StorageFull: the disk has no room for it.
+        CheckpointError: two tensors would have the same name in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: dict[str, TensorEntry] = {}
+        self._position = 0
+        self._device_bytes: int | None = None
+        try:
+            self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise UsageError(f"{path.parent}: {error.strerror}: choose another --out") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):  # the disk is full again, for bytes that are thrown away
+            self._spool.close()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes before the variant's files, padding included: what a slot must hold."""
+        return self._position if self._device_bytes is None else self._device_bytes
+
+    def add_onebit(self, name: str, delta: MatrixDelta, added: Tensor | None = None) -> None:
+        """Append a coded matrix; `added` ``[rows, in]`` are the rows that the base lacks, in any float dtype."""
+        from deltastore.format.manifest import (
+            TensorSpec,
+        )  # brings pydantic, which views of a slot's bytes do without
+
+        num_added = 0 if added is None else len(added)
+        spec = TensorSpec(
+            codec="onebit",
+            shape=[delta.out_features + num_added, delta.in_features],
+            axis=delta.axis,
+            planes=delta.num_planes,
+            rank=delta.rank,
+            added_rows=num_added,
+        )
+        planes = tuple(_plane_parts(plane) for plane in delta.planes)
+        parts = MatrixParts(planes, delta.left, delta.right, added if num_added else None)
+        assert self._device_bytes is None
+        for tensor_name, tensor in zip(part_names(name, spec).all(), parts.all(), strict=True):
+            self._append(tensor_name, tensor)
+
+    def add_whole(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor as it is."""
+        assert self._device_bytes is None
+        self._append(name, tensor)
+
+    def add_file(self, filename: str, content: bytes) -> None:
+        """Append one of the variant's files; no tensor may follow."""
+        if self._device_bytes is None:
+            self._device_bytes = self._position
+        data = torch.empty(len(content), dtype=torch.uint8)
+        data.numpy().data[:] = content
+        self._append(file_tensor(filename), data)
+
+    def finish(self, manifest: Manifest) -> str:
+        """Write header and data under the final name and return the file's SHA-256 as 64 hex digits."""
+        assert manifest.device_bytes == self.device_bytes
+        digest = hashlib.sha256()
+        header = encode_header(self._entries.values(), manifest.to_metadata())
+        try:
+            descriptor, partial = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:64]}.")
+            try:
+                with os.fdopen(descriptor, "wb") as out:
+                    self._write_all(out, digest, header)
+                    os.fchmod(out.fileno(), 0o644)
+                    out.flush()
+                    os.fsync(out.fileno())
+                os.replace(partial, self.path)  # last, so that a reader finds the whole artifact or none
+            finally:
+                Path(partial).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageFull(
+                f"{self.path}: {error.strerror}: free some space there or choose another --out"
+            ) from error
+        return digest.hexdigest()
+
+    def _write_all(self, out: BinaryIO, digest: Any, header: bytes) -> None:
+        out.write(header)
+        digest.update(header)
+        self._spool.flush()
+        self._spool.seek(0)
+        while block := self._spool.read(COPY_BYTES):
+            out.write(block)
+            digest.update(block)
+
+    def _append(self, name: str, tensor: Tensor) -> None:
+        data = tensor.detach().contiguous()
+        self._write(TensorEntry(name, DTYPE_NAME[data.dtype], tuple(data.shape), 0, data.nbytes), data)
+        if padding := -self._position % TENSOR_ALIGNMENT:
+            zeros = torch.zeros(padding, dtype=torch.uint8)
+            self._write(TensorEntry(padding_tensor(len(self._entries)), "U8", (padding,), 0, padding), zeros)
+
+    def _write(self, entry: TensorEntry, data: Tensor) -> None:
+        if entry.name in self._entries:
+            raise CheckpointError(
+                f"two tensors would be called {shown(entry.name)} in the artifact: rename one"
+            )
+        start = self._position
+        self._position += entry.end
+        self._entries[entry.name] = TensorEntry(entry.name, entry.dtype, entry.shape, start, self._position)
+        try:
+            self._spool.write(data.view(-1).view(torch.uint8).numpy().data)
+        except OSError as error:
+            raise StorageFull(
+                f"{self.path.parent}: {error.strerror}: free some space or choose another --out"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Artifact:
+    """An opened artifact. Header and manifest are parsed and agree; tensors are read when asked for, unchecked."""
+
+    path: Path
+    where: str  # what messages call it
+    fd: int
+    header: Header
+    manifest: Manifest
+    size_bytes: int
+
+    @classmethod
+    def open(cls, path: Path, where: str | None = None) -> Artifact:
+        """Open and parse; use as a context manager.
+
+        Args:
+            path: the artifact.
+            where: what messages call it; by default its path.
+
+        Raises:
+            ArtifactError: no file, not safetensors, no manifest that this version reads, or one that does not
+                describe the file's tensors.
+        """
+        from deltastore.format.manifest import Manifest  # brings pydantic, as above
+
+        where = where or str(path)
+        fd = open_file(path, where)
+        try:
+            header = read_header(fd, where)
+            manifest = Manifest.from_metadata(header.metadata, where)
+            check_layout(header, manifest, where)
+            return cls(path, where, fd, header, manifest, header.data_start + header.data_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)
+
+    def parts(self, name: str) -> MatrixParts[TensorEntry]:
+        """Where the parts of a coded matrix lie."""
+        return part_names(name, self.manifest.tensors[name]).map(self.header.tensors.__getitem__)
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """One tensor in freshly owned memory."""
+        return self._read(entry, 0, entry.num_bytes).view(entry.shape)
+
+    def blocks(self, entry: TensorEntry) -> Iterator[Tensor]:
+        """One tensor, flat, a few megabytes at a time."""
+        for start in range(0, entry.num_bytes, COPY_BYTES):
+            yield self._read(entry, start, min(COPY_BYTES, entry.num_bytes - start))
+
+    def _read_if(self, entry: TensorEntry | None) -> Tensor | None:
+        return None if entry is None else self.read(entry)
+
+    def _read(self, entry: TensorEntry, start: int, num_bytes: int) -> Tensor:
+        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        read_into(self.fd, flat.numpy().data, self.header.data_start + entry.start + start, self.where)
+        return flat.view(TORCH_DTYPE[entry.dtype])
+
+    def onebit(self, name: str) -> MatrixDelta:
+        """The coded matrix of a tensor whose codec is `onebit`. ArtifactError if a gain of it is no power of two."""
+        parts, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
+        planes = tuple(
+            OneBit(
+                self.read(plane.signs),
+                in_features,
+                self.gain(plane.gain),
+                self._read_if(plane.scale_out),
+                self._read_if(plane.scale_in),
+            )
+            for plane in parts.planes
+        )
+        return MatrixDelta(planes, self._read_if(parts.left), self._read_if(parts.right))
+
+    def gain(self, entry: TensorEntry) -> float:
+        """The gain of one plane. ArtifactError if it is no power of two."""
+        value = float(self.read(entry))
+        if not is_gain(value):
+            raise ArtifactError(
+                f"{self.where}: gain {value} in tensor {shown(entry.name)} is no power of two"
+            )
+        return value
+
+    def added(self, name: str) -> Tensor | None:
+        """The rows that the base lacks, or None."""
+        return self._read_if(self.parts(name).added)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor whose codec is `whole`."""
+        return self.read(self.header.tensors[name])
+
+    def file(self, filename: str) -> bytes:
+        """One of the variant's files."""
+        entry = self.header.tensors[file_tensor(filename)]
+        return read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, self.where)
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file, 64 hex digits."""
+        total = hashlib.sha256()
+        for start in range(0, self.size_bytes, COPY_BYTES):
+            total.update(read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, self.where))
+        return total.hexdigest()
+
+
+def _plane_parts(plane: OneBit) -> PlaneParts[Tensor]:
+    gain = torch.tensor([plane.gain], dtype=torch.float32)
+    return PlaneParts(plane.signs, plane.scale_out, plane.scale_in, gain)

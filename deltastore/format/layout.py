@@ -1,0 +1,134 @@
+"""Which tensors hold what: the names, places, dtypes and shapes that a manifest asks of a file's header. Reads no data.
+
+`Artifact.open` runs this check, so an opened artifact has every part that its manifest speaks of, in its form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from deltastore.errors import ArtifactError, shown
+from deltastore.format.header import ALIGNMENT, Header, TensorEntry
+from deltastore.format.parts import part_names
+from deltastore.format.signs import packed_width
+
+if TYPE_CHECKING:  # see `parts.py`
+    from deltastore.format.manifest import Manifest, TensorSpec
+
+TENSOR_ALIGNMENT = 16
+MAX_FILE_BYTES = 64 << 20
+FLOATS = ("F16", "BF16", "F32")
+
+
+def file_tensor(filename: str) -> str:
+    """The tensor that holds one of the variant's files."""
+    return f"file.{filename}"
+
+
+def padding_tensor(index: int) -> str:
+    """The tensor that fills the bytes up to the next aligned one; safetensors allows no holes."""
+    return f"padding.{index}"
+
+
+def check_layout(header: Header, manifest: Manifest, where: str) -> None:
+    """Check that header and manifest speak of the same tensors, each aligned and in its form.
+
+    Raises:
+        ArtifactError: the first defect, by tensor name.
+    """
+    if header.data_start % ALIGNMENT:
+        raise ArtifactError(
+            f"{where}: its data begins at {header.data_start}, which is no multiple of {ALIGNMENT}"
+        )
+    tensors = _tensor_names(manifest, where)
+    files = {file_tensor(name) for name in manifest.files}
+    if missing := (tensors | files) - header.tensors.keys():
+        raise ArtifactError(f"{where}: tensor {shown(min(missing))} is in its manifest and not in the file")
+    device_bytes = header.data_bytes
+    for entry in header.tensors.values():
+        if entry.name not in tensors and entry.name not in files:
+            _check_padding(entry, where)
+        elif entry.start % TENSOR_ALIGNMENT:
+            raise ArtifactError(
+                f"{where}: tensor {shown(entry.name)} is not aligned to {TENSOR_ALIGNMENT} bytes"
+            )
+        elif entry.name in files:
+            _check_file(entry, where)
+            device_bytes = min(device_bytes, entry.start)
+        elif entry.start >= device_bytes:
+            raise ArtifactError(f"{where}: tensor {shown(entry.name)} lies behind the variant's files")
+    if manifest.device_bytes != device_bytes:
+        raise ArtifactError(
+            f"{where}: device_bytes is {manifest.device_bytes} and its layout gives {device_bytes}"
+        )
+    for name, spec in manifest.tensors.items():
+        _check_forms(header, name, spec, where)
+
+
+def _tensor_names(manifest: Manifest, where: str) -> set[str]:
+    """Every tensor that the manifest's tensors and files ask for; no two may ask for the same one."""
+    counts = Counter(file_tensor(name) for name in manifest.files)
+    names: set[str] = set()
+    for name, spec in manifest.tensors.items():
+        own = [name] if spec.axis is None else part_names(name, spec).all()
+        counts.update(own)
+        names.update(own)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ArtifactError(f"{where}: its manifest asks for tensor {shown(twice[0])} twice")
+    return names
+
+
+def _check_padding(entry: TensorEntry, where: str) -> None:
+    if not re.fullmatch(r"padding\.[0-9]+", entry.name):
+        raise ArtifactError(f"{where}: tensor {shown(entry.name)} is not in its manifest")
+    if entry.dtype != "U8" or not 0 < entry.num_bytes < TENSOR_ALIGNMENT:
+        raise ArtifactError(
+            f"{where}: tensor {shown(entry.name)} is no padding of 1 to {TENSOR_ALIGNMENT - 1} bytes"
+        )
+
+
+def _check_file(entry: TensorEntry, where: str) -> None:
+    if entry.dtype != "U8" or len(entry.shape) != 1:
+        raise ArtifactError(f"{where}: tensor {shown(entry.name)} must be a row of U8 bytes")
+    if entry.num_bytes > MAX_FILE_BYTES:
+        raise ArtifactError(
+            f"{where}: tensor {shown(entry.name)} has {entry.num_bytes} bytes, more than the {MAX_FILE_BYTES} allowed"
+        )
+
+
+def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> None:
+    """Every part has the dtype and shape that its spec implies."""
+    if 0 in (*spec.shape, spec.base_rows if spec.axis else 1):
+        raise ArtifactError(
+            f"{where}: tensor {shown(name)} has the empty shape {spec.shape} ({spec.added_rows} rows added)"
+        )
+    if spec.axis is None:
+        _check_form(header.tensors[name], FLOATS, tuple(spec.shape), where)
+        return
+    for part, dtypes, shape in _forms(name, spec):
+        if part is not None:
+            _check_form(header.tensors[part], dtypes, shape, where)
+
+
+def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
+    """The dtypes and the shape of each part of a coded matrix; the name is None where it has no such part."""
+    rows, in_features, parts = spec.base_rows, spec.shape[1], part_names(name, spec)
+    for plane in parts.planes:
+        yield plane.signs, ("U8",), (rows, packed_width(in_features))
+        yield plane.scale_out, ("F16",), (1,) if spec.axis == "scalar" else (rows,)
+        yield plane.scale_in, ("F16",), (in_features,)
+        yield plane.gain, ("F32",), (1,)
+    yield parts.left, ("F16",), (rows, spec.rank)
+    yield parts.right, ("F16",), (spec.rank, in_features)
+    yield parts.added, FLOATS, (spec.added_rows, in_features)
+
+
+def _check_form(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...], where: str) -> None:
+    if entry.dtype not in dtypes or entry.shape != shape:
+        raise ArtifactError(
+            f"{where}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)} "
+            f"and must be {' or '.join(dtypes)} {list(shape)}"
+        )

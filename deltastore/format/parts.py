@@ -1,0 +1,99 @@
+"""The parts of a coded matrix by what they are: as tensor names, as places in a file, as tensors. Reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:  # those who only read bytes need no manifest, nor what parses it
+    from deltastore.format.manifest import TensorSpec
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneParts(Generic[T]):
+    """One sign plane."""
+
+    signs: T
+    scale_out: T | None
+    scale_in: T | None
+    gain: T
+
+    def all(self) -> list[T]:
+        """Those that there are, in the order of the file."""
+        return _present((self.signs, self.scale_out, self.scale_in, self.gain))
+
+    def scales(self) -> list[T]:
+        """The scale vectors that there are."""
+        return _present((self.scale_out, self.scale_in))
+
+    def map(self, change: Callable[[T], U]) -> PlaneParts[U]:
+        """The same parts as something else."""
+        return PlaneParts(
+            change(self.signs),
+            None if self.scale_out is None else change(self.scale_out),
+            None if self.scale_in is None else change(self.scale_in),
+            change(self.gain),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixParts(Generic[T]):
+    """A whole coded matrix."""
+
+    planes: tuple[PlaneParts[T], ...]
+    left: T | None
+    right: T | None
+    added: T | None
+
+    def all(self) -> list[T]:
+        """Those that there are, in the order of the file."""
+        return [
+            *(part for plane in self.planes for part in plane.all()),
+            *self.residual(),
+            *self.added_rows(),
+        ]
+
+    def residual(self) -> list[T]:
+        """Both factors of the low-rank residual, or nothing."""
+        return _present((self.left, self.right))
+
+    def added_rows(self) -> list[T]:
+        """The rows that the base lacks, or nothing."""
+        return _present((self.added,))
+
+    def map(self, change: Callable[[T], U]) -> MatrixParts[U]:
+        """The same parts as something else."""
+        return MatrixParts(
+            tuple(plane.map(change) for plane in self.planes),
+            None if self.left is None else change(self.left),
+            None if self.right is None else change(self.right),
+            None if self.added is None else change(self.added),
+        )
+
+
+def part_names(name: str, spec: TensorSpec) -> MatrixParts[str]:
+    """The tensors that a coded matrix is stored as."""
+    assert spec.axis is not None
+    return MatrixParts(
+        tuple(_plane_names(name if k == 0 else f"{name}.plane{k}", spec.axis) for k in range(spec.planes)),
+        f"{name}.left" if spec.rank else None,
+        f"{name}.right" if spec.rank else None,
+        f"{name}.added" if spec.added_rows else None,
+    )
+
+
+def _plane_names(prefix: str, axis: str) -> PlaneParts[str]:
+    return PlaneParts(
+        f"{prefix}.signs",
+        f"{prefix}.scale_out" if axis != "in" else None,
+        f"{prefix}.scale_in" if axis in ("in", "both") else None,
+        f"{prefix}.gain",
+    )
+
+
+def _present(parts: Sequence[T | None]) -> list[T]:
+    return [part for part in parts if part is not None]

@@ -1,0 +1,62 @@
+"""The one-bit plan: the bytes that shapes give, without any weights. Sizes slots and answers `inspect --plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from deltastore.base.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES
+from deltastore.format.layout import TENSOR_ALIGNMENT
+from deltastore.format.signs import packed_width
+
+FP16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes of a delta of every tensor, beside the full checkpoint at 16 bits."""
+
+    signs_bytes: int
+    scales_bytes: int
+    whole_bytes: int
+    device_bytes: int  # all of it, with every tensor's alignment
+    full_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the checkpoint at 16 bits."""
+        return self.full_bytes / self.device_bytes
+
+
+def is_matrix(name: str, shape: tuple[int, ...], *, embeddings: bool = True) -> bool:
+    """Whether a tensor is coded at one bit: a matrix, and no embedding or head where those stay whole."""
+    whole = not embeddings and name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
+    return len(shape) == 2 and min(shape) > 1 and not whole
+
+
+def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = True) -> Plan:
+    """The plan for both scales per matrix; `embeddings` false keeps embeddings and head whole at 16 bits."""
+    signs = scales = whole = device = full = 0
+    for name, shape in shapes.items():
+        numel = prod(shape)
+        full += FP16_BYTES * numel
+        if is_matrix(name, shape, embeddings=embeddings):
+            out_features, in_features = shape
+            parts = [
+                out_features * packed_width(in_features),
+                FP16_BYTES * out_features,
+                FP16_BYTES * in_features,
+                4,
+            ]
+            signs += parts[0]
+            scales += sum(parts[1:])
+        else:
+            parts = [FP16_BYTES * numel]
+            whole += parts[0]
+        device += sum(_aligned(parts))
+    return Plan(signs, scales, whole, device, full)
+
+
+def _aligned(sizes: Iterable[int]) -> Iterable[int]:
+    return (size + -size % TENSOR_ALIGNMENT for size in sizes)

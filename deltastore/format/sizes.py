@@ -1,0 +1,42 @@
+"""Where an artifact's bytes go: by tensor, and by what they are for. Reads headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deltastore.format.artifact import Artifact
+from deltastore.format.header import TensorEntry
+from deltastore.format.layout import file_tensor
+
+KINDS = ("signs", "scales", "low_rank", "added", "whole", "files")
+
+
+def tensor_bytes(artifact: Artifact, name: str) -> dict[str, int]:
+    """Of one of the manifest's tensors, by KINDS without files; gains count as scales."""
+    sizes = dict.fromkeys(KINDS[:-1], 0)
+    if artifact.manifest.tensors[name].codec == "whole":
+        sizes["whole"] = artifact.header.tensors[name].num_bytes
+        return sizes
+    parts = artifact.parts(name)
+    sizes["signs"] = _num_bytes(plane.signs for plane in parts.planes)
+    sizes["scales"] = sum(_num_bytes(plane.all()) for plane in parts.planes) - sizes["signs"]
+    sizes["low_rank"] = _num_bytes(parts.residual())
+    sizes["added"] = _num_bytes(parts.added_rows())
+    return sizes
+
+
+def extra_bytes(artifact: Artifact, name: str) -> int:
+    """What a tensor takes beyond one sign plane and added rows."""
+    if artifact.manifest.tensors[name].codec == "whole":
+        return 0
+    parts = artifact.parts(name)
+    return sum(_num_bytes(plane.all()) for plane in parts.planes[1:]) + _num_bytes(parts.residual())
+
+
+def files_bytes(artifact: Artifact) -> int:
+    """Of the variant's files."""
+    return _num_bytes(artifact.header.tensors[file_tensor(name)] for name in artifact.manifest.files)
+
+
+def _num_bytes(entries: Iterable[TensorEntry]) -> int:
+    return sum(entry.num_bytes for entry in entries)

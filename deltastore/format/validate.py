@@ -1,0 +1,157 @@
+"""Whether an opened artifact may be trusted: its numbers, and its fit to a base and to a slot. Changes nothing.
+
+Every check runs before an artifact is published, because what a slot holds is read by kernels that check nothing.
+`layout.py` has checked by then that the manifest describes the file.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deltastore.format.artifact import Artifact
+from deltastore.base.base import Base, different_facts
+from deltastore.base.checkpoint import HEAD_SUFFIXES
+from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
+from deltastore.format.header import TensorEntry
+from deltastore.format.manifest import Manifest, TensorSpec
+from deltastore.format.matrix import largest_of_plane, largest_of_residual
+from deltastore.format.signs import num_stray_bits, packed_width
+
+LARGEST_SCALE = 65504.0  # a delta beyond FP16's range is no fine-tune, and overflows activations
+
+
+def check_artifact(artifact: Artifact, where: str | None = None) -> None:
+    """Check every number that a kernel will read, without a base.
+
+    Raises:
+        ArtifactError: the first defect, by tensor name.
+    """
+    where = where or artifact.where
+    for name, spec in artifact.manifest.tensors.items():
+        if spec.codec == "onebit":
+            _check_range(artifact, name, where)
+            _check_signs(artifact, name, spec, where)
+        else:
+            _check_finite(artifact, name, where)
+
+
+def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None:
+    """Check that the artifact was made from this base and that its shapes are the base's.
+
+    Raises:
+        BaseMismatch: made from another base, or for another architecture.
+        ArtifactError: from this base by its fingerprint, but with tensors that do not fit it.
+    """
+    where, manifest = where or artifact.where, artifact.manifest
+    if manifest.base_fingerprint != base.fingerprint:
+        raise BaseMismatch(
+            f"{where}: made from base {shown(manifest.base_id)} ({manifest.base_fingerprint[:12]}), and this base is "
+            f"{shown(base.id)} ({base.fingerprint[:12]}): compress the fine-tune against this base again"
+        )
+    if different := different_facts(manifest.config, base.config):
+        raise BaseMismatch(
+            f"{where}: its configuration differs from the base's in {', '.join(map(shown, different[:3]))}"
+            f"{' and more' if len(different) > 3 else ''}, which a delta cannot carry"
+        )
+    for name, spec in manifest.tensors.items():
+        _check_against(name, spec, base, where)
+    _check_head(manifest, base, where)
+
+
+def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) -> None:
+    """Refuse what no slot can hold: ArtifactTooLarge."""
+    if artifact.manifest.device_bytes > slot_bytes:
+        raise ArtifactTooLarge(
+            f"{where or artifact.where}: it needs {artifact.manifest.device_bytes} bytes on the device and a slot has "
+            f"{slot_bytes}: compress with a smaller --budget, or raise the server's --slot-headroom"
+        )
+
+
+def _check_range(artifact: Artifact, name: str, where: str) -> None:
+    """Every number is finite, and all planes and the residual add up to no more than FP16's range."""
+    parts, largest = artifact.parts(name), 0.0
+    scales = [scale for plane in parts.planes for scale in plane.scales()]
+    for entry in (*scales, *parts.residual(), *parts.added_rows()):
+        _check_finite(artifact, entry.name, where)
+    for plane in parts.planes:
+        largest += largest_of_plane(artifact.gain(plane.gain), map(artifact.read, plane.scales()))
+    if factors := [artifact.read(entry) for entry in parts.residual()]:
+        largest += largest_of_residual(*factors)
+    if largest > LARGEST_SCALE:
+        raise ArtifactError(
+            f"{where}: the numbers of tensor {shown(name)} reach {largest:.3g}, beyond {LARGEST_SCALE}"
+        )
+
+
+def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
+    if spec.shape[1] % 8 == 0:
+        return  # no pad bits, and every other bit is a sign
+    for plane in artifact.parts(name).planes:
+        if rows := _num_stray_rows(artifact, plane.signs, spec.shape[1]):
+            raise ArtifactError(f"{where}: {rows} rows of tensor {shown(plane.signs.name)} have pad bits set")
+
+
+def _num_stray_rows(artifact: Artifact, signs: TensorEntry, in_features: int) -> int:
+    """Rows with a pad bit set: each row's last byte, a few megabytes of rows at a time."""
+    width, start, rows = packed_width(in_features), 0, 0
+    for block in artifact.blocks(signs):
+        last = block[(width - 1 - start) % width :: width]
+        rows += num_stray_bits(last[:, None], in_features)
+        start += len(block)
+    return rows
+
+
+def _check_finite(artifact: Artifact, tensor_name: str, where: str) -> None:
+    for block in artifact.blocks(artifact.header.tensors[tensor_name]):
+        if not torch.isfinite(block).all():
+            raise ArtifactError(f"{where}: tensor {shown(tensor_name)} holds NaN or infinity")
+
+
+def _check_against(name: str, spec: TensorSpec, base: Base, where: str) -> None:
+    """The tensor changes one that the base has, in the base's shape; only a vocabulary may be longer."""
+    source, vocabulary = name, name in (base.embedding, base.head)
+    if base.head is None and base.embedding is not None and name.endswith(HEAD_SUFFIXES):
+        source, vocabulary = base.embedding, True  # the fine-tune has untied its head
+    if spec.codec == "onebit" and (spec.against or name) != source:
+        raise ArtifactError(
+            f"{where}: tensor {shown(name)} is against {shown(spec.against or name)} and must be against "
+            f"{shown(source)}"
+        )
+    expected = base.shapes.get(source)
+    if expected is None:
+        raise ArtifactError(f"{where}: tensor {shown(name)} is not in the base")
+    actual = tuple(spec.shape)
+    if spec.codec == "onebit":
+        actual = (spec.base_rows, *actual[1:])
+    elif vocabulary and actual[1:] == expected[1:] and actual > expected:
+        actual = expected
+    if actual != expected:
+        raise ArtifactError(
+            f"{where}: tensor {shown(name)} is for the shape {list(actual)} and the base's is {list(expected)}"
+        )
+    if spec.added_rows and not vocabulary:
+        raise ArtifactError(
+            f"{where}: tensor {shown(name)} adds rows, which only embedding and output head may"
+        )
+
+
+def _check_head(manifest: Manifest, base: Base, where: str) -> None:
+    """A tied head is nowhere stored, and one of its own ends where the embedding ends."""
+    head = next((name for name in manifest.tensors if name.endswith(HEAD_SUFFIXES)), base.head)
+    if manifest.tied and head is not None:
+        raise ArtifactError(
+            f"{where}: it ties the output head to the embedding, and {shown(head)} is a head of its own"
+        )
+    if base.embedding is None or manifest.tied:
+        return
+    embedding_rows = _num_added(manifest, base.embedding, base.shapes[base.embedding])
+    head_rows = _num_added(manifest, head or "", base.shapes[base.head or base.embedding])
+    if embedding_rows != head_rows:
+        raise ArtifactError(
+            f"{where}: its embedding adds {embedding_rows} rows and its output head {head_rows}"
+        )
+
+
+def _num_added(manifest: Manifest, name: str, shape: tuple[int, ...]) -> int:
+    spec = manifest.tensors.get(name)
+    return 0 if spec is None else spec.shape[0] - shape[0]

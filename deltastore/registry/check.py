@@ -1,0 +1,213 @@
+"""The registry read from end to end and compared with itself: bytes, digests, records, states, names.
+
+A finding is something that crashes cannot explain. What they can, gc removes: that is a note. Changes nothing
+and takes no lock, so a server goes on meanwhile; what looks lost is looked at again before it is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltastore.registry.collect import abandoned, temporaries
+from deltastore.errors import RegistryError
+from deltastore.registry.objects import DIGEST, MARK, Objects
+from deltastore.registry.records import VariantState, VersionRecord, is_name
+from deltastore.registry.storage import TEMPORARY, Storage
+from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
+from deltastore.registry.variants import LOCK, RECORD, STATE, History, VariantDirectory, directories, subdirectories
+
+LAYOUT = ("objects", "uploads", "quarantine", "variants")
+OBJECTS_LOCK = "objects.lock"
+DRAFT = rf"\..*{re.escape(TEMPORARY)}"
+PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
+QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
+VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{re.escape(STATE)}|{LOCK}")
+FOREIGN = re.compile(
+    r"lost\+found|\.nfs[0-9a-f]+|\.snapshot"
+)  # what file systems put into a volume themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something about a file, or about a file that should be there."""
+
+    path: Path
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check read and found."""
+
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]  # harmless: gc or an upload puts them right
+    num_objects: int
+    num_versions: int
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings
+
+
+def check(root: Path, objects: Objects, storage: Storage) -> CheckReport:
+    """Read every file of a registry; seconds per gigabyte."""
+    checker = _Checker(root, objects, storage)
+    checker.check_names()
+    checker.check_variants()
+    checker.check_objects()
+    checker.check_missing()
+    checker.check_leftovers()
+    return CheckReport(
+        tuple(checker.findings), tuple(checker.notes), checker.num_objects, len(checker.versions)
+    )
+
+
+class _Checker:
+    def __init__(self, root: Path, objects: Objects, storage: Storage) -> None:
+        self._root = root
+        self._objects = objects
+        self._storage = storage
+        self._seen: set[str] = set()
+        self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
+        self.versions: list[tuple[VariantDirectory, VersionRecord]] = []
+        self.num_objects = 0
+
+    def check_names(self) -> None:
+        """No file lies where none of ours belongs."""
+        root, variants = self._root, self._root / "variants"
+        self._check_folder(root, lambda entry: entry.name in (LAYOUT if entry.is_dir() else [OBJECTS_LOCK]))
+        self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
+        self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
+        self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
+        self._check_folder(variants, _is_named_directory)
+        for tenant in subdirectories(variants):
+            self._check_folder(variants / tenant, _is_named_directory)
+        for directory in directories(variants, self._storage):
+            self._check_folder(directory.path, lambda entry: _is_file(entry, VARIANT_FILE))
+
+    def check_variants(self) -> None:
+        """Every record and state can be read, and they agree with each other."""
+        for directory in directories(self._root / "variants", self._storage):
+            try:
+                history = directory.history()
+            except RegistryError as error:
+                self._find(directory.path / STATE, error)
+                history = History(VariantState(), directory.numbers())
+            self._check_state(directory, history)
+            for number in history.numbers:
+                self._check_record(directory, number, history.state.is_live(number))
+
+    def check_objects(self) -> None:
+        """Every object has the bytes that its name, and the records that refer to it, promise."""
+        for digest in self._objects.digests():
+            path = self._objects.path(digest)
+            if self._objects.is_quarantined(digest):
+                self._note(path, "quarantined, so never served: gc removes it")
+                continue
+            with contextlib.suppress(FileNotFoundError):  # collected, or quarantined, while we looked
+                found = hash_file(path)
+                self._seen.add(digest)
+                self._check_object(path, digest, found)
+
+    def check_missing(self) -> None:
+        """Every live version has an object, or is known to have lost it."""
+        for directory, record in self.versions:
+            if record.digest in self._seen:
+                continue
+            path = directory.record_path(record.version)
+            if self._objects.is_quarantined(record.digest):
+                self._note(path, f"quarantined ({self._objects.reason(record.digest)}): upload it again")
+            elif not self._objects.path(record.digest).exists() and self._is_live(directory, record.version):
+                self._find(path, f"its object {record.digest} is missing: upload the artifact again")
+
+    def check_leftovers(self) -> None:
+        """What a crash left behind is told, as it takes space."""
+        for partial in sorted((self._root / "uploads").glob(f"*{PARTIAL}")):
+            with contextlib.suppress(FileNotFoundError), abandoned(partial) as is_abandoned:
+                if is_abandoned:
+                    self._note(partial, "an abandoned upload: gc removes it")
+        folders = [directory.path for directory in directories(self._root / "variants", self._storage)]
+        for folder in (self._objects.quarantine_directory, *folders):
+            for path in temporaries(folder):
+                self._note(path, "left by a crash: gc removes it")
+        for digest in self._objects.evidence():
+            if not self._objects.is_quarantined(digest):
+                self._note(self._objects.evidence_path(digest), "its object was healed: gc removes it")
+
+    def _check_folder(self, folder: Path, is_known: Callable[[os.DirEntry[str]], bool]) -> None:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if not is_known(entry) and not FOREIGN.fullmatch(entry.name):
+                    self._find(folder / entry.name, "the registry knows no such file: move it away")
+
+    def _check_state(self, directory: VariantDirectory, history: History) -> None:
+        state, numbers = history.state, set(history.numbers)
+        for number in range(1, history.newest + 1):
+            if number not in numbers and state.is_live(number):
+                self._find(directory.record_path(number), "this version's record is missing: restore it")
+        if state.active is not None and not state.is_live(state.active):
+            self._find(
+                directory.path / STATE, f"its active version {state.active} is deleted: promote another"
+            )
+
+    def _check_record(self, directory: VariantDirectory, number: int, is_live: bool) -> None:
+        try:
+            record = directory.record(number)
+        except RegistryError as error:
+            report = self._find if is_live else self._note  # nothing reads a deleted version's record
+            report(directory.record_path(number), error)
+        else:
+            if is_live:
+                self.versions.append((directory, record))
+
+    def _check_object(self, path: Path, digest: str, found: ChunkedDigest) -> None:
+        self.num_objects += 1
+        if found.digest() != digest:
+            self._find(path, f"its bytes have the digest {found.digest()}: upload the artifact again")
+            return
+        users = [(directory, record) for directory, record in self.versions if record.digest == digest]
+        if not users:
+            self._note(path, "no live version refers to it: gc removes it")
+        for directory, record in users:
+            if (record.size_bytes, record.chunk_sha256) != (found.num_bytes, found.chunks()):
+                self._find(
+                    directory.record_path(record.version), "its size or chunk digests are not its object's"
+                )
+
+    def _is_live(self, directory: VariantDirectory, number: int) -> bool:
+        try:
+            return directory.state().is_live(number)
+        except RegistryError:
+            return False  # nobody knows, and the state itself is a finding already
+
+    def _find(self, path: Path, problem: object) -> None:
+        self.findings.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
+
+    def _note(self, path: Path, problem: object) -> None:
+        self.notes.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
+
+
+def hash_file(path: Path) -> ChunkedDigest:
+    """The digests of a file's bytes, read with pread."""
+    found = ChunkedDigest()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while block := os.pread(fd, CHUNK_BYTES, found.num_bytes):
+            found.update(memoryview(block))
+    finally:
+        os.close(fd)
+    return found
+
+
+def _is_file(entry: os.DirEntry[str], pattern: re.Pattern[str]) -> bool:
+    return entry.is_file(follow_symlinks=False) and pattern.fullmatch(entry.name) is not None
+
+
+def _is_named_directory(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and is_name(entry.name)

@@ -1,0 +1,117 @@
+"""The commands `peraxis registry ls|gc|check`: work on a registry's directory, server or no server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deltastore.registry.check import CheckReport
+from deltastore.registry.collect import GcReport
+from deltastore.errors import UsageError
+from deltastore.registry import Registry
+from deltastore.registry.variants import Variant
+
+app = typer.Typer(help="List, clean and check a registry on disk.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path,
+    typer.Option("--registry", envvar="PERAXIS_REGISTRY", metavar="DIR", help="The registry's directory."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+
+@app.command()
+def ls(registry: Directory, as_json: Json = False) -> None:
+    """List every variant and its versions; the active one has a star."""
+    opened = _open(registry)
+    variants = opened.variants()
+    if as_json:
+        _print_json([_variant_json(opened, variant) for variant in variants])
+        return
+    for variant in variants:
+        for record in variant.versions:
+            mark = "*" if record.version == variant.active else " "
+            title = f"{variant.tenant}/{variant.name}@{record.version}"
+            size = f"{record.size_bytes / 1e6:.1f} MB"
+            fate = "  quarantined" if opened.is_quarantined(record.digest) else ""
+            print(f"{mark} {title:<40} {size:>11}  {record.digest[:12]}  {record.created_at}{fate}")
+
+
+@app.command()
+def gc(
+    registry: Directory,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove objects that no version refers to, and what crashes left behind."""
+    report = _open(registry).gc(dry_run=dry_run)
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        print(_gc_text(report))
+
+
+@app.command()
+def check(registry: Directory, as_json: Json = False) -> None:
+    """Read and verify everything; exits with 1 where something is wrong."""
+    report = _open(registry).check()
+    if as_json:
+        _print_json(_check_json(report))
+    else:
+        print(_check_text(report))
+    if not report.is_clean:
+        raise typer.Exit(1)
+
+
+def _open(path: Path) -> Registry:
+    if not (
+        path / "variants"
+    ).is_dir():  # opening would make one, and a mistyped path would look like an empty registry
+        raise UsageError(
+            f"{path} is no registry: name the directory that `peraxis serve --registry` was given"
+        )
+    return Registry(path)
+
+
+def _gc_text(report: GcReport) -> str:
+    verb = "would remove" if report.dry_run else "removed"
+    lines = [f"{verb} object {digest}" for digest in report.objects]
+    total = f"{verb} {len(report.objects)} objects, {report.num_partials} abandoned uploads and "
+    total += f"{report.num_leftovers} other leftovers: {report.bytes_freed} bytes"
+    return "\n".join([*lines, total])
+
+
+def _check_text(report: CheckReport) -> str:
+    lines = [f"note: {note.path}: {note.problem}" for note in report.notes]
+    lines += [f"FOUND: {finding.path}: {finding.problem}" for finding in report.findings]
+    verdict = "clean" if report.is_clean else f"{len(report.findings)} findings"
+    return "\n".join([*lines, f"{report.num_objects} objects, {report.num_versions} versions: {verdict}"])
+
+
+def _variant_json(registry: Registry, variant: Variant) -> dict[str, Any]:
+    versions = [
+        {**asdict(record), "quarantined": registry.is_quarantined(record.digest)}
+        for record in variant.versions
+    ]
+    return {"tenant": variant.tenant, "name": variant.name, "active": variant.active, "versions": versions}
+
+
+def _check_json(report: CheckReport) -> dict[str, Any]:
+    def plain(findings: Any) -> list[dict[str, str]]:
+        return [{"path": str(finding.path), "problem": finding.problem} for finding in findings]
+
+    return {
+        "clean": report.is_clean,
+        "findings": plain(report.findings),
+        "notes": plain(report.notes),
+        "num_objects": report.num_objects,
+        "num_versions": report.num_versions,
+    }
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))

@@ -1,0 +1,116 @@
+"""Garbage: what no live version refers to, and what crashes left. Knows what may go, and when nothing may.
+
+The caller holds the objects' lock exclusively, so no publication is between its object and its record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltastore.errors import RegistryError
+from deltastore.registry.objects import Objects, file_size
+from deltastore.registry.storage import TEMPORARY, Storage, flock
+from deltastore.registry.uploads import PARTIAL
+from deltastore.registry.variants import directories
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was removed, or would be."""
+
+    objects: tuple[str, ...]  # digests
+    num_partials: int  # abandoned uploads
+    num_leftovers: int  # other files that a crash kept from being removed
+    bytes_freed: int
+    dry_run: bool
+
+
+def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) -> GcReport:
+    """Remove garbage, or only say what it is.
+
+    Raises:
+        RegistryError: a damaged record or state hides what it refers to; nothing was removed.
+    """
+    try:
+        needed = referenced(root, storage)
+    except RegistryError as error:
+        raise RegistryError(f"nothing was collected: {error}") from error
+    digests = sorted({*objects.digests(), *objects.marked(), *objects.evidence()} - needed)
+    marked = set(objects.marked())
+    leftovers = [objects.evidence_path(digest) for digest in (needed - marked) & set(objects.evidence())]
+    leftovers += [objects.path(digest) for digest in needed & marked & set(objects.digests())]
+    leftovers += temporaries(objects.quarantine_directory)
+    files = [place for digest in digests for place in (objects.path(digest), objects.evidence_path(digest))]
+    freed = _size([*files, *leftovers])
+    if not dry_run:
+        objects.remove(digests)
+        _unlink(leftovers, storage)
+    num_partials, partial_bytes = _collect_partials(root / "uploads", storage, dry_run)
+    num_drafts, draft_bytes = _collect_drafts(root, storage, dry_run)
+    freed += partial_bytes + draft_bytes
+    return GcReport(tuple(digests), num_partials, len(leftovers) + num_drafts, freed, dry_run)
+
+
+def referenced(root: Path, storage: Storage) -> set[str]:
+    """The digests of all live versions; RegistryError where a damaged file hides some."""
+    needed = set()
+    for directory in directories(root / "variants", storage):
+        needed |= {directory.record(number).digest for number in directory.history().live}
+    return needed
+
+
+def temporaries(directory: Path) -> list[Path]:
+    """Files in a directory that were to get their real names in the next moment."""
+    return [path for path in sorted(directory.iterdir()) if path.name.endswith(TEMPORARY)]
+
+
+@contextlib.contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether no upload writes this partial file; none can begin to while the block runs."""
+    writable = os.access(path, os.W_OK)  # which some network file systems want for a lock
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        try:
+            flock(fd, exclusive=True, wait=False)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def _collect_partials(directory: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
+    count = num_bytes = 0
+    for path in sorted(directory.glob(f"*{PARTIAL}")):
+        with contextlib.suppress(FileNotFoundError), abandoned(path) as is_abandoned:
+            if is_abandoned:
+                count, num_bytes = count + 1, num_bytes + _size([path])
+                _unlink([] if dry_run else [path], storage)
+    return count, num_bytes
+
+
+def _collect_drafts(root: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
+    count = num_bytes = 0
+    for directory in directories(root / "variants", storage):
+        if not temporaries(directory.path):
+            continue
+        with contextlib.suppress(BlockingIOError), directory.locked(wait=False):
+            drafts = temporaries(directory.path)
+            count, num_bytes = count + len(drafts), num_bytes + _size(drafts)
+            _unlink([] if dry_run else drafts, storage)
+    return count, num_bytes
+
+
+def _unlink(paths: list[Path], storage: Storage) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            storage.unlink(path)
+
+
+def _size(paths: list[Path]) -> int:
+    return sum(file_size(path) or 0 for path in paths)

@@ -1,0 +1,268 @@
+"""The registry: a directory of artifacts, and of the variants whose versions they are. The only door to it.
+
+Knows what may be done and in which order it becomes durable. Knows nothing of HTTP, keys, devices or what an
+artifact means. Locks are taken in one order: the objects' lock (shared to publish, exclusive to remove), then
+a variant's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
+from deltastore.registry.collect import GcReport, collect, referenced
+from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
+from deltastore.registry.objects import Objects, Usage
+from deltastore.registry.records import PUBLIC, ArtifactFacts, VariantState, VersionRecord, check_names, is_name
+from deltastore.registry.storage import Storage, explained
+from deltastore.registry.uploads import SealedUpload, Upload
+from deltastore.registry.variants import History, Variant, VariantDirectory, directories
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What became of an upload."""
+
+    record: VersionRecord
+    created: bool  # False: the variant had these bytes already, as this version
+    active_version: int | None
+
+
+class Registry:
+    """Variants and artifacts under one directory, which any number of servers may share.
+
+    Every method raises StorageFull or RegistryError where the disk refuses. A change that returned survives a
+    crash; one that raised may have happened whole or not at all, and may be tried again.
+    """
+
+    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+        """Open a registry; make its directories where they are missing."""
+        self.root = root.absolute()
+        self._storage = storage or Storage()
+        self._objects = Objects(self.root, self._storage)
+        with explained(self.root):
+            self._make_layout()
+
+    def open_upload(self, max_bytes: int | None) -> Upload:
+        """An upload to be used in a `with` block, inside which it is written, sealed and published."""
+        return Upload(self.root, self._storage, max_bytes)
+
+    def publish(
+        self, sealed: SealedUpload, facts: ArtifactFacts, *, tenant: str, name: str, activate: bool = True
+    ) -> Publication:
+        """Make a sealed upload the next version of a variant, in one atomic step.
+
+        A live version of this variant that has the same bytes is returned instead, and is not activated.
+
+        Raises:
+            UsageError: a name that no variant may have.
+            ArtifactError: facts that cannot be stored.
+        """
+        check_names(tenant, name)
+        directory = self._directory(tenant, name)
+        with explained(self.root):
+            try:
+                with self._objects_locked(exclusive=False):
+                    directory.make()
+                    with directory.locked():
+                        return self._publish(sealed, facts, directory, activate)
+            except (OSError, RegistryError):
+                self._withdraw(sealed.digest)
+                raise
+
+    def variant(self, tenant: str, name: str) -> Variant:
+        """The tenant's own variant of this name. VariantNotFound where it has no live version."""
+        directory = self._readable(tenant, name)
+        with explained(self.root):
+            history = directory.history()
+            if not history.live:
+                raise directory.not_found()
+            return directory.variant(history)
+
+    def variants(self, tenant: str | None = None) -> list[Variant]:
+        """Every variant, or a tenant's own; one whose files are damaged is left out and logged."""
+        found = []
+        with explained(self.root):
+            for directory in directories(self.root / "variants", self._storage, tenant):
+                try:
+                    history = directory.history()
+                    if history.live:
+                        found.append(directory.variant(history))
+                except VariantNotFound:
+                    continue  # deleted while we looked
+                except RegistryError as error:
+                    log.error("variant %s/%s is left out: %s", directory.tenant, directory.name, error)
+        return found
+
+    def resolve(self, tenant: str, name: str, version: int | None = None) -> VersionRecord:
+        """The version that a request gets: the tenant's own variant of this name hides a public one.
+
+        Args:
+            version: a number pins that version; None takes the active one.
+
+        Raises:
+            VariantNotFound: no such variant or version that this tenant may use, or none is active.
+            VariantQuarantined: its object was found corrupt.
+        """
+        with explained(self.root):
+            for owner in dict.fromkeys((tenant, PUBLIC)):
+                directory = self._readable(owner, name)
+                if live := (history := directory.history()).live:
+                    number = directory.active(history) if version is None else version
+                    if number is None:
+                        raise VariantNotFound(
+                            f"variant {name!r} has no active version: promote one of {live}"
+                        )
+                    if number not in live:
+                        raise directory.not_found(number)
+                    return self._served(directory.record(number))
+        raise directory.not_found()
+
+    def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
+        """Make a version the active one: promote or roll back. Refuses one that is quarantined."""
+        with self._changed(tenant, name) as directory:
+            history = directory.history()
+            if version not in history.live:
+                raise directory.not_found(version)
+            record = self._served(directory.record(version))
+            state = history.state
+            directory.set_state(VariantState(version, history.newest, state.deleted, state.deleted_through))
+            return record
+
+    def delete(self, tenant: str, name: str, version: int | None = None) -> None:
+        """Delete a version that is not active, or the whole variant. gc frees the bytes; numbers stay used.
+
+        Raises:
+            UsageError: the version is the active one.
+        """
+        with self._changed(tenant, name) as directory:
+            if version is None:
+                self._delete_all(directory)
+                return
+            history = directory.history()
+            if version not in history.live:
+                raise directory.not_found(version)
+            active = directory.active(history)
+            if version == active:
+                raise UsageError(
+                    f"version {version} of {name!r} is active: promote another, or delete the whole variant"
+                )
+            deleted = (*history.state.deleted, version)
+            directory.set_state(VariantState(active, history.newest, deleted, history.state.deleted_through))
+
+    def object_path(self, digest: str) -> Path:
+        """Where an artifact's bytes are; read them with length checks, never through a mapping."""
+        return self._objects.path(digest)
+
+    def quarantine(self, digest: str, reason: str) -> None:
+        """Stop serving a corrupt object, and keep it as evidence. Uploading its bytes again heals it."""
+        with explained(self.root), self._objects_locked(exclusive=True):
+            self._objects.quarantine(digest, reason)
+
+    def is_quarantined(self, digest: str) -> bool:
+        return self._objects.is_quarantined(digest)
+
+    def usage(self) -> Usage:
+        with explained(self.root):
+            return self._objects.usage()
+
+    def gc(self, *, dry_run: bool = False) -> GcReport:
+        """Remove objects that no live version has, and what crashes left.
+
+        Raises:
+            RegistryError: a damaged record or state hides what it refers to; nothing was removed.
+        """
+        with explained(self.root), self._objects_locked(exclusive=True):
+            return collect(self.root, self._objects, self._storage, dry_run=dry_run)
+
+    def check(self) -> CheckReport:
+        """Read everything and compare it. Takes no lock, so it stops nobody; changes nothing."""
+        with explained(self.root):
+            return check(self.root, self._objects, self._storage)
+
+    def _make_layout(self) -> None:
+        for name in LAYOUT:
+            self._storage.make_dirs(self.root / name)
+        # Also where they existed: the process that made them may have died before its own fsync.
+        self._storage.fsync_dir(self.root)
+        with contextlib.suppress(PermissionError):  # then an administrator made the root, and not just now
+            self._storage.fsync_dir(self.root.parent)
+
+    def _publish(
+        self, sealed: SealedUpload, facts: ArtifactFacts, directory: VariantDirectory, activate: bool
+    ) -> Publication:
+        history = directory.history()
+        known = directory.find(history, sealed.digest)
+        record = known or VersionRecord(
+            tenant=directory.tenant,
+            name=directory.name,
+            version=history.newest + 1,
+            digest=sealed.digest,
+            size_bytes=sealed.size_bytes,
+            data_start=facts.data_start,
+            device_bytes=facts.device_bytes,
+            base_fingerprint=facts.base_fingerprint,
+            chunk_sha256=sealed.chunk_sha256,
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            method=facts.method,
+            fidelity=dict(facts.fidelity),
+            activate=activate,
+        )
+        record.to_json()  # what cannot be stored is refused before the object is
+        self._objects.put(sealed)
+        if known is None:
+            record = directory.add(record)
+        else:
+            directory.settle()
+        return Publication(record, known is None, directory.active(directory.history()))
+
+    def _withdraw(self, digest: str) -> None:
+        """Free what a failed publication put into `objects/`: a full disk needs it. Others may use it though."""
+        with contextlib.suppress(OSError, RegistryError), self._objects_locked(exclusive=True, wait=False):
+            if self._objects.is_quarantined(digest) or digest not in referenced(self.root, self._storage):
+                self._objects.discard(digest)
+
+    def _delete_all(self, directory: VariantDirectory) -> None:
+        try:
+            history = directory.history()
+        except RegistryError:  # the state is damaged, and this is the way out
+            history = History(VariantState(), directory.numbers())
+        if not history.live:
+            raise directory.not_found()
+        directory.set_state(VariantState(as_of=history.newest, deleted_through=history.newest))
+
+    def _served(self, record: VersionRecord) -> VersionRecord:
+        if self._objects.is_quarantined(record.digest):
+            raise VariantQuarantined(
+                f"version {record.version} of {record.name!r} is quarantined "
+                f"({self._objects.reason(record.digest)}): upload its artifact again"
+            )
+        return record
+
+    @contextlib.contextmanager
+    def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:
+        directory = self._readable(tenant, name)
+        with explained(self.root), directory.locked():
+            directory.settle()  # so that no answer, a refusal included, rests on what a failed change left unsynced
+            yield directory
+
+    @contextlib.contextmanager
+    def _objects_locked(self, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
+        with self._storage.locked(self.root / OBJECTS_LOCK, exclusive=exclusive, wait=wait):
+            yield
+
+    def _readable(self, tenant: str, name: str) -> VariantDirectory:
+        directory = self._directory(tenant, name)
+        if not (is_name(tenant) and is_name(name)):
+            raise directory.not_found()
+        return directory
+
+    def _directory(self, tenant: str, name: str) -> VariantDirectory:
+        return VariantDirectory(self.root / "variants", tenant, name, self._storage)

@@ -1,0 +1,151 @@
+"""An artifact while it arrives: one partial file, hashed as it is written. Knows no names or versions.
+
+An upload holds a lock on its partial file, so that collection can tell one in progress from what a crash
+left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from deltastore.errors import ArtifactTooLarge, RegistryError, UsageError
+from deltastore.registry.storage import Storage, explained, flock
+
+CHUNK_BYTES = 4 << 20
+PARTIAL = ".part"
+WRITEBACK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SealedUpload:
+    """A complete upload whose bytes are durable; it lives as long as the upload's `with` block."""
+
+    path: Path
+    digest: str  # 64 lowercase hex digits
+    size_bytes: int
+    chunk_sha256: tuple[str, ...]  # hex, of each 4 MiB of the file; the last may be shorter
+
+
+class ChunkedDigest:
+    """SHA-256 of a stream of bytes: of the whole, and of every 4 MiB chunk."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._whole = hashlib.sha256()
+        self._chunk = hashlib.sha256()
+        self._chunks: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        self._whole.update(data)
+        while data:
+            room = CHUNK_BYTES - self.num_bytes % CHUNK_BYTES
+            part, data = data[:room], data[room:]
+            self._chunk.update(part)
+            self.num_bytes += len(part)
+            if len(part) == room:
+                self._chunks.append(self._chunk.hexdigest())
+                self._chunk = hashlib.sha256()
+
+    def digest(self) -> str:
+        return self._whole.hexdigest()
+
+    def chunks(self) -> tuple[str, ...]:
+        rest = (self._chunk.hexdigest(),) if self.num_bytes % CHUNK_BYTES else ()
+        return (*self._chunks, *rest)
+
+
+class Upload:
+    """Write, seal, publish, all inside its `with` block; leaving it removes whatever was not published."""
+
+    def __init__(self, root: Path, storage: Storage, max_bytes: int | None) -> None:
+        self._root = root
+        self._storage = storage
+        self._max_bytes = max_bytes
+        self._hash = ChunkedDigest()
+        self._sealed: SealedUpload | None = None
+        self._broken = False
+        self._written_back = 0  # bytes that the kernel was asked to write to the disk
+
+    def __enter__(self) -> Upload:
+        with explained(self._root):
+            self._fd, self._path = _create_locked(self._root / "uploads", self._storage)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with contextlib.suppress(
+                OSError
+            ):  # published, so moved away; or left for collection, which takes it
+                self._storage.unlink(self._path)
+        finally:
+            os.close(self._fd)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+        return self._hash.num_bytes
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            ArtifactTooLarge: they would make the upload larger than `max_bytes`; none of them is written.
+            StorageFull: no room.
+        """
+        data = memoryview(chunk).cast("B")
+        if self._max_bytes is not None and self.num_bytes + len(data) > self._max_bytes:
+            raise ArtifactTooLarge(
+                f"the upload is larger than the {self._max_bytes} bytes that this server takes: "
+                "compress it with a smaller budget, or raise the server's limit"
+            )
+        self._check_open()
+        self._broken = True  # until the write has succeeded: bytes after a failed one would leave a hole
+        with explained(self._root):
+            self._storage.write(self._fd, data)
+            self._begin_writeback(self.num_bytes + len(data))
+        self._broken = False
+        self._hash.update(data)
+
+    def seal(self) -> SealedUpload:
+        """Make the bytes durable and give the file its digest. Nothing can be written afterwards."""
+        self._check_open()
+        self._broken = True  # a failed fsync is not tried again: the second call would succeed on lost pages
+        with explained(self._root):
+            self._storage.fsync(self._fd)
+        self._broken = False
+        self._sealed = SealedUpload(self._path, self._hash.digest(), self.num_bytes, self._hash.chunks())
+        return self._sealed
+
+    def _begin_writeback(self, end: int) -> None:
+        """Keep the disk busy while bytes arrive: one fsync of gigabytes at the end would wait for all of them."""
+        if end - self._written_back >= WRITEBACK_BYTES:
+            self._storage.begin_writeback(self._fd, self._written_back, end - self._written_back)
+            self._written_back = end
+
+    def _check_open(self) -> None:
+        if self._sealed is not None:
+            raise UsageError("the upload is sealed already: open another one")
+        if self._broken:
+            raise RegistryError("the upload failed before: open another one and send the artifact again")
+
+
+def _create_locked(directory: Path, storage: Storage) -> tuple[int, Path]:
+    while True:
+        path = directory / f"{secrets.token_hex(16)}{PARTIAL}"
+        fd = storage.create(path)
+        try:
+            flock(fd, exclusive=True, wait=True)
+            if os.fstat(fd).st_nlink:
+                return fd, path
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # collection took the file between its creation and its lock: begin again

@@ -1,0 +1,1 @@
+"""Choose what the next step computes: queues, slots and KV cache pages."""

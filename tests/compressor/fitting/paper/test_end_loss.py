@@ -1,0 +1,222 @@
+"""The paper's layer stage against whole models with hooks: caches, scales, axes, and the choice by end loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.fitting.calibration import batched
+from compressor.io.pairs import TensorPair
+from compressor.fitting import solvers
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.layers.layerwise import Layerwise, Place
+from compressor.fitting.paper.scale_training import Cache, Choice, Layer, PaperAxis, Recipe, Shards, choose_axis
+from compressor.fitting.layers.solvers import AdamWScales
+from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.onebit import OneBit
+from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
+from tests.compressor.helpers.fitting import Whole, coded, dense64, ids_of, pairs_of, weights_with
+from tests.compressor.helpers.paper_oracle import squared_error, trained_scales
+from tests.helpers.tiny_models import Change, TinyModels, make_pair
+
+LENGTH, NUM_TRAIN, NUM_HELD_OUT = 10, 5, 3
+RECIPE = Recipe(batch_rows=LENGTH, lr=1e-3)  # steps that FP16 keeps
+ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Stage:
+    """One run of the layer stage, and what each layer was given."""
+
+    models: TinyModels
+    pairs: Mapping[str, TensorPair]
+    layerwise: Layerwise
+    caches: dict[str, Shards] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Linear layers in the order in which inputs reach them."""
+        return sorted(
+            (name for name in self.pairs if ".layers." in name),
+            key=lambda name: (name.split(".")[2], ORDER.index(name.split(".")[-2])),
+        )
+
+
+TEXT = [ids_of(seed, 1, LENGTH)[0] for seed in range(NUM_TRAIN + NUM_HELD_OUT)]
+BATCHES = [*batched(TEXT[:NUM_TRAIN], 2 * LENGTH), *batched(TEXT[NUM_TRAIN:], 2 * LENGTH)]
+HELD_OUT = BATCHES[-2:]
+
+
+def run_stage(
+    models: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    embeddings: bool = False,
+    recipe: Recipe = RECIPE,
+    end_loss: EndLoss | None = None,
+) -> Stage:
+    pairs = pairs_of(models, embeddings=embeddings)
+    stage = Stage(models, pairs, Layerwise(pairs, Checkpoint.open(models.finetunes[0]), "per-axis", CPU))
+    seen: list[tuple[Shards, Choice]] = []
+
+    def look(layer: Layer, delta: Tensor, shards: Shards, own: Recipe, judge: Any) -> Choice:
+        seen.append((shards, choose_axis(layer, delta, shards, own, judge)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(solvers, "choose_axis", look)
+    stage.layerwise.run(BATCHES, AdamWScales(recipe, NUM_HELD_OUT * LENGTH, end_loss))
+    for name, (shards, choice) in zip(stage.layerwise.fitted, seen, strict=True):
+        stage.caches[name], stage.choices[name] = shards, choice
+    return stage
+
+
+def io_of(whole: Whole, name: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """What a linear layer reads and, its bias aside, gives on all the text: ``[tokens, features]``."""
+    module, read, given = whole.model.get_submodule(name.removesuffix(".weight")), [], []
+
+    def look(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+        read.append(args[0].flatten(0, -2))
+        given.append((output - (0 if module.bias is None else module.bias)).flatten(0, -2))
+
+    hook = module.register_forward_hook(look)
+    for ids in BATCHES:
+        whole.logits(ids, weights)
+    hook.remove()
+    return torch.cat(read), torch.cat(given)
+
+
+def near(got: Tensor, expected: Tensor, part: float) -> bool:
+    return float((got.double() - expected).norm()) < part * float(expected.norm())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # without and with biases
+def test_caches_hold_the_students_inputs_and_the_finetunes_outputs_in_bf16(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make_pair(architecture, tmp_path, changes=(Change(noise=0.2),))
+    stage, whole = run_stage(models, monkeypatch), Whole(models)
+    student = weights_with(stage.pairs, {name: torch.zeros(pair.shape) for name, pair in stage.pairs.items()})
+    assert list(stage.caches) == stage.names
+    for name in stage.names:
+        inputs, _ = io_of(whole, name, student)
+        _, outputs = io_of(whole, name)
+        cut = NUM_TRAIN * LENGTH
+        shards = stage.caches[name]
+        for cache, rows in ((shards.train, slice(0, cut)), (shards.held_out, slice(cut, None))):
+            assert cache.x.dtype == cache.y.dtype == torch.bfloat16
+            for got, expected in ((cache.x, inputs[rows]), (cache.y, outputs[rows])):
+                assert got.shape == expected.shape
+                assert torch.allclose(got.double(), expected, rtol=2**-8, atol=1e-3)
+        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name][0])})
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_axes_and_scales_are_those_of_the_algorithms_in_float64(
+    cosine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
+    recipe = Recipe(batch_rows=LENGTH, lr=1e-3, cosine=cosine)
+    stage, whole = run_stage(models, monkeypatch, recipe=recipe), Whole(models)
+    student = weights_with(stage.pairs, {name: torch.zeros(pair.shape) for name, pair in stage.pairs.items()})
+    axes, cut = set(), NUM_TRAIN * LENGTH
+    for name in stage.names:
+        x, y = io_of(whole, name, student)[0].bfloat16(), io_of(whole, name)[1].bfloat16()
+        pair = stage.pairs[name]
+        base = pair.base.read(name).double()
+        delta = pair.finetune.read(name).double() - base
+        layer = Layer(base, delta > 0)
+        scales: dict[PaperAxis, Tensor] = {}
+        losses: dict[PaperAxis, float] = {}
+        for axis in ("in", "out"):
+            init = delta.abs().mean(1 if axis == "out" else 0)
+            scales[axis] = trained_scales(layer, init, axis, Cache(x[:cut], y[:cut]), recipe)
+            losses[axis] = float(squared_error(layer, scales[axis], axis, x[cut:], y[cut:]))
+            assert stage.choices[name].losses[axis] == pytest.approx(losses[axis], rel=1e-3)
+        chosen = min(losses, key=losses.__getitem__)
+        (plane,) = stage.layerwise.fitted[name][0].planes
+        assert plane.axis == chosen
+        stored = plane.scale_in if chosen == "in" else plane.scale_out
+        assert stored is not None
+        assert near(plane.gain * stored.double(), scales[chosen], 1e-3)
+        moved = scales[chosen] - delta.abs().mean(1 if chosen == "out" else 0)
+        assert float(moved.norm()) > 0.05 * float(scales[chosen].norm())  # so that training counts
+        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name][0])})
+        axes.add(chosen)
+    assert axes == {"in", "out"}
+
+
+@dataclass
+class Judged:
+    """One candidate."""
+
+    name: str
+    delta: OneBit
+    loss: float
+
+
+class Recording(EndLoss):
+    """Keeps what it judged."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.judged: list[Judged] = []
+
+    def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
+        loss = super().__call__(pair, place, delta)
+        self.judged.append(Judged(pair.name, delta, loss))
+        return loss
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_an_end_loss_is_the_whole_students_with_later_layers_of_the_base(
+    embeddings: bool, scalar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(noise=0.2, added_tokens=2),))
+    pairs = pairs_of(models, embeddings=embeddings)
+    end_loss = Recording(Checkpoint.open(models.finetunes[0]), pairs, HELD_OUT, CPU)
+    recipe = Recipe(batch_rows=LENGTH, epochs=1, lr=1e-3, scalar=scalar)
+    stage = run_stage(models, monkeypatch, embeddings=embeddings, recipe=recipe, end_loss=end_loss)
+    whole = Whole(models)
+    student = weights_with(pairs, {name: torch.zeros(pair.shape) for name, pair in pairs.items()})
+    if embeddings:  # from weights alone, before any layer
+        name = "model.embed_tokens.weight"
+        student |= weights_with(pairs, {name: dense64(coded(pairs, "per-axis")[name])})
+    number = 3 if scalar else 2
+    for place, name in enumerate(stage.names):
+        candidates = end_loss.judged[number * place : number * (place + 1)]
+        assert [candidate.delta.axis for candidate in candidates] == ["in", "out", "scalar"][:number]
+        for candidate in candidates:
+            assert candidate.name == name
+            own = student | weights_with(pairs, {name: candidate.delta.dense().double()})
+            losses = [(whole.logits(ids, own) - whole.logits(ids)).square().sum() for ids in HELD_OUT]
+            assert candidate.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-3)
+        best = min(candidates, key=lambda candidate: candidate.loss)
+        (plane,) = stage.layerwise.fitted[name][0].planes
+        assert plane.axis == best.delta.axis
+        assert torch.equal(plane.dense(), best.delta.dense())
+        student |= weights_with(pairs, {name: plane.dense().double()})
+    assert len(end_loss.judged) == number * len(stage.names)
+
+
+def test_an_end_loss_leaves_the_block_as_it_was(tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
+    pairs = pairs_of(models)
+    finetune = Checkpoint.open(models.finetunes[0])
+    end_loss = EndLoss(finetune, pairs, HELD_OUT, CPU)
+    layerwise = Layerwise(pairs, finetune, "both", CPU)
+    decoder = end_loss._student
+    block = decoder.load_block(0)
+    before = {key: value.clone() for key, value in block.state_dict().items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    place = Place(decoder, 0, block, "mlp.up_proj", decoder.embed(HELD_OUT))
+    losses = [end_loss(pairs[name], place, layerwise.delta(name)) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())

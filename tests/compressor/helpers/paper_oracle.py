@@ -1,0 +1,56 @@
+"""The paper's formulas in float64: AdamW, a layer's scales (Algorithm 5), and what is minimised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compressor.fitting.paper.scale_training import Cache, Layer, PaperAxis, Recipe
+
+BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # what AdamW has where nobody says otherwise
+
+
+@dataclass
+class AdamW64:
+    """AdamW of one tensor."""
+
+    decay: float = DECAY
+    num_steps: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    square: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def stepped(self, value: Tensor, gradient: Tensor, lr: float) -> Tensor:
+        self.num_steps += 1
+        self.mean = BETAS[0] * self.mean + (1 - BETAS[0]) * gradient
+        self.square = BETAS[1] * self.square + (1 - BETAS[1]) * gradient.square()
+        unbiased = self.mean / (1 - BETAS[0] ** self.num_steps)
+        spread = (self.square / (1 - BETAS[1] ** self.num_steps)).sqrt() + EPSILON
+        return value * (1 - lr * self.decay) - lr * unbiased / spread
+
+
+def coded(signs: Tensor, scale: Tensor, axis: PaperAxis) -> Tensor:  # [out, in] float64
+    """v o B, from a mask and scales."""
+    return torch.where(signs, 1.0, -1.0).double() * (scale[:, None] if axis == "out" else scale)
+
+
+def squared_error(layer: Layer, scale: Tensor, axis: PaperAxis, x: Tensor, y: Tensor) -> Tensor:
+    output = x.double() @ (layer.base.double() + coded(layer.signs, scale, axis)).T
+    return (output - y.double()).square().mean()
+
+
+def trained_scales(layer: Layer, init: Tensor, axis: PaperAxis, cache: Cache, recipe: Recipe) -> Tensor:
+    """Algorithm 5."""
+    scale, optimizer = init.double(), AdamW64()
+    starts = range(0, len(cache.x), recipe.batch_rows)
+    num_steps = recipe.epochs * len(starts)
+    for step in range(num_steps):
+        first = starts[step % len(starts)]
+        x, y = (t[first : first + recipe.batch_rows] for t in (cache.x, cache.y))
+        variable = scale.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(squared_error(layer, variable, axis, x, y), variable)
+        lr = recipe.lr * ((1 + math.cos(math.pi * step / num_steps)) / 2 if recipe.cosine else 1)
+        scale = optimizer.stepped(scale, gradient, lr)
+    return scale

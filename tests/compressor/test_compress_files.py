@@ -1,0 +1,81 @@
+"""The variant's own tokenizer, chat template and generation config: carried where they differ from the base's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deltastore.format.artifact import Artifact
+from tests.compressor.helpers.compressing import compressed, rewrite_config
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
+
+GENERATION = "generation_config.json"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> TinyModels:
+    return make_pair("llama", tmp_path)
+
+
+def carried(models: TinyModels, out: Path) -> dict[str, bytes]:
+    files = compressed(models, out).manifest.files
+    with Artifact.open(out) as artifact:
+        return {name: artifact.file(name) for name in files}
+
+
+def test_files_equal_to_the_bases_are_not_carried(models: TinyModels, tmp_path: Path) -> None:
+    assert carried(models, tmp_path / "delta") == {}
+
+
+def test_a_chat_template_of_its_own_brings_the_whole_tokenizer(tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(chat_template=CHAT_TEMPLATE),))
+    files = carried(models, tmp_path / "delta")
+    assert files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
+    assert files["tokenizer.json"] == (models.base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("side", ["base", "finetune-0"])
+def test_a_file_that_only_one_side_has_is_a_difference(models: TinyModels, side: str, tmp_path: Path) -> None:
+    (tmp_path / side / "merges.txt").write_text("#version: 0.2\n")
+    files = carried(models, tmp_path / "delta")
+    assert ("merges.txt" in files) == (side == "finetune-0")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= files.keys()
+
+
+def test_a_fine_tune_without_a_tokenizer_uses_the_bases(models: TinyModels, tmp_path: Path) -> None:
+    for path in models.finetunes[0].glob("tokenizer*"):
+        path.unlink()
+    assert carried(models, tmp_path / "delta") == {}
+
+
+def test_another_generation_config_is_carried_as_it_is(tmp_path: Path) -> None:
+    models = make_pair(
+        "llama", tmp_path, changes=(Change(generation={"temperature": 0.5, "do_sample": True}),)
+    )
+    files = carried(models, tmp_path / "delta")
+    assert files == {GENERATION: (models.finetunes[0] / GENERATION).read_bytes()}
+
+
+def test_notes_of_the_library_are_no_difference(models: TinyModels, tmp_path: Path) -> None:
+    path = models.finetunes[0] / GENERATION
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "transformers_version": "4.0", "top_k": None})
+    )
+    assert carried(models, tmp_path / "delta") == {}
+
+
+def test_without_the_file_the_token_ids_of_the_configuration_are_in_force(
+    models: TinyModels, tmp_path: Path
+) -> None:
+    (models.finetunes[0] / GENERATION).unlink()
+    assert carried(models, tmp_path / "same") == {}
+    rewrite_config(models.finetunes[0], eos_token_id=[257, 3])
+    files = carried(models, tmp_path / "other")
+    assert json.loads(files[GENERATION]) == {
+        "bos_token_id": 256,
+        "eos_token_id": [257, 3],
+        "pad_token_id": 258,
+    }

@@ -1,0 +1,398 @@
+"""Storage that stops at a chosen change: the process dies, the power fails, the disk refuses.
+
+Also the steps that the registry's crash tests interrupt, and, run as a program, their victims: `kill` dies at
+every change in turn, `publish` and `churn` work against each other in two processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltastore.errors import VariantNotFound
+from deltastore.registry.records import ArtifactFacts
+from deltastore.registry import Publication, Registry
+from deltastore.registry.storage import Storage
+
+FACTS = ArtifactFacts(
+    data_start=4096, device_bytes=1000, base_fingerprint="ab" * 32, method="both", fidelity={"kl": 0.5}
+)
+View = dict[str, object]
+Tree = dict[Path, bytes | None]  # None is a directory
+Luck = Callable[[], bool]
+
+
+class SteppedStorage(Storage):
+    """Counts changes; from number `stop_at` on, the first is 0, calls `stop` in place of each."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.calls: list[str] = []
+
+    def stop(self, name: str) -> None:
+        raise NotImplementedError(name)
+
+    def step(self, name: str) -> None:
+        self.calls.append(name)
+        if self.stop_at is not None and len(self.calls) > self.stop_at:
+            self.stop(name)
+
+    def make_dir(self, path: Path) -> None:
+        self.step("make_dir")
+        super().make_dir(path)
+
+    def create(self, path: Path) -> int:
+        self.step("create")
+        return super().create(path)
+
+    def open_lock(self, path: Path) -> int:
+        self.step("open_lock")
+        return super().open_lock(path)
+
+    def write(self, fd: int, data: memoryview) -> None:
+        half = len(data) // 2
+        self.write_some(fd, data[:half])
+        self.step("write")  # which may stop halfway
+        self.write_some(fd, data[half:])
+
+    def write_some(self, fd: int, data: memoryview) -> None:
+        super().write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        self.step("fsync")
+        self.sync_file(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        self.step("fsync_dir")
+        self.sync_dir(path)
+
+    def sync_file(self, fd: int) -> None:
+        """The kernel outlives the process, so a killed process needs no real fsync."""
+
+    def sync_dir(self, path: Path) -> None:
+        """As for files."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.step("rename")
+        super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self.step("link")
+        super().link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self.step("unlink")
+        super().unlink(path)
+
+
+class KillStorage(SteppedStorage):
+    """The process dies by SIGKILL: no `finally` runs."""
+
+    def stop(self, name: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RefusingStorage(SteppedStorage):
+    """One change, counted among those of some kinds, raises; the ones after it succeed."""
+
+    def __init__(self, stop_at: int | None, error: BaseException, kinds: tuple[str, ...]) -> None:
+        super().__init__(stop_at)
+        self.error = error
+        self.kinds = kinds
+        self.has_raised = False
+
+    def step(self, name: str) -> None:
+        if name in self.kinds:
+            super().step(name)
+
+    def stop(self, name: str) -> None:
+        if not self.has_raised:
+            self.has_raised = True
+            raise self.error
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the disk holds for certain, and what it may hold by luck."""
+
+    base: Path
+    durable: dict[Path, dict[str, int]]  # names in each directory; a directory is -1
+    pending: tuple[tuple[Path, dict[str, int | None]], ...]  # changes of names, each within one directory
+    written: dict[int, bytes]
+    synced: dict[int, bytes]
+
+    def surviving(self, keeps_name: Luck, keeps_bytes: Luck) -> Tree:
+        """What a restart finds; the two say of each unsynced change whether the disk had it."""
+        names = {directory: dict(entries) for directory, entries in self.durable.items()}
+        for directory, change in self.pending:
+            if keeps_name():
+                apply(names[directory], change)
+        tree: Tree = {}
+        self._collect(self.base, names, keeps_bytes, tree)
+        return tree
+
+    def _collect(
+        self, directory: Path, names: dict[Path, dict[str, int]], keeps_bytes: Luck, tree: Tree
+    ) -> None:
+        for name, node in names[directory].items():
+            path = directory / name
+            if node < 0:
+                tree[path] = None
+                self._collect(path, names, keeps_bytes, tree)
+            else:
+                tree[path] = self.written[node] if keeps_bytes() else self.synced[node]
+
+
+class VolatileStorage(SteppedStorage):
+    """Knows what is durable, and keeps the moment before every change, for tests to lose the power in.
+
+    A file's bytes are durable after its fsync, a name after its directory's. The two names of a rename within
+    one directory change together; everything else is lost or kept on its own. With `fails_at`, that fsync fails
+    and the file's bytes are lost: the next one succeeds without them, as on Linux.
+    """
+
+    def __init__(self, base: Path, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.base = base
+        self.fails_at = fails_at
+        self.num_fsyncs = 0
+        self.moments: list[Moment] = []
+        self.nodes: dict[Path, int] = {}  # what a name means now
+        self.durable: dict[Path, dict[str, int]] = {base: {}}
+        self.pending: list[tuple[Path, dict[str, int | None]]] = []
+        self.written: dict[int, bytes] = {}
+        self.synced: dict[int, bytes] = {}
+        self.lost: set[int] = set()
+        self.open: dict[int, int] = {}
+        for path in sorted(base.rglob("*")):
+            self._adopt(path)
+
+    def now(self) -> Moment:
+        durable = {directory: dict(names) for directory, names in self.durable.items()}
+        return Moment(self.base, durable, tuple(self.pending), dict(self.written), dict(self.synced))
+
+    def stop(self, name: str) -> None:
+        self.stop_at = None
+        raise KeyboardInterrupt  # the process ends, the machine goes on
+
+    def step(self, name: str) -> None:
+        super().step(name)
+        self.moments.append(self.now())
+
+    def make_dir(self, path: Path) -> None:
+        super().make_dir(path)
+        self.nodes[path] = -1
+        self.durable[path] = {}
+        self.pending.append((path.parent, {path.name: -1}))
+
+    def create(self, path: Path) -> int:
+        fd = super().create(path)
+        self._begin(path, fd)
+        return fd
+
+    def open_lock(self, path: Path) -> int:
+        fd = super().open_lock(path)
+        if path not in self.nodes:
+            self._begin(path, fd)
+        return fd
+
+    def write_some(self, fd: int, data: memoryview) -> None:
+        super().write_some(fd, data)
+        self.written[self.open[fd]] += bytes(data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        node = self.nodes[target] = self.nodes.pop(source)
+        if source.parent == target.parent:
+            self.pending.append((target.parent, {source.name: None, target.name: node}))
+        else:
+            self.pending += [(target.parent, {target.name: node}), (source.parent, {source.name: None})]
+
+    def link(self, source: Path, target: Path) -> None:
+        super().link(source, target)
+        self.nodes[target] = self.nodes[source]
+        self.pending.append((target.parent, {target.name: self.nodes[source]}))
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        self.nodes.pop(path)
+        self.pending.append((path.parent, {path.name: None}))
+
+    def sync_file(self, fd: int) -> None:
+        node = self.open[fd]
+        if self._fails():
+            self.lost.add(node)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if node not in self.lost:
+            self.synced[node] = self.written[node]
+
+    def sync_dir(self, path: Path) -> None:
+        if self._fails():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        for directory, change in self.pending:
+            if directory == path:
+                apply(self.durable[directory], change)
+        self.pending = [(directory, change) for directory, change in self.pending if directory != path]
+
+    def _fails(self) -> bool:
+        self.num_fsyncs += 1
+        return self.num_fsyncs - 1 == self.fails_at
+
+    def _adopt(self, path: Path) -> None:
+        node = -1 if path.is_dir() else len(self.written)
+        self.nodes[path] = self.durable[path.parent][path.name] = node
+        if node < 0:
+            self.durable[path] = {}
+        else:
+            self.written[node] = self.synced[node] = path.read_bytes()
+
+    def _begin(self, path: Path, fd: int) -> None:
+        node = len(self.written)
+        self.nodes[path] = self.open[fd] = node
+        self.written[node] = self.synced[node] = b""
+        self.pending.append((path.parent, {path.name: node}))
+
+
+def apply(names: dict[str, int], change: dict[str, int | None]) -> None:
+    for name, node in change.items():
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node
+
+
+def rebuild(base: Path, tree: Tree) -> None:
+    """Replace everything in `base`."""
+    shutil.rmtree(base)
+    base.mkdir()
+    for path, data in tree.items():  # a directory comes before what is in it
+        if data is None:
+            path.mkdir()
+        else:
+            path.write_bytes(data)
+
+
+def artifact(seed: int, num_bytes: int = 3000) -> bytes:
+    """Bytes to publish; the registry does not care what they mean."""
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def digest_of(seed: int) -> str:
+    return hashlib.sha256(artifact(seed)).hexdigest()
+
+
+def push(
+    registry: Registry, data: bytes, name: str, tenant: str = "default", activate: bool = True
+) -> Publication:
+    """Upload and publish."""
+    with registry.open_upload(None) as upload:
+        upload.write(data)
+        return registry.publish(upload.seal(), FACTS, tenant=tenant, name=name, activate=activate)
+
+
+def make_world(root: Path) -> None:
+    """A registry with a bit of everything; of its files nothing is in flight."""
+    registry = Registry(root, SteppedStorage())
+    for seed in (1, 2):
+        push(registry, artifact(seed), "a")
+    push(registry, artifact(3), "a", activate=False)
+    push(registry, artifact(2), "b")
+    push(registry, artifact(4), "c", tenant="public")
+    push(registry, artifact(5), "gone")
+    registry.delete("default", "gone")
+    push(registry, artifact(6), "sick")
+    registry.quarantine(digest_of(6), "a test broke it")
+    push(registry, artifact(7), "dropped")
+    registry.quarantine(digest_of(7), "a test broke it, and no version needs it")
+    (root / "objects" / digest_of(7)).write_bytes(b"rotten")  # as if the quarantine had been cut short
+    registry.delete("default", "dropped")
+    (root / "uploads" / "dead.part").write_bytes(b"half an upl")
+
+
+def view(registry: Registry) -> View:
+    """All that users can see."""
+    variants = registry.variants()
+    seen: View = {
+        f"{variant.tenant}/{variant.name}": (
+            variant.active,
+            [(r.version, r.digest) for r in variant.versions],
+        )
+        for variant in variants
+    }
+    needed = {record.digest for variant in variants for record in variant.versions}
+    seen["quarantined"] = {digest for digest in needed if registry.is_quarantined(digest)}
+    return seen
+
+
+def delete(registry: Registry, version: int | None) -> None:
+    with suppress(VariantNotFound):  # deleted already, where this is the second try
+        registry.delete("default", "a", version)
+
+
+STEPS: dict[str, Callable[[Registry], object]] = {
+    "publish": lambda registry: push(registry, artifact(9), "a"),
+    "publish without activating": lambda registry: push(registry, artifact(9), "a", activate=False),
+    "publish for a new tenant": lambda registry: push(registry, artifact(9), "new", tenant="new"),
+    "publish the bytes of another variant": lambda registry: push(registry, artifact(1), "b"),
+    "publish the same bytes again": lambda registry: push(registry, artifact(1), "a"),
+    "publish under a deleted name": lambda registry: push(registry, artifact(5), "gone"),
+    "activate": lambda registry: registry.activate("default", "a", 1),
+    "delete a version": lambda registry: delete(registry, 1),
+    "delete a variant": lambda registry: delete(registry, None),
+    "quarantine": lambda registry: registry.quarantine(digest_of(4), "a test broke it too"),
+    "heal": lambda registry: push(registry, artifact(6), "sick"),
+    "collect": lambda registry: registry.gc(),
+}
+
+
+def kill_at_every_step(step: str, base: Path) -> list[int]:
+    """Run a step in children that die at their first, second... change, each on its own copy of `base/world`.
+
+    Returns the signal that ended each, the last of them 0: it came through.
+    """
+    signals: list[int] = []
+    while not signals or signals[-1]:
+        root = base / str(len(signals))
+        shutil.copytree(base / "world", root)
+        child = os.fork()
+        if child == 0:
+            STEPS[step](Registry(root, KillStorage(len(signals))))
+            os._exit(0)
+        signals.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return signals
+
+
+def publish_many(root: Path, name: str, seeds: range) -> list[tuple[int, str]]:
+    registry = Registry(root)
+    records = [push(registry, artifact(seed), name).record for seed in seeds]
+    return [(record.version, record.digest) for record in records]
+
+
+def churn(root: Path, name: str, rounds: int) -> None:
+    """Publish the same bytes, see that they are there, delete them; again and again."""
+    registry = Registry(root)
+    for _ in range(rounds):
+        push(registry, artifact(1), name)
+        digest = registry.resolve("default", name).digest
+        assert registry.object_path(digest).read_bytes() == artifact(1), "collected under a live version"
+        registry.delete("default", name)
+
+
+if __name__ == "__main__":
+    mode, directory, what, *rest = sys.argv[1:]
+    if mode == "kill":
+        print(json.dumps(kill_at_every_step(what, Path(directory))))
+    elif mode == "publish":
+        print(json.dumps(publish_many(Path(directory), what, range(*map(int, rest)))))
+    else:
+        churn(Path(directory), what, int(rest[0]))

@@ -1,0 +1,164 @@
+"""A server's life over HTTP: overload, shutdown, kill -9 and a full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.helpers.live_server import (
+    MAX_MODEL_LEN,
+    Artifacts,
+    LiveServer,
+    connection,
+    error_of,
+    eventually,
+    json_request,
+    live_server,
+)
+
+LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0}  # until the client hangs up
+OCTETS = {"Content-Type": "application/octet-stream"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def admin_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of 8 MB, or a plain directory where this user may not mount one."""
+    place = tmp_path_factory.mktemp("small")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    yield place
+    if is_mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def small(artifacts: Artifacts, admin_port: int, small_disk: Path) -> Iterator[LiveServer]:
+    """Two slots, one request at a time, one in the queue, half a second to load, a small disk, a port for metrics."""
+    registry = small_disk / "registry"
+    limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5)
+    options = (*limits, "--max-gpu-deltas", 2, "--admin-port", admin_port)
+    with live_server(artifacts.base, registry, *options) as running:
+        for name in ("plain", "chatty", "third"):
+            assert running.upload(name, getattr(artifacts, name)).status_code == 201
+        yield running
+
+
+def refused(reply: httpx.Response, code: str) -> bool:
+    """Whether a reply says: not now, come again later."""
+    return (reply.status_code, error_of(reply)["code"]) == (503, code) and int(
+        reply.headers["Retry-After"]
+    ) > 0
+
+
+def in_use(server: LiveServer, name: str) -> int:
+    count: int = server.client.get(f"/variants/{name}").json()["versions"][0]["num_requests"]
+    return count
+
+
+def test_metrics_are_on_the_admin_port_alone(small: LiveServer, admin_port: int) -> None:
+    assert small.client.get("/metrics").status_code == 404
+    admin = f"http://127.0.0.1:{admin_port}"
+    assert "peraxis_ready 1.0" in httpx.get(f"{admin}/metrics").text
+    assert httpx.get(f"{admin}/variants").status_code == 404
+
+
+def test_a_full_queue_is_told_at_once(small: LiveServer) -> None:
+    waiting = json_request("/generate?variant=third", {"prompt": "hello"})
+    with small.streaming("third", **LONG) as stream, connection(small.url) as second:
+        next(stream)
+        second.sendall(waiting)
+        assert eventually(lambda: in_use(small, "third") == 2)
+        assert refused(small.generate("plain"), "overloaded")
+    assert eventually(lambda: small.generate("plain", max_new_tokens=1).status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_variant_that_finds_no_slot_in_time_is_told_so(small: LiveServer, stream: bool) -> None:
+    small.client.post("/variants/plain/pin")
+    assert eventually(lambda: small.client.get("/variants/plain").json()["versions"][0]["pinned"])
+    with small.streaming("third", **LONG) as running:
+        next(running)
+        assert refused(small.generate("chatty", stream=stream), "load_timeout")
+    small.client.post("/variants/plain/unpin")
+    assert eventually(lambda: small.generate("chatty", max_new_tokens=1).status_code == 200)
+
+
+def test_a_full_disk_refuses_the_upload_and_nothing_else(
+    small: LiveServer, small_disk: Path, artifacts: Artifacts
+) -> None:
+    if not os.path.ismount(small_disk):
+        pytest.skip("this user may not mount a small disk to fill")
+    before = small.client.get("/variants").json()
+    reply = small.client.post("/variants?name=large", content=bytes(12 << 20), headers=OCTETS)
+    assert (reply.status_code, error_of(reply)["code"]) == (507, "insufficient_storage")
+    assert small.client.get("/variants").json() == before
+    assert small.generate("plain", max_new_tokens=1).status_code == 200
+    assert small.upload("after", artifacts.spare[0]).status_code == 201
+
+
+def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
+    small: LiveServer, artifacts: Artifacts
+) -> None:
+    with small.streaming("plain", max_new_tokens=MAX_MODEL_LEN - 10, n=6) as stream:
+        events = [next(stream)]
+        small.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: small.client.get("/ready").status_code == 503)
+        assert refused(small.client.get("/ready"), "draining")
+        assert refused(small.generate("plain"), "draining")
+        assert refused(small.upload("late", artifacts.third), "draining")
+        assert small.client.get("/health").status_code == 200
+        events += stream
+    names = [name for name, _ in events]
+    assert (names.count("finish"), names[-1]) == (6, "done")
+    assert small.process.wait(30) == 0
+    assert "Traceback" not in small.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def restarted(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server on the registry of another that was killed just after it acknowledged an upload."""
+    registry = tmp_path_factory.mktemp("killed") / "registry"
+    with live_server(artifacts.base, registry) as first:
+        assert first.upload("survivor", artifacts.plain).status_code == 201
+        assert first.upload("survivor", artifacts.third, activate="false").status_code == 201
+        assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+    with live_server(artifacts.base, registry, "--shutdown-timeout", 1) as second:
+        yield second
+
+
+def test_what_was_acknowledged_survives_kill_9(restarted: LiveServer, server: LiveServer) -> None:
+    listed = restarted.client.get("/variants").json()["variants"]
+    assert [(entry["name"], entry["active"], len(entry["versions"])) for entry in listed] == [
+        ("survivor", 1, 2)
+    ]
+    answer = restarted.token_ids("survivor", max_new_tokens=8)
+    assert answer == server.token_ids("plain", max_new_tokens=8)
+
+
+def test_a_request_that_outlasts_the_shutdown_timeout_is_told_and_the_exit_is_clean(
+    restarted: LiveServer,
+) -> None:
+    with restarted.streaming("survivor", **LONG) as stream:
+        next(stream)
+        restarted.process.send_signal(signal.SIGTERM)
+        name, data = list(stream)[-1]
+    assert (name, data["error"]["code"]) == ("error", "draining")
+    assert restarted.process.wait(30) == 0

@@ -1,0 +1,245 @@
+"""Every kind of layer on a mixed batch: each row is what a layer with that variant's own weights gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from deltastore.format.matrix import MatrixDelta
+from deltastore.format.onebit import OneBit
+from deltastore.format.signs import pack_signs
+from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.embedding import EmbeddingDelta
+from server.deltas.linear import HeadDelta, LinearDelta
+from server.deltas.norm import NormDelta
+from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
+
+COUNTS = [2, 3, 1, 2]  # rows of: the base, variant 0, variant 1, variant 0 again
+OWNERS = [None, 0, 1, 0]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def coded(out_features: int, in_features: int, seed: int) -> MatrixDelta:
+    """A matrix of one plane where the seed is 1, and of three planes and a residual of rank 2 where it is another."""
+    planes = [drawn(out_features, in_features, seed=10 * seed + k) for k in range(1 if seed == 1 else 3)]
+    return MatrixDelta(
+        tuple(
+            OneBit.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
+            for delta in planes
+        ),
+        None if seed == 1 else drawn(out_features, 2, seed=seed).half(),
+        None if seed == 1 else drawn(2, in_features, seed=seed + 1).half(),
+    )
+
+
+def view(delta: MatrixDelta, added: Tensor | None = None) -> MatrixView:
+    planes = tuple(
+        PlaneView(
+            plane.signs,
+            plane.factor_out().contiguous(),
+            None if plane.scale_in is None else plane.scale_in.float(),
+        )
+        for plane in delta.planes
+    )
+    return MatrixView(planes, delta.left, delta.right, added)
+
+
+def resident(
+    matrices: dict[str, MatrixView], whole: dict[str, Tensor] | None = None, tied: bool = False
+) -> ResidentDelta:
+    return ResidentDelta("0" * 64, tied, "h.weight", matrices, whole or {}, Slot(0, torch.empty(0)), 0)
+
+
+def batch(deltas: list[ResidentDelta]) -> DeltaBatch:
+    owners = [None if owner is None else deltas[owner] for owner in OWNERS]
+    return DeltaBatch.of(owners, COUNTS, COUNTS)
+
+
+def by_row(values: list[Tensor]) -> list[Tensor]:
+    """The value of each row: `values` is the base's, then each variant's."""
+    return [
+        values[0 if owner is None else owner + 1]
+        for owner, count in zip(OWNERS, COUNTS, strict=True)
+        for _ in range(count)
+    ]
+
+
+def test_linear_rows_have_their_own_weights_and_biases() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    first, second = coded(7, 13, seed=1), coded(7, 13, seed=2)
+    bias = drawn(7, seed=3)
+    deltas = [resident({"l.weight": view(first)}, {"l.bias": bias}), resident({"l.weight": view(second)})]
+    LinearDelta(layer, "l", context)
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    with context.step(batch(deltas)):
+        got = layer(x)[0]
+    weights = by_row([layer.weight, layer.weight + first.dense(), layer.weight + second.dense()])
+    biases = by_row([layer.bias, bias, layer.bias])
+    want = torch.stack([w @ row + b for w, row, b in zip(weights, x[0], biases, strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_whole_matrix_takes_the_place_of_the_bases() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    first, second = coded(7, 13, seed=1), drawn(7, 13, seed=2)
+    LinearDelta(layer, "l", context)
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    with context.step(batch([resident({"l.weight": view(first)}), resident({}, {"l.weight": second})])):
+        got = layer(x)[0]
+    weights = by_row([layer.weight, layer.weight + first.dense(), second])
+    want = torch.stack([w @ row + layer.bias for w, row in zip(weights, x[0], strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_base_is_unchanged_after_a_mixed_step() -> None:
+    layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
+    x = drawn(1, sum(COUNTS), 13, seed=4)
+    weight, plain = layer.weight.clone(), layer(x)
+    LinearDelta(layer, "l", context)
+    with context.step(batch([resident({"l.weight": view(coded(7, 13, seed=s))}) for s in (1, 2)])):
+        layer(x)
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer(x), plain)
+
+
+def test_embedding_rows_are_each_variants_own_added_ones_included() -> None:
+    layer, context = nn.Embedding(11, 6).requires_grad_(False), BatchContext()
+    first, second, added = coded(11, 6, seed=1), coded(11, 6, seed=2), drawn(2, 6, seed=3)
+    EmbeddingDelta(layer, "e", context)
+    ids = torch.tensor([3, 10, 12, 3, 11, 0, 5, 12])
+    with context.step(
+        batch([resident({"e.weight": view(first, added)}), resident({"e.weight": view(second)})])
+    ):
+        got = layer(ids[None])[0]
+    tables = by_row(
+        [layer.weight, torch.cat([layer.weight + first.dense(), added]), layer.weight + second.dense()]
+    )
+    torch.testing.assert_close(got, torch.stack([t[i] for t, i in zip(tables, ids, strict=True)]))
+
+
+def test_logits_of_tokens_that_a_variant_lacks_are_minus_infinity() -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    first, second, added = coded(11, 6, seed=1), coded(11, 6, seed=2), drawn(2, 6, seed=3)
+    HeadDelta(layer, "h", "e", context)
+    x = drawn(1, sum(COUNTS), 6, seed=4)
+    with context.step(
+        batch([resident({"h.weight": view(first, added)}), resident({"h.weight": view(second)})])
+    ):
+        got = layer(x)[0]
+    heads = by_row(
+        [layer.weight, torch.cat([layer.weight + first.dense(), added]), layer.weight + second.dense()]
+    )
+    want = torch.full((sum(COUNTS), 13), -torch.inf)
+    for row, (head, features) in enumerate(zip(heads, x[0], strict=True)):
+        want[row, : len(head)] = head @ features
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_tied_variant_uses_its_embedding_as_its_head(seed: int) -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    delta = coded(11, 6, seed)
+    HeadDelta(layer, "e", "e", context)
+    x = drawn(1, sum(COUNTS), 6, seed=4)
+    with context.step(
+        batch(
+            [resident({"e.weight": view(delta)}, tied=True), resident({"e.weight": view(delta)}, tied=True)]
+        )
+    ):
+        got = layer(x)[0]
+    torch.testing.assert_close(got[2:], x[0, 2:] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("heads", [None, 1, sum(COUNTS)])
+def test_norm_rows_have_their_own_weights(kind: type[nn.Module], heads: int | None) -> None:
+    norm, context = kind(10).requires_grad_(False), BatchContext()
+    values = [{name: drawn(10, seed=seed) for name, _ in norm.named_parameters()} for seed in (1, 2)]
+    shape = (1, sum(COUNTS), 10) if heads is None else (1, sum(COUNTS), heads, 10)
+    x = drawn(*shape, seed=3)
+    base = {name: value.clone() for name, value in norm.named_parameters()}
+    rows = by_row([torch.func.functional_call(norm, own, (x,))[0] for own in (base, *values)])
+    want = torch.stack([result[row] for row, result in enumerate(rows)])
+    NormDelta(norm, "n", context)
+    with context.step(batch([resident({}, {f"n.{k}": v for k, v in own.items()}) for own in values])):
+        got = norm(x)[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_neighbours_of_one_delta_are_one_group() -> None:
+    delta = resident({})
+    groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0]).groups
+    assert [group.rows for group in groups] == [slice(0, 3), slice(7, 8)]
+    assert [group.kept for group in groups] == [slice(0, 2), slice(3, 3)]
+
+
+def test_kept_rows_of_the_head_are_counted_apart_from_tokens() -> None:
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    first, second = coded(11, 6, seed=1), coded(11, 6, seed=2)
+    HeadDelta(layer, "h", "e", context)
+    deltas = [resident({"h.weight": view(first)}), resident({"h.weight": view(second)})]
+    x = drawn(1, 4, 6, seed=4)
+    with context.step(DeltaBatch.of([None, *deltas], [3, 5, 2], [1, 0, 3])):
+        got = layer(x)[0]
+    want = torch.cat([x[0, :1] @ layer.weight.T, x[0, 1:] @ (layer.weight + second.dense()).T])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_the_same_bits_whoever_is_in_the_batch_with_them() -> None:
+    layer, context = nn.Linear(100, 70, bias=False).requires_grad_(False), BatchContext()
+    deltas = [resident({"l.weight": view(coded(70, 100, seed=seed))}) for seed in (1, 2)]
+    LinearDelta(layer, "l", context)
+    x, base = drawn(5, 100, seed=4), nn.functional.linear
+    with context.step(DeltaBatch.of([*deltas], [3, 2], [0, 0])):
+        together = layer(x[None])[0] - base(x, layer.weight)
+    for delta, rows in zip(deltas, (slice(0, 3), slice(3, 5)), strict=True):
+        with context.step(DeltaBatch.of([None, delta], [rows.start, rows.stop - rows.start], [0, 0])):
+            alone = layer(x[None, : rows.stop])[0, rows] - base(x[: rows.stop], layer.weight)[rows]
+        torch.testing.assert_close(together[rows], alone, rtol=0, atol=1e-5)
+
+
+def test_a_step_finds_the_tables_of_the_step_before_it() -> None:
+    context, deltas = BatchContext(), [resident({}), resident({})]
+    with context.step(DeltaBatch.of(deltas, [3, 2], [1, 1])):
+        first = context.current
+    with context.step(DeltaBatch.of(deltas, [1, 1], [1, 1])):
+        second = context.current
+    with context.step(DeltaBatch.of(deltas[:1], [1], [1])):
+        third = context.current
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert second.composition is first.composition
+    assert third.composition is not first.composition
+
+
+def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
+    layer, context, slot = (
+        nn.Linear(6, 11, bias=False).requires_grad_(False),
+        BatchContext(),
+        Slot(0, torch.empty(0)),
+    )
+    LinearDelta(layer, "l", context)
+    x = drawn(1, 2, 6, seed=4)
+    for seed in (1, 2):
+        delta = coded(11, 6, seed)
+        own = ResidentDelta("0" * 64, False, "h.weight", {"l.weight": view(delta)}, {}, slot, slot.generation)
+        with context.step(DeltaBatch.of([own], [2], [0])):
+            got = layer(x)[0]
+        torch.testing.assert_close(got, x[0] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
+        slot.generation += 1
+        with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([own], [2], [0])):
+            pass
+
+
+def test_a_batch_never_reads_a_slot_that_was_given_up() -> None:
+    delta, context = resident({}), BatchContext()
+    delta.slot.generation += 1
+    with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([delta], [1], [1])):
+        pass

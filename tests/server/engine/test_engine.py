@@ -1,0 +1,302 @@
+"""The engine over true tiny models: slots, loads, failures, cancellation. One request never disturbs another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from deltastore.errors import VariantNotFound, VariantQuarantined
+from server.engine.admitted import Admitted
+from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.engine.model_runner import Piece
+from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
+from tests.server.helpers.served import Answer, Family, Served, make_family, serving
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("models"), seed=3, num_variants=4)
+
+
+@pytest.fixture
+def served(deltas: Family, tmp_path: Path) -> Iterator[Served]:
+    with serving(
+        deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout_s=20.0
+    ) as running:
+        yield running
+
+
+def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step take long enough that requests of many tokens are still there a moment later."""
+    runner = served.engine._core._runner
+    forward = runner.forward
+
+    def slowly(pieces: list[Piece], fresh: list[int]) -> Tensor:
+        time.sleep(0.02)
+        return forward(pieces, fresh)
+
+    monkeypatch.setattr(runner, "forward", slowly)
+
+
+def error_of(answer: Answer) -> Exception:
+    assert isinstance(answer.end, ErrorEvent)
+    return answer.end.error
+
+
+def test_more_active_variants_than_slots_all_answer_as_they_do_alone(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts)]
+    alone = [served.ask(record, PROMPT, max_new_tokens=8).token_ids for record in records]
+    assert len({tuple(tokens) for tokens in alone}) == len(alone)
+    together = [served.start(record, PROMPT, max_new_tokens=8) for record in records]
+    assert [pending.answer().token_ids for pending in together] == alone
+
+
+def test_the_first_request_is_cold_and_the_second_is_not(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    first, second = served.ask(record, PROMPT).end, served.ask(record, PROMPT).end
+    assert isinstance(first, DoneEvent)
+    assert isinstance(second, DoneEvent)
+    assert first.timings.cold
+    assert first.timings.load_s > 0
+    assert not second.timings.cold
+    assert second.timings.load_s == 0
+
+
+def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
+    for record in (records[0], records[1], records[0], records[2]):
+        served.ask(record, PROMPT, max_new_tokens=1)
+    assert [served.engine.level_of(record.digest) for record in records] == ["gpu", "host", "gpu"]
+    assert served.metric("variant_evictions_total", level="gpu", reason="capacity") == 1
+
+
+def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, deltas: Family) -> None:
+    records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
+    served.engine.pin(records[0]).result(20)
+    for record in records[1:]:
+        served.ask(record, PROMPT, max_new_tokens=1)
+    assert served.engine.level_of(records[0].digest) == "gpu"
+    with pytest.raises(InvalidRequest, match="unpin another"):
+        served.engine.pin(records[1]).result(20)
+    served.engine.unpin(records[0]).result(20)
+    assert not served.engine.is_pinned(records[0].digest)
+
+
+def test_unload_frees_the_slot(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    served.engine.load(record).result(20)
+    assert served.engine.level_of(record.digest) == "gpu"
+    served.engine.unload(record).result(20)
+    assert served.engine.level_of(record.digest) == "disk"
+
+
+def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    want = served.ask(record, PROMPT, max_new_tokens=60).token_ids
+    running = served.start(record, PROMPT, max_new_tokens=60)
+    unloaded = served.engine.unload(record)
+    assert running.answer().token_ids == want
+    unloaded.result(20)
+
+
+def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Served, deltas: Family) -> None:
+    good, bad = served.publish(deltas.artifacts[0], "good"), served.publish(deltas.artifacts[1], "bad")
+    want = served.ask(good, PROMPT).token_ids
+    path = served.registry.object_path(bad.digest)
+    path.chmod(0o644)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    waiting = [served.start(bad, PROMPT), served.start(good, PROMPT), served.start(bad, PROMPT)]
+    answers = [pending.answer() for pending in waiting]
+    assert answers[1].token_ids == want
+    assert isinstance(error_of(answers[0]), VariantQuarantined)
+    assert isinstance(error_of(answers[2]), VariantQuarantined)
+    with pytest.raises(VariantQuarantined):
+        served.registry.resolve("default", "bad")
+
+
+def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    served.tokenizers.of(record)
+    served.registry.object_path(record.digest).unlink()
+    assert isinstance(error_of(served.ask(record, PROMPT)), VariantNotFound)
+
+
+def test_a_step_that_fails_fails_its_request_alone(
+    served: Served, deltas: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    want = served.ask(record, PROMPT).token_ids
+    runner = served.engine._core._runner
+    forward = runner.forward
+
+    def fails_for_the_base(pieces: list[Piece], fresh: list[int]) -> Tensor:
+        if any(piece.delta is None for piece in pieces):
+            raise RuntimeError("as if a kernel had failed")
+        return forward(pieces, fresh)
+
+    monkeypatch.setattr(runner, "forward", fails_for_the_base)
+    broken, fine = served.start(None, PROMPT), served.start(record, PROMPT)
+    assert "as if a kernel had failed" in str(error_of(broken.answer()))
+    assert fine.answer().token_ids == want
+    assert "step failed" in caplog.text
+
+
+def test_a_request_that_cannot_even_begin_fails_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = served.ask(None, PROMPT).token_ids
+    begin = served.engine._core._begin_sample
+    failures = iter([True])
+
+    def fails_once(admitted: Admitted) -> None:
+        if next(failures, False):
+            raise ValueError("as if the library refused")
+        begin(admitted)
+
+    monkeypatch.setattr(served.engine._core, "_begin_sample", fails_once)
+    broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
+    assert "as if the library refused" in str(error_of(broken.answer()))
+    assert fine.answer().token_ids == want
+    assert "failed" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_breaks_tells_everybody_and_its_service(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    served.engine.on_lost = lost.set
+    slow_down(served, monkeypatch)
+    pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
+
+    def breaks() -> object:
+        raise RuntimeError("as if the engine had a bug")
+
+    monkeypatch.setattr(served.engine._residency, "adopt", breaks)
+    assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
+    assert lost.wait(20)
+    assert not served.engine.alive()
+    with pytest.raises(Draining):
+        served.start(None, PROMPT)
+
+
+def test_a_variant_that_finds_no_slot_in_time_is_told_so(
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(deltas.base, tmp_path / "registry", load_timeout_s=0.05) as served:
+        slow_down(served, monkeypatch)
+        records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
+        for record in records[:2]:
+            served.engine.load(record).result(20)
+        long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
+        assert isinstance(error_of(served.ask(records[2], PROMPT)), LoadTimeout)
+        for pending in long:
+            served.engine.cancel(pending.request.id)
+            assert isinstance(pending.answer().end, DoneEvent)
+
+
+def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(served, monkeypatch)
+    admitted = [served.start(None, PROMPT, max_new_tokens=5) for _ in range(7)]
+    with pytest.raises(QueueFull, match="try again"):
+        served.start(None, PROMPT)
+    assert all(isinstance(pending.answer().end, DoneEvent) for pending in admitted)
+
+
+def test_a_cancelled_request_ends_and_the_next_one_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = served.ask(None, PROMPT).token_ids
+    slow_down(served, monkeypatch)
+    running, waiting, last = (served.start(None, PROMPT, max_new_tokens=n) for n in (200, 200, 16))
+    for pending in (running, waiting):
+        served.engine.cancel(pending.request.id)
+        answer = pending.answer()
+        assert any(isinstance(event, FinishEvent) and event.reason == "cancelled" for event in answer.events)
+    assert last.answer().token_ids == want
+
+
+def test_a_draining_engine_finishes_what_it_admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(served, monkeypatch)
+    pending = served.start(None, PROMPT, max_new_tokens=30)
+    served.engine.drain()
+    with pytest.raises(Draining):
+        served.start(None, PROMPT)
+    assert len(pending.answer().token_ids) == 30
+
+
+def test_a_closed_engine_tells_those_it_could_not_answer(
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(deltas.base, tmp_path / "registry") as served:
+        slow_down(served, monkeypatch)
+        pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(3)]
+        served.engine.close(timeout_s=0.0)
+        assert isinstance(error_of(pending[-1].answer()), Draining)
+        assert not served.engine.alive()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new_tokens", "param"),
+    [
+        ([], 4, "prompt"),
+        ([99999], 4, "prompt"),
+        ([-1], 4, "prompt"),
+        ([1] * 255, 4, "max_new_tokens"),
+        ([1] * 300, 4, "prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    served: Served, prompt: list[int], max_new_tokens: int, param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        served.start(None, prompt, max_new_tokens=max_new_tokens)
+    assert caught.value.param == param
+
+
+def test_an_id_in_use_is_refused_and_its_owner_is_answered(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(served, monkeypatch)
+    first = served.start(None, PROMPT, max_new_tokens=40)
+    with pytest.raises(InvalidRequest, match="in use"):
+        served.engine.submit(first.request)
+    assert len(first.answer().token_ids) == 40
+
+
+def test_samples_of_one_request_follow_their_own_seeds(served: Served) -> None:
+    both = served.ask(None, PROMPT, temperature=1.0, seed=4, n=2, max_new_tokens=6)
+    second = served.ask(None, PROMPT, temperature=1.0, seed=5, max_new_tokens=6)
+    samples = [
+        [e.token_id for e in both.events if isinstance(e, TokenEvent) and e.index == i] for i in (0, 1)
+    ]
+    assert len(samples[0]) == len(samples[1]) == 6
+    assert samples[1] == second.token_ids
+
+
+def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    for _ in range(2):
+        served.ask(record, PROMPT, max_new_tokens=3)
+    assert served.metric("variant_lookups_total", result="disk") == 1
+    assert served.metric("variant_lookups_total", result="gpu") == 1
+    assert served.metric("variant_tokens_total", variant="default/v", kind="prompt") == 2 * len(PROMPT)
+    assert served.metric("variant_tokens_total", variant="default/v", kind="generation") == 6
+    assert served.metric("variant_requests_total", variant="default/v", finish_reason="length") == 2
+    assert served.metric("variant_load_bytes_total", source="disk") == record.device_bytes
+    assert served.metric("cold_start_seconds_count", source="disk") == 1
+    assert served.metric("time_to_first_token_seconds_count") == 2
+    assert served.metric("step_seconds_count") == 6
+    assert served.metric("slots_in_use") == 1
+    assert served.metric("variant_resident", variant="default/v", level="gpu") == 1

@@ -1,0 +1,108 @@
+"""Mixed traffic over many variants answers, token for token, what `generate()` answers on each merged checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from deltastore.registry.records import VersionRecord
+from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
+from tests.helpers.tiny_models import Change, make_pair
+
+NUM_VARIANTS, NUM_REQUESTS = 8, 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """A base, its variants' artifacts, and the merged model of each; the base's comes first."""
+
+    base: Path
+    artifacts: list[Path]
+    models: list[PreTrainedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    variant: int  # 0 is the base
+    prompt: tuple[int, ...]
+    num_new: int
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    directory = tmp_path_factory.mktemp("family")
+    changes = tuple(Change(added_tokens=number % 3) for number in range(NUM_VARIANTS))
+    pair = make_pair("llama", directory, seed=11, changes=changes)
+    artifacts, models = [], [AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32)]
+    for number, finetune in enumerate(pair.finetunes):
+        artifacts.append(make_delta(pair.base, finetune, directory / f"{number}.safetensors"))
+        models.append(merged(pair.base, artifacts[-1], directory / f"merged-{number}"))
+    return Family(pair.base, artifacts, models)
+
+
+@pytest.fixture
+def served(family: Family, tmp_path: Path) -> Iterator[Served]:
+    """Few slots and little cache, so that variants change places and samples are preempted."""
+    size = 16 * 512 * 30  # 30 pages of 16 tokens
+    with serving(
+        family.base, tmp_path / "registry", num_slots=3, kv_cache_bytes=size, max_num_seqs=24, max_queue=400
+    ) as running:
+        yield running
+
+
+def asks(seed: int) -> list[Ask]:
+    """Prompts of many lengths, half of which begin alike whatever their variant."""
+    draw = random.Random(seed)
+    common = [draw.randrange(1, 250) for _ in range(60)]
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = [draw.randrange(1, 250) for _ in range(draw.randrange(1, 50))]
+        prompt = common[: draw.randrange(20, 60)] + own if number % 2 else own
+        made.append(Ask(draw.randrange(NUM_VARIANTS + 1), tuple(prompt), draw.randrange(1, 80)))
+    return made
+
+
+def start_all(served: Served, records: list[VersionRecord | None], requests: list[Ask]) -> list[list[int]]:
+    pending = [
+        served.start(records[ask.variant], list(ask.prompt), max_new_tokens=ask.num_new, temperature=0.0)
+        for ask in requests
+    ]
+    return [waiting.answer().token_ids for waiting in pending]
+
+
+def check(family: Family, ask: Ask, got: list[int]) -> None:
+    tokens, margins = generate(family.models[ask.variant], list(ask.prompt), ask.num_new)
+    assert same_up_to_a_tie(got, tokens, margins), ask
+
+
+def test_variants_answer_the_same_prompt_differently(family: Family) -> None:
+    answers = {tuple(generate(model, [5, 6, 7, 8], 12)[0]) for model in family.models}
+    assert len(answers) == NUM_VARIANTS + 1
+
+
+def test_mixed_requests_equal_generate_on_merged_weights(served: Served, family: Family) -> None:
+    records = [None, *(served.publish(file, f"v{i}") for i, file in enumerate(family.artifacts))]
+    requests = asks(seed=1)
+    for ask, got in zip(requests, start_all(served, records, requests), strict=True):
+        check(family, ask, got)
+    assert served.metric("preemptions_total") > 0
+    assert served.metric("variant_evictions_total", level="gpu", reason="capacity") > 0
+
+
+def test_a_prefix_cache_warm_from_one_variant_changes_nothing_for_another(
+    served: Served, family: Family
+) -> None:
+    records = [None, *(served.publish(file, f"v{i}") for i, file in enumerate(family.artifacts))]
+    prompt = tuple(random.Random(7).randrange(1, 250) for _ in range(70))
+    for variant in [*range(NUM_VARIANTS + 1), *reversed(range(NUM_VARIANTS + 1))]:
+        ask = Ask(variant, prompt, 12)
+        check(family, ask, start_all(served, records, [ask])[0])
+    assert served.metric("prefix_cache_hits_total") > 0

@@ -1,0 +1,265 @@
+"""Whatever one request, variant or load does, the others' tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltastore.errors import VariantQuarantined
+from deltastore.registry.records import VersionRecord
+from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
+from server.engine.model_runner import Piece
+from server.errors import EngineFailed, InvalidRequest
+from tests.server.helpers.served import Answer, Family, Pending, Served, make_delta, make_family, serving
+from tests.helpers.tiny_models import Change, make_pair
+
+PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9] * 20, [200, 3, 1]]
+NUM_NEW = 24
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=3)
+
+
+@pytest.fixture
+def served(family: Family, tmp_path: Path) -> Iterator[Served]:
+    """A slot for each of three variants, and no host cache, so that each load reads its object."""
+    with serving(family.base, tmp_path / "registry", num_slots=3, host_cache_bytes=0) as running:
+        yield running
+
+
+@dataclass(slots=True)
+class Others:
+    """Requests of the base and of one variant that must not notice anything."""
+
+    served: Served
+    record: VersionRecord
+    undisturbed: list[list[int]]
+
+    @classmethod
+    def of(cls, served: Served, artifact: Path) -> Others:
+        others = cls(served, served.publish(artifact, "others"), [])
+        others.undisturbed = [pending.answer().token_ids for pending in others.start()]
+        return others
+
+    def start(self) -> list[Pending]:
+        records = [None, self.record]
+        return [
+            self.served.start(record, prompt, max_new_tokens=NUM_NEW)
+            for prompt in PROMPTS
+            for record in records
+        ]
+
+    def unharmed_by(self, disturb: Callable[[], object]) -> object:
+        """Let them run, do something in the middle, and see that they got what they would have got."""
+        running = self.start()
+        result = disturb()
+        assert [pending.answer().token_ids for pending in running] == self.undisturbed
+        return result
+
+
+def failed(answer: Answer) -> Exception:
+    assert isinstance(answer.end, ErrorEvent)
+    return answer.end.error
+
+
+def on_forward(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[Piece], Callable[[], Tensor]], Tensor],
+) -> None:
+    """Let `change` stand between the engine and its model: it is given a step's pieces and the step."""
+    runner = served.engine._core._runner
+    forward = runner.forward
+    monkeypatch.setattr(
+        runner, "forward", lambda pieces, fresh: change(pieces, lambda: forward(pieces, fresh))
+    )
+
+
+def touches(pieces: list[Piece], digest: str) -> bool:
+    return any(piece.delta is not None and piece.delta.digest == digest for piece in pieces)
+
+
+def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
+    served: Served, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
+
+    def fails(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
+        if touches(pieces, bad.digest):
+            raise RuntimeError("as if a kernel had failed")
+        return step()
+
+    on_forward(served, monkeypatch, fails)
+    answer = others.unharmed_by(lambda: served.ask(bad, PROMPTS[1], max_new_tokens=NUM_NEW))
+    assert isinstance(answer, Answer)
+    assert "as if a kernel had failed" in str(failed(answer))
+
+
+def test_no_memory_in_a_mixed_step_is_no_failure_where_each_alone_has_enough(
+    served: Served, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Others.of(served, family.artifacts[0])
+    failures = iter([True] * 5)
+
+    def scarce(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
+        if len(pieces) > 1 and next(failures, False):
+            raise MemoryError
+        return step()
+
+    on_forward(served, monkeypatch, scarce)
+    others.unharmed_by(lambda: None)
+    assert next(failures, None) is None
+
+
+def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
+    served: Served, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, sick = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "sick")
+    want = served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW).token_ids
+
+    def poisons(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
+        logits, row = step().clone(), 0
+        for piece in pieces:
+            if touches([piece], sick.digest):
+                logits[row : row + piece.num_kept] = torch.nan
+            row += piece.num_kept
+        return logits
+
+    with monkeypatch.context() as patched:
+        on_forward(served, patched, poisons)
+        answer = others.unharmed_by(lambda: served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW))
+    assert isinstance(answer, Answer)
+    assert isinstance(failed(answer), EngineFailed)
+    assert "not finite" in str(failed(answer))
+    assert served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW).token_ids == want
+
+
+def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, family: Family) -> None:
+    others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
+    served.ask(bad, PROMPTS[0])
+    served.engine.unload(bad).result(20)
+    path = served.registry.object_path(bad.digest)
+    path.chmod(0o644)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    answer = others.unharmed_by(lambda: served.ask(bad, PROMPTS[0]))
+    assert isinstance(answer, Answer)
+    assert isinstance(failed(answer), VariantQuarantined)
+
+
+def test_a_new_version_leaves_the_old_one_s_streams_alone(served: Served, family: Family) -> None:
+    old = served.publish(family.artifacts[0], "v")
+    want = served.ask(old, PROMPTS[1], max_new_tokens=60).token_ids
+    running = served.start(old, PROMPTS[1], max_new_tokens=60)
+    new = served.publish(family.artifacts[1], "v")
+    assert (old.version, new.version) == (1, 2)
+    other = served.ask(new, PROMPTS[1], max_new_tokens=60).token_ids
+    assert running.answer().token_ids == want != other
+
+
+def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, family: Family) -> None:
+    others, gone = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "gone")
+    want = served.ask(gone, PROMPTS[1], max_new_tokens=60).token_ids
+    running = served.start(gone, PROMPTS[1], max_new_tokens=60)
+
+    def delete() -> None:
+        served.registry.delete("default", "gone")
+        served.engine.unload(gone).result(20)
+
+    others.unharmed_by(delete)
+    assert running.answer().token_ids == want
+
+
+def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) -> None:
+    others = Others.of(served, family.artifacts[0])
+
+    def come_and_go() -> list[Pending]:
+        going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=3) for _ in range(4)]
+        time.sleep(0.05)
+        for pending in going:
+            served.engine.cancel(pending.request.id)
+        return going
+
+    going = others.unharmed_by(come_and_go)
+    assert isinstance(going, list)
+    for pending in going:
+        answer = pending.answer()
+        assert isinstance(answer.end, DoneEvent)
+        ends = {event.index: event.reason for event in answer.events if isinstance(event, FinishEvent)}
+        assert ends == dict.fromkeys(range(3), "cancelled")
+
+
+def test_the_same_seed_draws_the_same_whoever_shares_the_batch(served: Served, family: Family) -> None:
+    others = Others.of(served, family.artifacts[0])
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 3, "max_new_tokens": NUM_NEW}
+    alone = served.ask(others.record, PROMPTS[0], **sampling).token_ids
+    crowded = others.unharmed_by(lambda: served.ask(others.record, PROMPTS[0], **sampling).token_ids)
+    assert crowded == alone
+
+
+def test_the_same_seed_draws_the_same_beside_a_variant_of_more_tokens(tmp_path: Path) -> None:
+    pair = make_pair("llama", tmp_path, seed=6, changes=(Change(added_tokens=5),))
+    wider = make_delta(pair.base, pair.finetunes[0], tmp_path / "wider.safetensors")
+    sampling = {"temperature": 1.0, "seed": 3, "max_new_tokens": NUM_NEW}
+    with serving(pair.base, tmp_path / "registry") as served:
+        record = served.publish(wider, "wider")
+        alone = served.ask(None, PROMPTS[0], **sampling).token_ids
+        crowd = [served.start(record, prompt, max_new_tokens=60) for prompt in PROMPTS]
+        assert served.ask(None, PROMPTS[0], **sampling).token_ids == alone
+        for pending in crowd:
+            pending.answer()
+
+
+def test_a_pin_outlives_an_older_call_to_unload(served: Served, family: Family) -> None:
+    record = served.publish(family.artifacts[1], "v")
+    running = served.start(record, PROMPTS[1], max_new_tokens=150)
+    unloaded = served.engine.unload(record)
+    served.engine.pin(record).result(20)
+    unloaded.result(20)
+    running.answer()
+    assert served.engine.level_of(record.digest) == "gpu"
+    assert served.engine.is_pinned(record.digest)
+
+
+def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    pair = make_pair("phi3", tmp_path, seed=6, changes=(), rope_parameters=rope, **lengths)
+    with serving(pair.base, tmp_path / "registry") as served:
+        assert served.engine.max_model_len == 64
+
+
+def test_odd_but_valid_sampling_is_served(served: Served) -> None:
+    greedy = served.ask(None, PROMPTS[0], max_new_tokens=8, temperature=0.0).token_ids
+    assert served.ask(None, PROMPTS[0], max_new_tokens=8, temperature=1.0, top_k=1).token_ids == greedy
+    assert len(served.ask(None, PROMPTS[0], max_new_tokens=8, temperature=1.0, top_k=10**6).token_ids) == 8
+
+
+def test_a_request_id_in_use_is_refused(served: Served) -> None:
+    running = served.start(None, PROMPTS[0], max_new_tokens=100)
+    with pytest.raises(InvalidRequest, match="in use"):
+        served.engine.submit(running.request)
+    assert len(running.answer().token_ids) == 100
+
+
+def test_more_than_the_cache_holds_is_refused_at_once(family: Family, tmp_path: Path) -> None:
+    with serving(
+        family.base, tmp_path / "registry", kv_cache_bytes=16 * 512 * 4
+    ) as small:  # 3 pages of 16 tokens
+        assert len(small.ask(None, [5] * 40, max_new_tokens=8).token_ids) == 8
+        with pytest.raises(InvalidRequest, match="48 that fit"):
+            small.start(None, [5] * 41, max_new_tokens=8)

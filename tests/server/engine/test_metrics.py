@@ -1,0 +1,115 @@
+"""What the engine counts is what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from server.engine.request import DoneEvent, PromptEvent, TokenEvent
+from tests.server.helpers.live_server import eventually
+from tests.server.helpers.served import Family, Served, generate, make_family, merged, serving
+
+PROMPT = list(range(40, 75))  # two pages of 16 and three tokens
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"), seed=9, num_variants=2)
+
+
+@torch.inference_mode()
+def log_probabilities(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [tokens - 1, vocab]
+    """What a model thinks of each next token."""
+    logits: Tensor = model(torch.tensor([ids])).logits
+    return logits[0, :-1].log_softmax(-1)
+
+
+@pytest.fixture
+def served(family: Family, tmp_path: Path) -> Iterator[Served]:
+    with serving(family.base, tmp_path / "registry", max_num_seqs=4) as running:
+        yield running
+
+
+def test_steps_count_their_requests_and_variants(served: Served, family: Family) -> None:
+    record = served.publish(family.artifacts[0], "v")
+    served.ask(record, PROMPT, max_new_tokens=NEW)
+    assert eventually(lambda: served.metric("step_seconds_count") == NEW)  # counted when its tokens are out
+    assert served.metric("batch_requests_sum") == NEW
+    assert served.metric("batch_distinct_variants_sum") == NEW
+    served.ask(None, PROMPT, max_new_tokens=NEW)
+    assert eventually(lambda: served.metric("step_seconds_count") == 2 * NEW)
+    assert served.metric("batch_distinct_variants_sum") == NEW  # the base is none
+
+
+def test_tokens_gaps_and_latencies_are_counted_once_each(served: Served) -> None:
+    served.ask(None, PROMPT, max_new_tokens=NEW, temperature=1.0, n=2, seed=1)
+    assert served.metric("prompt_tokens_total") == len(PROMPT)
+    assert served.metric("generation_tokens_total") == 2 * NEW
+    assert served.metric("variant_tokens_total", variant="base", kind="generation") == 2 * NEW
+    assert served.metric("inter_token_latency_seconds_count") == 2 * (NEW - 1)
+    for name in ("request_queue_seconds", "time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert served.metric(f"{name}_count") == 1
+
+
+def test_a_known_prefix_counts_as_hits_in_tokens(served: Served, family: Family) -> None:
+    record = served.publish(family.artifacts[0], "v")
+    served.ask(record, PROMPT, max_new_tokens=1)
+    assert served.metric("prefix_cache_queries_total") == len(PROMPT)
+    assert served.metric("prefix_cache_hits_total") == 0
+    served.ask(None, PROMPT, max_new_tokens=1)
+    assert served.metric("prefix_cache_hits_total") == 0  # of another delta
+    served.ask(record, PROMPT, max_new_tokens=1)
+    assert served.metric("prefix_cache_queries_total") == 3 * len(PROMPT)
+    assert served.metric("prefix_cache_hits_total") == 32
+
+
+def test_samples_of_one_request_share_its_prompt(served: Served) -> None:
+    served.ask(None, PROMPT, max_new_tokens=2, n=3)
+    assert served.metric("prefix_cache_hits_total") == 2 * 32
+
+
+def test_the_cache_is_empty_when_nobody_runs(served: Served) -> None:
+    served.ask(None, PROMPT, max_new_tokens=NEW)
+    assert eventually(lambda: served.metric("kv_cache_usage_ratio") == 0)
+
+
+def test_where_a_request_found_its_delta_is_counted(served: Served, family: Family) -> None:
+    record = served.publish(family.artifacts[0], "v")
+    ends = [served.ask(record, PROMPT, max_new_tokens=1).end]
+    ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
+    served.engine.unload(record).result(20)
+    ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
+    assert [isinstance(end, DoneEvent) and end.timings.cold for end in ends] == [True, False, True]
+    assert (
+        served.metric("variant_lookups_total", result="disk") == 2
+    )  # what is unloaded leaves host memory, too
+    assert served.metric("variant_lookups_total", result="gpu") == 1
+    assert served.metric("cold_start_seconds_count", source="disk") == 2
+
+
+def test_prompt_logprobs_are_those_of_the_merged_model(
+    served: Served, family: Family, tmp_path: Path
+) -> None:
+    record = served.publish(family.artifacts[1], "v")
+    plain = served.ask(record, PROMPT, max_new_tokens=2).token_ids
+    answer = served.ask(record, PROMPT, max_new_tokens=2, prompt_logprobs=2, n=2)
+    scored = [event for event in answer.events if isinstance(event, PromptEvent)]
+    assert len(scored) == 1
+    assert [token.token_id for token in scored[0].tokens] == PROMPT[1:]
+    reference = merged(family.base, family.artifacts[1], tmp_path / "merged")
+    expected = log_probabilities(reference, PROMPT)
+    for token, row in zip(scored[0].tokens, expected, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-3)
+        best = row.topk(2).indices.tolist()
+        assert [found for found, _ in token.top] == best
+    samples = [
+        [e.token_id for e in answer.events if isinstance(e, TokenEvent) and e.index == i] for i in (0, 1)
+    ]
+    assert samples == [plain, plain]
+    assert generate(reference, PROMPT, 2)[0] == plain

@@ -1,0 +1,198 @@
+"""A server in a process of its own, spoken to over HTTP, and the tiny artifacts that tests send to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from compressor.pipeline import CompressConfig, compress
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 90.0
+WAIT_S = 60.0
+MAX_MODEL_LEN = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifacts:
+    """A base, and artifacts of fine-tunes that each answer otherwise."""
+
+    base: Path
+    plain: Path
+    chatty: Path  # with its own chat template, two added tokens and 5 new tokens by default
+    third: Path
+    foreign: Path  # made from another base
+    oversized: Path  # its embeddings whole, so that no slot holds it
+    spare: tuple[Path, ...]  # of the first three, by another method: for tests that need bytes of their own
+
+
+def make_artifacts(directory: Path) -> Artifacts:
+    """Make the models and compress them; takes seconds."""
+    chatty = Change(
+        added_tokens=2, chat_template=CHAT_TEMPLATE, generation={"max_new_tokens": 5, "do_sample": False}
+    )
+    size = {"max_position_embeddings": MAX_MODEL_LEN}
+    models = make_pair("llama", directory / "models", 0, (Change(), chatty, Change()), **size)
+    other = make_pair("llama", directory / "others", 1, **size)
+    paths = [directory / f"{name}.safetensors" for name in ("plain", "chatty", "third", "foreign")]
+    bases = [models.base] * 3 + [other.base]
+    for base, finetune, out in zip(bases, [*models.finetunes, *other.finetunes], paths, strict=True):
+        compress(CompressConfig(str(base), str(finetune), out, method="scalar"))
+    spare = tuple(directory / f"spare-{number}.safetensors" for number in range(3))
+    for finetune, out in zip(models.finetunes, spare, strict=True):
+        compress(CompressConfig(str(models.base), str(finetune), out, method="both"))
+    oversized = directory / "oversized.safetensors"
+    compress(CompressConfig(str(models.base), str(models.finetunes[0]), oversized, embeddings="whole"))
+    return Artifacts(models.base, *paths, oversized, spare)
+
+
+@dataclass(slots=True)
+class LiveServer:
+    """A running server. Its standard error goes to a file, to be read when a test fails."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+    registry: Path
+    client: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    def upload(self, name: str, artifact: Path, **query: str) -> httpx.Response:
+        headers = {"Content-Type": "application/octet-stream"}
+        return self.client.post(
+            "/variants", params={"name": name, **query}, content=artifact.read_bytes(), headers=headers
+        )
+
+    def generate(self, variant: str | None = None, **body: Any) -> httpx.Response:
+        """A greedy answer to a short prompt, unless `body` says otherwise."""
+        if "messages" not in body:
+            body = {"prompt": "hello", **body}
+        params = {} if variant is None else {"variant": variant}
+        return self.client.post("/generate", params=params, json={"temperature": 0, **body})
+
+    def token_ids(self, variant: str | None = None, **body: Any) -> list[int]:
+        reply = self.generate(variant, **body)
+        assert reply.status_code == 200, reply.text
+        ids: list[int] = reply.json()["outputs"][0]["token_ids"]
+        return ids
+
+    @contextmanager
+    def streaming(self, variant: str | None = None, **body: Any) -> Iterator[Iterator[tuple[str, Any]]]:
+        """Server-sent events as they come, each a name and its document; leaving the block hangs up."""
+        params = {} if variant is None else {"variant": variant}
+        body = {"prompt": "hello", "temperature": 0, "stream": True, **body}
+        with self.client.stream("POST", "/generate", params=params, json=body) as reply:
+            assert reply.status_code == 200, reply.read()
+            yield _events(reply)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics; 0 where there is no such series."""
+        series = f"peraxis_{name}"
+        if labels:
+            series += "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}"
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(f"{series} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    def resident_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Signal, wait, and return the exit code."""
+        self.process.send_signal(signal_number)
+        return self.process.wait(WAIT_S)
+
+
+def serve_command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "peraxis", "serve", *map(str, args)]
+
+
+def clean_environment() -> dict[str, str]:
+    """Without settings of whoever runs the tests; with one thread, as tiny products only make threads wait."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PERAXIS_")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+@contextmanager
+def live_server(base: Path, registry: Path, *args: object) -> Iterator[LiveServer]:
+    """Start a server on a free port and wait until it is ready; afterwards it is gone, whatever the test did."""
+    log = registry.parent / f"{registry.name}.{time.monotonic_ns()}.log"
+    command = serve_command("--base", base, "--registry", registry, "--port", 0, "--dtype", "float32", *args)
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], START_S)[0], log.read_text()
+        line = process.stdout.readline()
+        assert " is served at http://" in line, log.read_text()
+        server = LiveServer(process, line.split()[-1], log, registry)
+        with server.client:
+            yield server
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def eventually(probe: Callable[[], T]) -> T:
+    """Ask until the answer is true, and return it; the last answer after `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while not (answer := probe()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return answer
+
+
+def connection(url: str) -> socket.socket:
+    """A bare connection, for what no well-behaved client does."""
+    address = httpx.URL(url)
+    return socket.create_connection((address.host, address.port), timeout=WAIT_S)
+
+
+def json_request(target: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a POST."""
+    content = json.dumps(body).encode()
+    head = f"POST {target} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    """The error of a reply, after checking that it has the one shape that all have."""
+    document = reply.json()
+    assert list(document) == ["error"], document
+    assert list(document["error"]) == ["message", "type", "param", "code"]
+    assert document["error"]["message"]
+    error: dict[str, Any] = document["error"]
+    return error
+
+
+def _events(reply: httpx.Response) -> Iterator[tuple[str, Any]]:
+    name = ""
+    for line in reply.iter_lines():
+        key, _, value = line.partition(": ")
+        if key == "event":
+            name = value
+        elif key == "data":
+            yield name, json.loads(value)

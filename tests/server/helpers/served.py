@@ -1,0 +1,163 @@
+"""A true engine over tiny models: compress, publish, ask. What the server does, without HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from compressor.convert.merge import MergeConfig, merge
+from compressor.pipeline import CompressConfig, compress
+from deltastore.registry.records import VersionRecord
+from deltastore.registry import Registry
+from server.engine.build import BuildConfig, build_engine
+from server.engine.engine import Engine
+from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
+from server.text.tokenizer import Tokenizers
+from server.metrics import Metrics
+from tests.server.helpers.residing import publish
+from tests.helpers.tiny_models import Change, make_pair
+
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All events of one request."""
+
+    events: list[Event]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, TokenEvent)]
+
+    @property
+    def end(self) -> Event:
+        return self.events[-1]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request under way."""
+
+    request: Request
+    events: queue.SimpleQueue[Event]
+
+    def answer(self) -> Answer:
+        events: list[Event] = []
+        while not events or not isinstance(events[-1], DoneEvent | ErrorEvent):
+            events.append(self.events.get(timeout=WAIT_S))
+        return Answer(events)
+
+
+@dataclass(slots=True)
+class Served:
+    """An engine, its registry, and short ways to use them."""
+
+    engine: Engine
+    tokenizers: Tokenizers
+    registry: Registry
+    metrics: CollectorRegistry
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def publish(self, artifact: Path, name: str) -> VersionRecord:
+        return publish(self.registry, artifact, name)
+
+    def start(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Pending:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = Request(
+            id=f"request-{next(self._ids)}",
+            tenant="default",
+            name=None if record is None else record.name,
+            record=record,
+            tokenizer=self.tokenizers.of(record),
+            prompt_ids=tuple(prompt),
+            on_event=events.put,
+            sampling=Sampling(**{"temperature": 0.0, **sampling}),
+        )
+        self.engine.submit(request)
+        return Pending(request, events)
+
+    def ask(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Answer:
+        return self.start(record, prompt, **sampling).answer()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.get_sample_value(f"peraxis_{name}", labels) or 0.0
+
+
+@contextmanager
+def serving(base: Path, registry_dir: Path, **config: Any) -> Iterator[Served]:
+    """Run an engine on `base` in float32; `config` overrides fields of its BuildConfig."""
+    registry, metrics = Registry(registry_dir), CollectorRegistry()
+    settings: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "num_slots": 2, "slot_headroom": 1.15, "host_cache_bytes": 1 << 24,
+        "kv_cache_bytes": None, "max_num_seqs": 16, "max_batch_tokens": None, "max_queue": 64,
+        "load_timeout_s": 30.0, "max_model_len": None, "num_load_threads": 2,
+    }  # fmt: skip
+    engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
+    try:
+        yield Served(engine, tokenizers, registry, metrics)
+    finally:
+        engine.close()
+        tokenizers.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A base, and the artifacts of variants of it."""
+
+    base: Path
+    artifacts: list[Path]
+
+
+def make_family(directory: Path, seed: int, num_variants: int) -> Family:
+    """Make a tiny Llama, its fine-tunes and their deltas."""
+    pair = make_pair("llama", directory, seed, (Change(),) * num_variants)
+    artifacts = [
+        make_delta(pair.base, finetune, directory / f"{number}.safetensors")
+        for number, finetune in enumerate(pair.finetunes)
+    ]
+    return Family(pair.base, artifacts)
+
+
+def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:
+    compress(CompressConfig(str(base), str(finetune), out, **config))
+    return out
+
+
+def merged(base: Path, artifact: Path, out: Path) -> PreTrainedModel:
+    """The model that `peraxis merge --dtype float32` writes, loaded."""
+    merge(MergeConfig(str(base), artifact, out, "float32"))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    return model
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The library's greedy tokens, and at each the distance between the two best logits."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = [logits[0].topk(2).values for logits in output.logits]
+    return output.sequences[0, len(prompt) :].tolist(), [float(two[0] - two[1]) for two in best]
+
+
+def same_up_to_a_tie(got: list[int], want: list[int], margins: list[float]) -> bool:
+    """Equal token for token, unless they part where the reference's two best logits are within 1e-4."""
+    for position, (ours, theirs) in enumerate(zip(got, want, strict=False)):
+        if ours != theirs:
+            return margins[position] <= 1e-4
+    return len(got) == len(want)

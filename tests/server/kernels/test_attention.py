@@ -1,0 +1,237 @@
+"""The kernels of paged attention against attention written out in float64; Triton's are interpreted without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from server.model import attention as paged
+from server.model.attention import Chunk, Layout, Options, PagedAttention, Span
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from server.kernels import numba_attention, paged_attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LENGTHS = (37, 1, 150, 16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's sizes."""
+
+    heads: int
+    shared: int
+    key_dim: int
+    value_dim: int
+    page: int
+
+
+SHAPES = [Shape(6, 2, 12, 12, 4), Shape(5, 1, 80, 72, 16), Shape(3, 3, 100, 20, 5), Shape(4, 2, 256, 256, 16)]
+
+# Llama-3.1-8B's heads and Gemma-3-1B's.
+LARGE_SHAPES = [Shape(32, 8, 128, 128, 16), Shape(4, 1, 256, 256, 16)]
+
+
+def rules(name: str, num_heads: int) -> Options:
+    sinks = torch.linspace(-2, 3, num_heads, device=DEVICE)
+    return {
+        "plain": Options(None, None, None, None),
+        "window": Options(0.3, 5, None, None),
+        "wide window": Options(None, 1000, None, None),
+        "soft cap": Options(0.7, None, 1.5, None),
+        "sinks": Options(None, None, None, sinks),
+        "all": Options(0.2, 33, 2.0, sinks),
+    }[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """Sequences in a cache whose every other element is NaN."""
+
+    keys: list[Tensor]  # of each sequence: [length, shared, key_dim]
+    values: list[Tensor]
+    cached: tuple[Tensor, Tensor]
+    query: Tensor  # [tokens, heads, key_dim]
+    span: Span
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: torch.dtype) -> Case:
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator).to(DEVICE, dtype)
+
+        keys = [drawn(length, shape.shared, shape.key_dim) for length in LENGTHS]
+        values = [drawn(length, shape.shared, shape.value_dim) for length in LENGTHS]
+        needs = [-(-length // shape.page) for length in LENGTHS]
+        free = torch.randperm(sum(needs) + 3, generator=generator).tolist()
+        pages = [[free.pop() for _ in range(need)] for need in needs]
+        cached = tuple(
+            torch.full((sum(needs) + 3, shape.page, shape.shared, dim), torch.nan, dtype=dtype, device=DEVICE)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        for sequence, own in enumerate(pages):
+            for at in range(LENGTHS[sequence]):
+                place = own[at // shape.page], at % shape.page
+                cached[0][place], cached[1][place] = keys[sequence][at], values[sequence][at]
+        table = torch.tensor([own + [free[0]] * (max(needs) + 1 - len(own)) for own in pages], device=DEVICE)
+        rows = torch.tensor([[3], [0], [6], [4]], device=DEVICE)
+        positions = torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1
+        query = drawn(8, shape.heads, shape.key_dim)
+        return cls(keys, values, (cached[0], cached[1]), query, Span(rows, table, positions))
+
+    def run(self, options: Options, kernel: ModuleType = paged_attention) -> Tensor:
+        """All rows; those of no sequence are NaN before."""
+        sizes = (*self.query.shape[:2], self.cached[1].shape[3])
+        output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
+        kernel.attend(output, self.query, self.cached, self.span, options)
+        return output
+
+    def expected(self, sequence: int, options: Options) -> Tensor:  # [heads, value_dim] float64
+        """One sequence's output, from its own keys alone."""
+        query = self.query[self.span.rows[sequence, 0]].double()
+        first = 0 if options.window is None else max(0, LENGTHS[sequence] - options.window)
+        repeats = len(query) // self.keys[0].shape[1]
+        keys = self.keys[sequence][first:].double().repeat_interleave(repeats, 1)
+        values = self.values[sequence][first:].double().repeat_interleave(repeats, 1)
+        scores = torch.einsum("hd,khd->hk", query, keys)
+        scores *= query.shape[1] ** -0.5 if options.scaling is None else options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * (scores / options.softcap).tanh()
+        weights = scores.exp()
+        sinks = 0 if options.sinks is None else options.sinks.double().exp()
+        return torch.einsum("hk,khd->hd", weights / (weights.sum(1) + sinks)[:, None], values)
+
+
+def check(case: Case, options: Options, kernel: ModuleType = paged_attention) -> None:
+    output = case.run(options, kernel)
+    tolerance = TOLERANCE[output.dtype]
+    for sequence, row in enumerate(case.span.rows[:, 0].tolist()):
+        expected = case.expected(sequence, options)
+        torch.testing.assert_close(output[row].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "wide window", "soft cap", "sinks", "all"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_attends_to_its_own_keys_whatever_the_rest_of_the_cache_holds(
+    shape: Shape, name: str
+) -> None:
+    check(Case.of(shape, torch.float32), rules(name, shape.heads))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
+@pytest.mark.parametrize("name", ["plain", "window", "wide window", "soft cap", "sinks", "all"])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE_SHAPES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_on_the_cpu_attends_to_its_own_keys(dtype: torch.dtype, shape: Shape, name: str) -> None:
+    check(Case.of(shape, dtype), rules(name, shape.heads), numba_attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
+    check(Case.of(SHAPES[1], dtype), rules("all", SHAPES[1].heads))
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+def test_many_parts_of_a_context_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "LEAST_PART", 16)  # some parts of the shorter sequences are empty
+    monkeypatch.setattr(paged_attention, "_num_cores", lambda device: 64)
+    check(Case.of(SHAPES[0], torch.float32), rules(name, SHAPES[0].heads))
+
+
+def test_rows_of_no_sequence_are_not_touched() -> None:
+    case = Case.of(SHAPES[0], torch.float32)
+    others = sorted(set(range(8)) - set(case.span.rows[:, 0].tolist()))
+    assert case.run(rules("plain", SHAPES[0].heads))[others].isnan().all()
+
+
+def test_the_nan_of_one_sequence_stays_its_own() -> None:
+    case, options = Case.of(SHAPES[0], torch.float32), rules("plain", SHAPES[0].heads)
+    before = case.run(options)
+    case.cached[0][case.span.table[0, 0], 0] = torch.nan
+    output = case.run(options)
+    assert output[case.span.rows[0, 0]].isnan().all()
+    others = case.span.rows[1:, 0]
+    assert torch.equal(output[others], before[others])
+
+
+def test_the_kernels_compile_for_hopper_where_there_is_no_gpu(tmp_path: Path) -> None:
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    clean["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.server.helpers.compile_attention_cuda"], env=clean, capture_output=True, text=True, check=True
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _, _ in lines] == ["_attend_part", "_attend_part", "_add_parts"]
+    assert all(int(size) > 0 for _, size, _ in lines)
+    assert int(lines[0][2]) > 0  # products run on tensor cores
+
+
+def test_heads_that_are_too_large_are_left_to_the_library() -> None:
+    def served(dim: int, dtype: torch.dtype) -> bool:
+        heads = torch.empty(1, 2, 1, dim, dtype=dtype)
+        return paged_attention.serves(heads, heads, heads)
+
+    assert served(256, torch.bfloat16)
+    assert not served(512, torch.bfloat16)
+    assert not served(64, torch.float64)
+
+
+def test_a_cpu_attends_without_triton() -> None:
+    assert paged._single_token_kernel("cpu") is numba_attention
+
+
+def test_a_model_decodes_through_the_kernels_as_it_does_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: paged_attention)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).to(DEVICE).requires_grad_(False)
+    ids = torch.randint(0, 50, (2, 45), device=DEVICE)
+    want = [model(input_ids=own[None], use_cache=False).logits[0] for own in ids]
+    cache = PagedAttention(model, 4)
+    model(input_ids=ids[:1], use_cache=False)
+    cache.allocate(40)
+    pages = [list(range(3, 15)), list(range(30, 15, -1))]
+    for starts, count in (((0, 0), 9), ((9, 40), 1)):  # 31 tokens of the second sequence in between
+        if starts[1]:
+            step(model, cache, ids[1:, 9:40], [Chunk(9, 31, pages[1])])
+        chunks = [Chunk(start, count, own) for start, own in zip(starts, pages, strict=True)]
+        rows = torch.cat([own[start : start + count] for own, start in zip(ids, starts, strict=True)])
+        logits = step(model, cache, rows[None], chunks)
+        parts = [own[start : start + count] for own, start in zip(want, starts, strict=True)]
+        torch.testing.assert_close(logits, torch.cat(parts), rtol=1e-4, atol=1e-4)
+
+
+def step(model: LlamaForCausalLM, cache: PagedAttention, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+    positions = [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
+    with cache.step(Layout.of(chunks, 4, DEVICE)):
+        own = torch.tensor([positions], device=DEVICE)
+        return model(input_ids=ids, position_ids=own, use_cache=False).logits[0]
+
+
+def test_single_tokens_of_any_length_are_one_launch_where_there_is_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = [Chunk(0, 1, [1]), Chunk(99, 1, list(range(2, 27)))]
+    assert len(Layout.of(chunks, 4, DEVICE).spans) == 1
+    monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: None)
+    assert len(Layout.of(chunks, 4, DEVICE).spans) == 2

@@ -1,0 +1,178 @@
+"""Every CPU kernel against the plain reference, at odd shapes, and the reference against `OneBit.dense`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltastore.format.onebit import OneBit
+from deltastore.format.signs import pack_signs
+from server.kernels import add_onebit_matmul, add_onebit_rows, lookup, numba, openmp, reference
+from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
+
+HALF_STEP = 2**-7  # one rounding of bfloat16, which sums in another order may take the other way
+WAYS = [
+    pytest.param(
+        partial(numba.add_onebit_matmul, by_lookup=True),
+        id="lookup",
+        marks=pytest.mark.skipif(not lookup.is_supported(), reason="this processor has no AVX-512"),
+    ),
+    pytest.param(partial(numba.add_onebit_matmul, by_lookup=False), id="select"),
+]
+
+
+def coded(in_features: int, out_features: int) -> OneBit:
+    generator = torch.Generator().manual_seed(in_features)
+    signs = pack_signs(torch.randn(out_features, in_features, generator=generator))
+    scale_out, scale_in = (torch.randn(n, generator=generator) for n in (out_features, in_features))
+    return OneBit.from_scales(signs, in_features, scale_out, scale_in)
+
+
+def places_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
+    """The address of a delta, and what it points to."""
+    assert delta.scale_in is not None
+    parts = [delta.signs, delta.factor_out().contiguous(), delta.scale_in.float()]
+    return torch.tensor([[part.data_ptr() for part in parts]]), parts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_reference_is_the_product_with_the_dense_delta(shape: tuple[int, int]) -> None:
+    delta = coded(*shape)
+    places, _parts = places_of(delta)
+    x, output = torch.ones(3, shape[0]).cumsum(0), torch.ones(3, shape[1])
+    reference.add_onebit_matmul(output, x, places, torch.tensor([[1, 3]], dtype=torch.int32))
+    want = torch.cat([torch.ones(1, shape[1]), 1 + x[1:] @ delta.dense().T])
+    torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("product", WAYS)
+@pytest.mark.parametrize("groups", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kernel_equals_the_reference_and_leaves_other_rows(
+    product: numba.Product, groups: Sequence[tuple[int, int]], shape: tuple[int, int]
+) -> None:
+    check(product, operands(*shape, groups))
+
+
+@pytest.mark.parametrize("product", WAYS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, HALF_STEP), (torch.float16, 2**-10)])
+def test_half_precision_is_summed_in_float32_and_rounded_once(
+    product: numba.Product, dtype: torch.dtype, tolerance: float
+) -> None:
+    check(product, operands(333, 21, ROWS[2], dtype), tolerance)
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_a_bfloat16_output_is_rounded_to_nearest_even(product: numba.Product) -> None:
+    values = torch.tensor([1.0, 1.0 + 2**-7, -1.0, torch.inf, torch.nan]).bfloat16()
+    output, ones = values[:, None].clone(), torch.ones(5, 1)
+    signs, factor = torch.ones(1, 1, dtype=torch.uint8), torch.tensor([2.0**-8])  # half a step above 1
+    places = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
+    product(output, ones, places, torch.tensor([[0, 5]], dtype=torch.int32))
+    want = (values.float() + 2.0**-8).bfloat16()
+    torch.testing.assert_close(output[:, 0], want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_large_products_are_shared_between_threads(product: numba.Product) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)  # no divisor of the number of tiles
+        check(product, operands(1024, 520, [(0, 1), (1, 4)]), 1e-3)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_a_large_odd_matrix_gives_every_output_to_one_thread(product: numba.Product) -> None:
+    check(product, operands(4109, 2331, [(0, 1), (1, 2), (2, 3), (3, 8)]), 1e-3)
+
+
+def test_torch_brings_the_threads() -> None:
+    assert openmp.runtime() is not None
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: numba.Product) -> None:
+    given = operands(130, 9, [(0, 2)])
+    signs, _, _ = given.matrices[0]
+    arena = torch.full((signs.numel() + 3,), 255, dtype=torch.uint8)
+    arena[1 : 1 + signs.numel()] = signs.flatten()
+    places = given.places.clone()
+    places[0, 0] = arena.data_ptr() + 1
+    moved = Operands(
+        torch.cat([given.output, given.output], dim=1)[:, 3:12].contiguous(),
+        given.x.T.contiguous().T,
+        places,
+        given.ranges,
+        given.matrices,
+    )
+    wide = torch.full((len(given.output), 30), torch.nan)
+    wide[:, 5:14] = moved.output
+    product(wide[:, 5:14], moved.x, places, given.ranges)
+    torch.testing.assert_close(wide[:, 5:14], moved.after(reference.add_onebit_matmul), equal_nan=True)
+    assert wide[:, :5].isnan().all()
+    assert wide[:, 14:].isnan().all()
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_a_row_of_nan_stays_in_its_row(product: numba.Product) -> None:
+    given = operands(100, 12, [(0, 4)])
+    clean = given.after(product)
+    given.x[1] = torch.nan
+    got = given.after(product)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("product", WAYS)
+def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: numba.Product) -> None:
+    together = operands(777, 40, [(0, 7)])
+    want = together.after(product)
+    for row in range(7):
+        alone = together.output.clone()
+        product(alone, together.x, together.places, torch.tensor([[row, row + 1]], dtype=torch.int32))
+        assert torch.equal(alone[row], want[row])
+
+
+@pytest.mark.parametrize("in_features", [1, 8, 61, 64])
+@pytest.mark.parametrize("rows", [add_onebit_rows, reference.add_onebit_rows])
+def test_embedding_rows_are_rows_of_the_dense_delta(rows: numba.Rows, in_features: int) -> None:
+    delta = coded(in_features, 50)
+    places, _parts = places_of(delta)
+    ids = torch.tensor([1, 3, 3, 49, 0, 2])
+    output = torch.full((6, in_features), torch.nan)
+    output[1:5] = 0
+    rows(output, ids, places, torch.tensor([[1, 5]], dtype=torch.int32), 50, 2.0)
+    assert torch.equal(output[1:5], 2 * delta.dense()[ids[1:5]])
+    assert output[[0, 5]].isnan().all()
+
+
+def test_embedding_rows_beyond_two_gib_of_signs_are_found() -> None:
+    num_ids, in_features = 2**20 + 1, 2**14
+    signs = torch.zeros(num_ids, in_features // 8, dtype=torch.uint8)  # memory that is not read costs nothing
+    signs[-1] = 255
+    factor, output = torch.full((num_ids,), 0.5), torch.zeros(2, in_features)
+    places = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
+    ids = torch.tensor([num_ids - 1, 0])
+    add_onebit_rows(output, ids, places, torch.tensor([[0, 2]], dtype=torch.int32), num_ids, 1.0)
+    assert torch.equal(output, torch.tensor([[0.5], [-0.5]]).expand(2, in_features))
+
+
+def test_embedding_rows_in_bfloat16_are_rounded_once() -> None:
+    delta = coded(61, 50)
+    places, _parts = places_of(delta)
+    ids, output = torch.tensor([7, 9]), torch.ones(2, 61).bfloat16()
+    add_onebit_rows(output, ids, places, torch.tensor([[0, 2]], dtype=torch.int32), 50, 1.0)
+    assert torch.equal(output, (1 + delta.dense()[ids]).bfloat16())
+
+
+def test_the_device_of_the_input_chooses_the_kernel() -> None:
+    given = operands(65, 33, ROWS[2])
+    torch.testing.assert_close(
+        given.after(add_onebit_matmul), given.after(reference.add_onebit_matmul), equal_nan=True
+    )

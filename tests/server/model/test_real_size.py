@@ -1,0 +1,99 @@
+"""Models of real size: what small shapes hide. A billion weights in bfloat16, and a real vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.real import __main__ as bench
+from bench.real import models, stages, vocabulary
+from bench.real.models import RealModel
+from tests.server.helpers.live_server import live_server
+
+# Gigabytes are written and read, on whatever disk there is.
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT = "def main(arguments):"
+# Of a token's log probability, in nats: rounding of bfloat16 over 22 layers.
+TOLERANCE = 0.1
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for gigabytes, which are not kept; tokenizers are trained on a megabyte of text."""
+    monkeypatch.setattr(vocabulary, "MAX_TEXT_BYTES", 1 << 20)
+    directory = tmp_path / "large"
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) -> None:
+    model = RealModel.of("tinyllama-1.1b")
+    assert model.num_weights > 1_000_000_000
+    base = model.write_base(large / "base")
+    flags = (
+        "--dtype",
+        "bfloat16",
+        "--max-gpu-deltas",
+        "2",
+        "--kv-cache-gb",
+        "0.1",
+        "--max-host-cache-gb",
+        "0",
+    )
+    with live_server(base, large / "registry", *flags) as server:
+        reply = server.generate(prompt=PROMPT, max_new_tokens=8, logprobs=0).json()
+    output = reply["outputs"][0]
+    ids = AutoTokenizer.from_pretrained(base)(PROMPT, return_tensors="pt").input_ids
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    assert plain.dtype == torch.bfloat16
+    answered = torch.tensor([output["token_ids"]])
+    with torch.inference_mode():
+        logits = plain(torch.cat([ids, answered], 1)).logits[0, ids.shape[1] - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(1, answered.T)[:, 0]
+    assert len(output["token_ids"]) == 8
+    assert output["logprobs"][0]["token_id"] == output["token_ids"][0]
+    found = torch.tensor([entry["logprob"] for entry in output["logprobs"]])
+    assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_the_bench_of_real_models_runs_with_fewer_layers(
+    large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "STREAMS", (4,))
+    monkeypatch.setattr(stages, "RATE_REPEATS", 1)
+    out = large / "result.json"
+    args = ["--model", "llama-3.2-1b", "--layers", "1", "--variants", "2", "--new", "4"]
+    bench.main([*args, "--dir", str(large), "--out", str(out)])
+    document = json.loads(out.read_text())
+    results, met = document["results"], {goal["goal"]: goal["met"] for goal in document["goals"]}
+    assert results["exact"]["equal"] == results["exact"]["sequences"] == 3
+    assert met["memory of an upload, MiB"]
+    assert met["peak of serve beside base, slots and KV cache, GB"]
+    assert met["memory of compress, GB"]
+    assert "llama-3.2-1b, 0.32B weights" in capsys.readouterr().out
+    # The base is kept for the next run, and nothing else.
+    assert sorted(path.name for path in large.iterdir()) == [
+        "llama-3.2-1b-1-layers",
+        "result.json",
+        "tokenizer-128256.json",
+    ]
+
+
+def test_the_bench_fits_one_delta_beside_its_plan(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, **sizes}
+    monkeypatch.setitem(models.CONFIGS, "tiny", tiny)
+    out = large / "result.json"
+    bench.main(["--model", "tiny", "--fit", "--samples", "8", "--dir", str(large), "--out", str(out)])
+    fit = json.loads(out.read_text())["results"]["fit"]
+    assert fit["samples"] == 8
+    assert fit["planned_bytes"] > 10**8
+    assert fit["fidelity"]["held_out"]["kl"] >= 0

@@ -1,0 +1,191 @@
+"""The server's process: how it listens, and with which code it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from deltastore.errors import CheckpointError, SettingsError
+from deltastore.registry.uploads import Upload
+from server.api.uploads import WriteBehind
+from server.app import create_app
+from server.errors import Draining, EngineFailed
+from server.process import listen, run, url_of
+from server.settings import Settings
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What a server in this process has exempted from garbage collection is collected again, as before the test."""
+    assert gc.get_freeze_count() == 0
+    yield
+    gc.unfreeze()
+
+
+class Backend:
+    """As much of a backend as the process's end touches: its own engine and tokenizers."""
+
+    on_lost: Callable[[], None]
+
+    @property
+    def engine(self) -> Backend:
+        return self
+
+    tokenizers = engine
+
+    def alive(self) -> bool:
+        return True
+
+    def drain(self) -> None:
+        pass
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        pass
+
+
+def serve(
+    tmp_path: Path, on_ready: Callable[[Backend, str], None], build: Callable[[], Any] | None = None
+) -> int:
+    """Run a server in this process; `on_ready` is given its backend and its address."""
+    backend = Backend()
+    settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=5)
+    app = create_app(settings, lambda *_: build() if build else backend)
+    with listen("127.0.0.1", 0) as listening:
+        url = url_of(listening)
+        return run({listening: app}, app.state.service, lambda: on_ready(backend, url))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_server_with_its_code(tmp_path: Path, number: int, code: int) -> None:
+    assert serve(tmp_path, lambda backend, url: os.kill(os.getpid(), number)) == code
+
+
+def test_a_lost_device_ends_the_server_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="the device is lost"):
+        serve(tmp_path, lambda backend, url: backend.on_lost())
+
+
+def test_a_base_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path: Path) -> None:
+    def build() -> Backend:
+        raise CheckpointError("no such base")
+
+    with pytest.raises(CheckpointError, match="no such base"):
+        serve(tmp_path, lambda backend, url: None, build)
+
+
+def test_what_start_up_makes_is_left_out_of_garbage_collections(tmp_path: Path) -> None:
+    frozen = []
+
+    def on_ready(backend: Backend, url: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serve(tmp_path, on_ready)
+    assert frozen[0] > 10_000
+
+
+async def cancelled(
+    work: Callable[[], Coroutine[Any, Any, None]],
+    begun: threading.Event,
+    may_end: threading.Event,
+    ended: threading.Event,
+) -> None:
+    """Cancel `work` between two of its events; it ends when the thread that it waits for has ended."""
+    task = asyncio.create_task(work())
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) -> None:
+    service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(WAIT_S)
+        ended.set()
+
+    asyncio.run(cancelled(lambda: service.run_aside(work), begun, may_end, ended))
+
+
+def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:
+    def build() -> Backend:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Backend()
+
+    assert serve(tmp_path, lambda backend, url: None, build) == 0
+
+
+def test_a_signal_ends_the_loading_itself(tmp_path: Path) -> None:
+    def build(stopping: threading.Event) -> Backend:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if stopping.wait(WAIT_S):
+            raise Draining("stopped while loading")
+        return Backend()
+
+    settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=3600)
+    app = create_app(settings, lambda *given: cast(Any, build(given[-1])))
+    with listen("127.0.0.1", 0) as listening:
+        assert run({listening: app}, app.state.service, lambda: None) == 0
+
+
+def test_after_the_end_nobody_listens(tmp_path: Path) -> None:
+    urls: list[str] = []
+
+    def on_ready(backend: Backend, url: str) -> None:
+        urls.append(url)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    serve(tmp_path, on_ready)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{urls[0]}/health")
+
+
+def test_the_address_of_a_free_port_is_the_one_that_was_given() -> None:
+    with listen("127.0.0.1", 0) as listening:
+        assert url_of(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    try:
+        listening = listen("::1", 0)
+    except SettingsError:
+        pytest.skip("no IPv6 loopback here")
+    with listening:
+        assert url_of(listening).startswith("http://[::1]:")
+
+
+def test_the_last_piece_is_written_before_a_cancelled_upload_ends(tmp_path: Path) -> None:
+    service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    class SlowUpload:
+        def write(self, chunk: bytes) -> None:
+            begun.set()
+            may_end.wait(WAIT_S)
+            ended.set()
+
+    async def upload() -> None:
+        async with WriteBehind(service, cast(Upload, SlowUpload())) as writer:
+            await writer.write(b"the last piece")
+
+    asyncio.run(cancelled(upload, begun, may_end, ended))

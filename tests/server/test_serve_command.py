@@ -1,0 +1,93 @@
+"""`peraxis serve` before it serves: what cannot be started says so in one line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from peraxis import run
+from tests.server.helpers.live_server import Artifacts
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PORT", "HOST", "BASE", "REGISTRY", "ADMIN_PORT", "DTYPE", "DEVICE"):
+        monkeypatch.delenv(f"PERAXIS_{name}", raising=False)
+
+
+def failed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """The exit code, and the one line on standard error."""
+    code = run(["serve", *map(str, args)])
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert captured.out == ""
+    assert len(lines) == 1
+    return code, lines[0]
+
+
+def test_a_port_in_use_is_named(
+    capsys: pytest.CaptureFixture[str], artifacts: Artifacts, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = failed(capsys, "--base", artifacts.base, "--registry", tmp_path / "r", "--port", port)
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
+
+
+def test_a_host_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], artifacts: Artifacts, tmp_path: Path
+) -> None:
+    code, line = failed(
+        capsys, "--base", artifacts.base, "--registry", tmp_path / "r", "--host", "no.such.invalid"
+    )
+    assert code == 2
+    assert "cannot listen on no.such.invalid:8000" in line
+
+
+def test_a_directory_without_a_checkpoint_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, line = failed(capsys, "--base", tmp_path, "--registry", tmp_path / "r", "--port", 0)
+    assert code == 1
+    assert str(tmp_path / "config.json") in line
+
+
+def test_a_registry_that_is_a_file_is_named(
+    capsys: pytest.CaptureFixture[str], artifacts: Artifacts, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, line = failed(capsys, "--base", artifacts.base, "--registry", tmp_path / "file", "--port", 0)
+    assert code == 1
+    assert str(tmp_path / "file") in line
+
+
+def test_a_missing_setting_is_told_with_every_way_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = failed(capsys)
+    assert code == 2
+    assert line == "error: base is missing: give --base, PERAXIS_BASE or base in a --config file"
+
+
+def test_with_json_the_error_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--port", "70000", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_print_config_shows_each_value_and_its_origin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "peraxis.toml"
+    config.write_text('registry = "here"\nport = 1\nmax_queue = 3\n')
+    monkeypatch.setenv("PERAXIS_PORT", "9000")
+    monkeypatch.setenv("PERAXIS_MAX_QUEUE", "5")
+    args = ["--base", str(tmp_path), "--max-queue", "7", "--config", str(config), "--print-config"]
+    assert run(["serve", *args]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f'base = "{tmp_path}"  # from --base' in lines
+    assert "max_queue = 7  # from --max-queue" in lines
+    assert "port = 9000  # from PERAXIS_PORT" in lines
+    assert 'registry = "here"  # from the configuration file' in lines
+    assert 'device = "auto"  # default' in lines

@@ -28,8 +28,8 @@ from bench.report import RESULTS, describe, write_result
 from bench.serving import FULL, MAX_POSITIONS, SMALL, Service, prompts, publish_variants, serving, write_base
 from bench.synthetic import LlamaShapes
 from deltastore.loader import Loader, LoadReport
-from deltastore.registry.records import VersionRecord
 from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
 from demo.table import table
 
 PROMPT_TOKENS = 64

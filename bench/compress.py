@@ -25,11 +25,11 @@ from torch import Tensor
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
-from compressor.fitting.calibration import Calibration
 from compressor.codec import Method
+from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress, plan
-from compressor.convert.shards import Output, cut, write_index, write_shard
 from deltastore.base.base import architecture
 from demo.table import table
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu_rows import Rows
 from deltastore.format.signs import packed_width
 from server import kernels
-from server.kernels import reference
+from server.kernels import onebit_reference
 from server.model.attention import Options, Span
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
@@ -74,7 +74,7 @@ def _product_error(
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
     kernels.add_onebit_matmul(output, x, matrices.places, bounds)
-    reference.add_onebit_matmul(want, x, matrices.places, bounds)
+    onebit_reference.add_onebit_matmul(want, x, matrices.places, bounds)
     return _error(output, want, TOLERANCE[dtype], scale=shape[1] ** 0.5)
 
 
@@ -86,7 +86,7 @@ def _rows_error(shape: tuple[int, int], ranges: tuple[tuple[int, int], ...], dev
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
     kernels.add_onebit_rows(output, ids, matrices.places, bounds, shape[0], 2.0)
-    reference.add_onebit_rows(want, ids, matrices.places, bounds, shape[0], 2.0)
+    onebit_reference.add_onebit_rows(want, ids, matrices.places, bounds, shape[0], 2.0)
     return _error(output, want, TOLERANCE[torch.float32])
 
 
@@ -127,7 +127,7 @@ def _error(output: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -
 
 def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...]) -> Iterator[float]:
     """Of the Triton kernels, over all heads and rules, for sequences of `lengths` keys."""
-    from server.kernels import paged_attention  # imports Triton, which a CPU need not have
+    from server.kernels import attention_cuda  # imports Triton, which a CPU need not have
 
     for heads, shared, dim in HEADS:
         generator = torch.Generator(device).manual_seed(2)
@@ -138,7 +138,7 @@ def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[in
             sinks = None if rules.sinks is None else rules.sinks.to(device).expand(heads)
             own = Options(rules.scaling, rules.window, rules.softcap, sinks)
             output = torch.full_like(query, torch.nan)
-            paged_attention.attend(output, query, cached, span, own)
+            attention_cuda.attend(output, query, cached, span, own)
             want = [_attention(query[i], cached, span, own, i) for i in range(len(lengths))]
             yield _error(output, torch.stack(want), TOLERANCE[dtype])
 

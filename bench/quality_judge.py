@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from bench.quality_text import Amount, Texts
-from compressor.fitting.calibration import Calibration, batched, calibration_text
-from compressor.io.pairs import pair_up
 from compressor.blockwise.decoder import Decoder
-from compressor.evaluate.evaluation import BATCH_TOKENS
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare
-from compressor.convert.merge import MergeConfig, merge
 from compressor.blockwise.delta_model import Variant, base_as_variant
 from compressor.blockwise.weights import Weights
-from deltastore.format.artifact import Artifact
+from compressor.convert.merge import MergeConfig, merge
+from compressor.evaluate.evaluation import BATCH_TOKENS
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare
+from compressor.fitting.calibration import Calibration, batched, calibration_text
+from compressor.io.pairs import pair_up
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
 from demo.score import exact_match
 from demo.tasks import Item, Task
 

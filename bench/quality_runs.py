@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from bench.quality_text import Amount
-from compressor.fitting.calibration import Calibration
 from compressor.codec import Method
+from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress
 from deltastore.base.base import architecture

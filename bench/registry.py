@@ -22,8 +22,8 @@ import torch
 
 from bench.report import RESULTS, describe, write_result
 from bench.serving import SMALL, Service, prompts, publish_variants, serving, write_base
-from deltastore.registry.records import VersionRecord
 from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
 from demo.service import running
 from demo.table import table
 

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.format.artifact import Artifact
-from deltastore.registry.records import ArtifactFacts, VersionRecord
 from deltastore.registry import Registry
+from deltastore.registry.records import ArtifactFacts, VersionRecord
 from server.engine.build import BuildConfig, build_engine
 from server.engine.engine import Engine
-from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
-from server.text.tokenizer import Tokenizers
+from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
 from server.metrics import Metrics
 from server.process import spare_collections
+from server.text.tokenizer import Tokenizers
 
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
 SMALL = LlamaShapes(num_layers=2, hidden=128, intermediate=192, kv=64, vocabulary=256)
@@ -81,7 +81,7 @@ class Service:
             tokenizer=self.tokenizers.of(record),
             prompt_ids=tuple(prompt),
             on_event=lambda event: asked.events.put((time.perf_counter(), event)),
-            sampling=Sampling(max_new_tokens=num_new, temperature=0.0),
+            sampling=SamplingParams(max_new_tokens=num_new, temperature=0.0),
         )
         self.engine.submit(request)
         return asked

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltastore.format.artifact import Artifact, ArtifactWriter
-from deltastore.loader import ObjectSource
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
 from deltastore.format.plan import is_matrix
 from deltastore.format.signs import packed_width
+from deltastore.loader import ObjectSource
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
 
 SHARD_BYTES = 512 << 20

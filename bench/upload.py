@@ -31,8 +31,8 @@ import torch
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_delta
-from deltastore.format.artifact import Artifact
 from deltastore.base.base import Base
+from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact
 from demo.table import table
 from server.api.service import Backend

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.io.adapters import finetune_directory
-from compressor.io.delta_writer import Carried, Coding, carry, changed
-from compressor.io.pairs import Pairs, pair_up
+from compressor.blockwise.delta_model import Variant, base_as_variant, finetune_as_variant
 from compressor.codec import Method
+from compressor.io.adapters import finetune_directory
+from compressor.io.checkpoint_store import Progress, kept
+from compressor.io.delta_writer import Carried, Coding, carry, changed
 from compressor.io.outputs import check_apart
+from compressor.io.pairs import Pairs, pair_up
+from compressor.io.side_files import own_files
+from compressor.io.sources import checkpoint_directory
 from compressor.planning import Needs, check_memory, check_place, check_room, needs
 from compressor.report import Report, check_report, write_report
-from compressor.io.checkpoint_store import Progress, kept
-from compressor.io.sources import checkpoint_directory
-from compressor.blockwise.delta_model import Variant, base_as_variant, finetune_as_variant
-from compressor.io.side_files import own_files
-from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, UsageError
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
-from deltastore.memory import return_freed_memory
 from deltastore.format.plan import Plan, is_matrix, one_bit_plan
+from deltastore.memory import return_freed_memory
 from deltastore.progress import identified
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from compressor.io.pairs import pair_up
 from compressor.evaluate.examples import Example
+from compressor.io.pairs import pair_up
 from compressor.report_tensors import CarriedTensor
-from deltastore.format.artifact import Artifact
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import StorageFull, UsageError
+from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import Manifest
 from deltastore.format.plan import FP16_BYTES
 from deltastore.format.sizes import KINDS, files_bytes

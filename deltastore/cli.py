@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from deltastore.format.artifact import Artifact
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
-from deltastore.format.manifest import FORMAT
 from deltastore.base.model_shapes import model_shapes
+from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
+from deltastore.format.artifact import Artifact
+from deltastore.format.manifest import FORMAT
 from deltastore.format.plan import Plan, one_bit_plan
-from deltastore.progress import identified
 from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.progress import identified
 
 app = typer.Typer(no_args_is_help=True)
 

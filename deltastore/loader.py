@@ -83,7 +83,7 @@ class _Target:
     slot: Tensor  # [device_bytes] uint8
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Let the calling thread run behind those that compute: Linux keeps a niceness for each thread."""
     os.nice(NICENESS)
 
@@ -104,7 +104,7 @@ class Loader:
         if num_threads < 1:
             raise UsageError("a loader needs at least one thread")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=give_way)
+        self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=lower_thread_priority)
 
     def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
         """Bring an object's device part from disk into host memory and on into a slot, which any stream may read then.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.real.models import TEXT_TOKENS
-from deltastore.format.artifact import Artifact
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
-from server.engine.model_runner import Piece, Runner
+from server.engine.model_runner import ModelRunner, Piece
 from server.model.attention import Chunk
 from server.model.loader import ServedModel, load_model
 
@@ -47,7 +47,7 @@ def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) ->
     ids = [7 * token for token in range(1, 1 + TEXT_TOKENS)]
     pages = list(range(1, 1 + num_pages))
     piece = Piece(ids, Chunk(0, len(ids), pages), delta, num_kept=len(ids))
-    return Runner(served).forward([piece], pages)
+    return ModelRunner(served).forward([piece], pages)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compressor.io.row_blocks import row_blocks
 from compressor.io.pairs import Pairs, TensorPair, is_computed, layer_order
+from compressor.io.row_blocks import row_blocks
 from compressor.io.side_files import TOKEN_IDS
-from deltastore.format.artifact import Artifact
 from deltastore.base.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError
+from deltastore.format.artifact import Artifact
 from deltastore.format.header import parse_json
 from deltastore.format.manifest import GENERATION_FILE
 

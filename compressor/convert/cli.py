@@ -52,7 +52,10 @@ def import_(
 
     Example: peraxis import bitdelta --base BASE --finetune TUNED --diff diff.pt --out tuned.safetensors
     """
-    from compressor.convert.importer import ImportConfig, import_diff  # imported when needed: torch takes seconds
+    from compressor.convert.importer import (  # imported when needed: torch takes seconds
+        ImportConfig,
+        import_diff,
+    )
 
     result = import_diff(ImportConfig(kind, base, diff, out, finetune, progress))
     print(json.dumps(result.as_json(), indent=2) if as_json else _text(result))

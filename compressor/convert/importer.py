@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.io.row_blocks import row_blocks, workers
-from compressor.io.pairs import TensorPair, is_computed, is_finite, layer_order, pair_up
 from compressor.codec import measured
 from compressor.convert.diff_files import DIVERGED, WRONG_BASE, CodedModule, DiffFile, Kind
 from compressor.evaluate.fidelity import rounded
 from compressor.io.outputs import check_apart
+from compressor.io.pairs import TensorPair, is_computed, is_finite, layer_order, pair_up
+from compressor.io.row_blocks import row_blocks, workers
 from compressor.io.side_files import own_files
-from deltastore.format.artifact import ArtifactWriter
 from deltastore.base.base import Base, architecture, different_facts
 from deltastore.base.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError, shown
+from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.header import parse_json
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import Manifest, TensorSpec

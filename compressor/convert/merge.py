@@ -17,20 +17,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.io.row_blocks import row_blocks
-from compressor.io.pairs import is_finite
-from compressor.io.outputs import check_apart
-from compressor.convert.shards import Output, cut, write_index, write_shard
-from compressor.io.sources import checkpoint_directory
 from compressor.blockwise.delta_model import Variant
+from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.io.outputs import check_apart
+from compressor.io.pairs import is_finite
+from compressor.io.row_blocks import row_blocks
 from compressor.io.side_files import tokenizer_files
-from deltastore.format.artifact import Artifact
+from compressor.io.sources import checkpoint_directory
 from deltastore.base.checkpoint import DTYPE_NAME, TORCH_DTYPE, Checkpoint
 from deltastore.errors import StorageFull, UsageError, shown
+from deltastore.format.artifact import Artifact
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
-from deltastore.progress import byte_progress, identified
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.progress import byte_progress, identified
 
 BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
 DtypeName = Literal["bfloat16", "float16", "float32"]

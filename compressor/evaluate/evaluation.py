@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compressor.io.adapters import finetune_directory
-from compressor.fitting.calibration import Calibration, batched, calibration_text
-from compressor.io.pairs import Pairs, pair_up
 from compressor.blockwise.decoder import Decoder
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare, rounded
-from compressor.convert.merge import MergeConfig, merge
-from compressor.io.sources import checkpoint_directory
-from compressor.evaluate.tasks import Score, Tasks
 from compressor.blockwise.delta_model import Variant, base_as_variant
-from deltastore.format.artifact import Artifact
+from compressor.convert.merge import MergeConfig, merge
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare, rounded
+from compressor.evaluate.tasks import Score, Tasks
+from compressor.fitting.calibration import Calibration, batched, calibration_text
+from compressor.io.adapters import finetune_directory
+from compressor.io.pairs import Pairs, pair_up
+from compressor.io.sources import checkpoint_directory
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
-from deltastore.progress import identified, progress_bar
+from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.progress import identified, progress_bar
 
 if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compressor.fitting.distillation.distill import Lesson, divergence_of
+from compressor.fitting.distillation.distill import TeacherTargets, divergence_of
 from compressor.fitting.distillation.student import Student
 from deltastore.format.layout import TENSOR_ALIGNMENT
 from deltastore.format.matrix import MatrixDelta
@@ -65,7 +65,7 @@ def stored_bytes(delta: MatrixDelta) -> int:
 
 @torch.no_grad()
 def measure(
-    student: Student, lesson: Lesson, upgrades: Mapping[str, Sequence[MatrixDelta]]
+    student: Student, lesson: TeacherTargets, upgrades: Mapping[str, Sequence[MatrixDelta]]
 ) -> dict[Upgrade, float]:
     """How much KL divergence each upgrade alone takes away, in nats per token; nothing for what no forward reaches.
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compressor.fitting.calibration import HELD_OUT_PART, MIN_HELD_OUT
+from compressor.blockwise.sampling import MAX_GROUP, MEMORY_PART
 from compressor.codec import Method
+from compressor.fitting.calibration import HELD_OUT_PART, MIN_HELD_OUT
 from compressor.fitting.distillation.distill import LOGITS_NUMEL, LOGITS_TOKENS
+from compressor.fitting.distillation.student import DEVICE_PART, HOST_BYTES
 from compressor.fitting.fit import LAYER_PART, LAYER_TOKENS, MEASURED, OUR_BATCH, PAPER_BATCH
 from compressor.fitting.layers.solve import CHUNK_WEIGHTS
-from compressor.fitting.distillation.student import DEVICE_PART, HOST_BYTES
 from compressor.fitting.training import LATENT_BYTES, Training
-from compressor.blockwise.sampling import MAX_GROUP, MEMORY_PART
 
 FLOAT, DOUBLE = 4, 8
 LIBRARIES_BYTES = 120 << 20  # what torch and glibc's heap keep beside tensors, as measured

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.fitting.calibration import batched, calibration_text, held_out, scattered
-from compressor.io.pairs import TensorPair
-from compressor.codec import Method, code_matrix
 from compressor.blockwise.decoder import Decoder
+from compressor.blockwise.weights import Overlay, Weights
+from compressor.codec import Method, code_matrix
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare, last_hiddens
 from compressor.fitting.budget import measure, spend
-from compressor.fitting.distillation.distill import Distillation, Lesson, Recipe, divergence
-from compressor.fitting.paper.end_loss import EndLoss
-from compressor.fitting.layers.layerwise import Layerwise, Solver, with_delta
-from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
-from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
+from compressor.fitting.calibration import batched, calibration_text, held_out, scattered
+from compressor.fitting.distillation.distill import Distillation, Recipe, TeacherTargets, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.trainable import Trainable
+from compressor.fitting.layers.layerwise import Layerwise, Solver, with_delta
+from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
 from compressor.fitting.training import Training
 from compressor.io.checkpoint_store import Progress, joined, taken_apart
-from compressor.blockwise.weights import Overlay, Weights
+from compressor.io.pairs import TensorPair
 from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import progress_bar
@@ -152,7 +152,7 @@ class Fit:
             device,
         )
 
-    def _layers(self, text: _Split, choosing: Lesson, device: torch.device) -> dict[str, MatrixDelta]:
+    def _layers(self, text: _Split, choosing: TeacherTargets, device: torch.device) -> dict[str, MatrixDelta]:
         """Every matrix's delta, layer by layer, and with more bytes where the budget has some."""
         kept = self.progress.deltas("layers")
         if kept is not None:
@@ -170,7 +170,7 @@ class Fit:
         self.progress.keep_deltas("layers", {name: [delta] for name, delta in deltas.items()})
         return deltas
 
-    def _fit_layers(self, layerwise: Layerwise, text: _Split, choosing: Lesson) -> None:
+    def _fit_layers(self, layerwise: Layerwise, text: _Split, choosing: TeacherTargets) -> None:
         """Begin with the first block that is not kept."""
         first = 0
         while (kept := self.progress.deltas(f"block-{first}")) is not None:
@@ -187,7 +187,7 @@ class Fit:
             layerwise.run(batches, solver, first, on_block)
 
     def _layer_text(
-        self, text: _Split, choosing: Lesson, device: torch.device
+        self, text: _Split, choosing: TeacherTargets, device: torch.device
     ) -> tuple[list[Tensor], Solver]:
         """What layers are fitted to, in batches, and how."""
         tokens = self._batch_tokens()
@@ -222,7 +222,7 @@ class Fit:
         return {name: [MatrixDelta((*delta.planes, second))]} if second.axis == delta.axis else {}
 
     def _end_to_end(
-        self, deltas: Mapping[str, MatrixDelta], lesson: Lesson, choosing: Lesson
+        self, deltas: Mapping[str, MatrixDelta], lesson: TeacherTargets, choosing: TeacherTargets
     ) -> Mapping[str, MatrixDelta]:
         """Distil; ours keeps the epoch that does best on text held out, the paper's the last one."""
         recipe, student = self._recipe(), self._student(deltas, lesson.teacher.device)
@@ -254,7 +254,7 @@ class Fit:
         return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0)
 
 
-def _fidelity(weights: Weights, judging: Lesson, device: torch.device) -> Fidelity:
+def _fidelity(weights: Weights, judging: TeacherTargets, device: torch.device) -> Fidelity:
     """How near a model is to the teacher."""
     student = Predictions.of(Decoder(weights, device, torch.float32), judging.batches)
     return compare(Predictions(judging.teacher, judging.head, judging.hiddens), student, judging.batches)
@@ -286,9 +286,9 @@ class _Classroom:
     head: nn.Module
     batch_tokens: int
 
-    def lesson(self, sequences: Sequence[Tensor]) -> Lesson:
+    def lesson(self, sequences: Sequence[Tensor]) -> TeacherTargets:
         batches = batched(sequences, self.batch_tokens)
-        return Lesson(batches, last_hiddens(self.teacher, batches), self.teacher, self.head)
+        return TeacherTargets(batches, last_hiddens(self.teacher, batches), self.teacher, self.head)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from compressor.fitting.calibration import Calibration
 from compressor.codec import Method
+from compressor.fitting.calibration import Calibration
 from deltastore.errors import UsageError
 
 OUR_EPOCHS, VECTOR_EPOCHS, SCALAR_EPOCHS = 3, 5, 1  # the latter two are the paper's, and its BitDelta's

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from deltastore.errors import CheckpointError, StorageFull, UsageError
 from deltastore.format.matrix import MatrixDelta
-from deltastore.memory import is_out_of_memory
 from deltastore.format.onebit import OneBit
+from deltastore.memory import is_out_of_memory
 
 SUFFIX = ".progress"
 INPUTS = "inputs.json"

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from compressor.io.row_blocks import Map, row_blocks, workers
-from compressor.io.pairs import Pairs, TensorPair
 from compressor.codec import Coded, Method, code_matrix, measured
 from compressor.evaluate.fidelity import rounded
-from deltastore.format.artifact import ArtifactWriter
+from compressor.io.pairs import Pairs, TensorPair
+from compressor.io.row_blocks import Map, row_blocks, workers
 from deltastore.errors import CheckpointError
+from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual
 from deltastore.format.onebit import OneBit
-from deltastore.progress import byte_progress
 from deltastore.format.validate import LARGEST_SCALE
+from deltastore.progress import byte_progress
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import CheckpointError
 from deltastore.base.fingerprint import fingerprint as fingerprint_of
+from deltastore.errors import CheckpointError
 from deltastore.format.header import MAX_NAME_CHARS
 
 FREE_CONFIG = frozenset({

@@ -18,7 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deltastore.base.checkpoint import BLOCK_BYTES, EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
+from deltastore.base.checkpoint import (
+    BLOCK_BYTES,
+    EMBEDDING_SUFFIXES,
+    HEAD_SUFFIXES,
+    Checkpoint,
+    StoredTensor,
+)
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, read_into
 from deltastore.registry.storage import flock

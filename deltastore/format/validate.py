@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from deltastore.format.artifact import Artifact
 from deltastore.base.base import Base, different_facts
 from deltastore.base.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
+from deltastore.format.artifact import Artifact
 from deltastore.format.header import TensorEntry
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import largest_of_plane, largest_of_residual

@@ -13,13 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltastore.registry.collect import abandoned, temporaries
 from deltastore.errors import RegistryError
+from deltastore.registry.collect import abandoned, temporaries
 from deltastore.registry.objects import DIGEST, MARK, Objects
 from deltastore.registry.records import VariantState, VersionRecord, is_name
 from deltastore.registry.storage import TEMPORARY, Storage
 from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
-from deltastore.registry.variants import LOCK, RECORD, STATE, History, VariantDirectory, directories, subdirectories
+from deltastore.registry.variants import (
+    LOCK,
+    RECORD,
+    STATE,
+    History,
+    VariantDirectory,
+    directories,
+    subdirectories,
+)
 
 LAYOUT = ("objects", "uploads", "quarantine", "variants")
 OBJECTS_LOCK = "objects.lock"

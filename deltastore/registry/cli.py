@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from deltastore.registry.check import CheckReport
-from deltastore.registry.collect import GcReport
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
+from deltastore.registry.check import CheckReport
+from deltastore.registry.collect import GcReport
 from deltastore.registry.variants import Variant
 
 app = typer.Typer(help="List, clean and check a registry on disk.", no_args_is_help=True)

@@ -14,11 +14,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
 from deltastore.registry.collect import GcReport, collect, referenced
-from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry.objects import Objects, Usage
-from deltastore.registry.records import PUBLIC, ArtifactFacts, VariantState, VersionRecord, check_names, is_name
+from deltastore.registry.records import (
+    PUBLIC,
+    ArtifactFacts,
+    VariantState,
+    VersionRecord,
+    check_names,
+    is_name,
+)
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, Variant, VariantDirectory, directories

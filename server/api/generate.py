@@ -20,11 +20,11 @@ from server.api.errors import error_body, request_id_of
 from server.api.running import EventStream, Running, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, CallerDep, Service
-from server.engine.request import DoneEvent, Event, FinishEvent, Sampling, TokenEvent
+from server.engine.request import DoneEvent, Event, FinishEvent, SamplingParams, TokenEvent
 from server.engine.request import Request as EngineRequest
 from server.engine.telemetry import REASONS
-from server.text.tokenizer import VariantTokenizer
 from server.tenants import Tenant
+from server.text.tokenizer import VariantTokenizer
 
 router = APIRouter()
 
@@ -38,7 +38,7 @@ class Prepared:
     record: VersionRecord | None
     tokenizer: VariantTokenizer
     prompt_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
 
     def request(self, on_event: Callable[[Event], None]) -> EngineRequest:
         """What the engine is given; `on_event` may be called on any thread."""
@@ -124,9 +124,9 @@ def _prepare(service: Service, caller: Tenant, reference: Reference, body: Gener
     room = service.engine.max_model_len - len(
         ids
     )  # which a default must not exceed; what is asked may be refused
-    wanted = defaults.get("max_new_tokens", Sampling().max_new_tokens)
+    wanted = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
     defaults["max_new_tokens"] = max(1, min(wanted, room))
-    sampling = Sampling(**{**defaults, **body.sampling()}, stop_token_ids=tokenizer.eos_token_ids)
+    sampling = SamplingParams(**{**defaults, **body.sampling()}, stop_token_ids=tokenizer.eos_token_ids)
     return Prepared(caller.name, reference.name, record, tokenizer, tuple(ids), sampling)
 
 

@@ -17,14 +17,14 @@ import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.loader import give_way
+from deltastore.loader import lower_thread_priority
 from deltastore.registry import Registry
 from server.engine.engine import Engine
-from server.text.tokenizer import Tokenizers
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics import Metrics
 from server.settings import Settings
 from server.tenants import Open, Tenant, Tenants
+from server.text.tokenizer import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class Service:
         self.lost = asyncio.Event()  # the device is gone, and with it every request
         self._backend: Backend | None = None
         self._closed = False
-        self._aside = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=give_way)
+        self._aside = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=lower_thread_priority)
 
-    async def run_aside(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run what computes for long on a thread that gives way to the engine's; waits for its end, whatever comes."""
         call = partial(function, *args, **kwargs)
         with anyio.CancelScope(shield=True):  # against the framework's cancelling, which is repeated

@@ -13,12 +13,12 @@ from types import TracebackType
 import anyio
 from fastapi import Request
 
-from deltastore.format.artifact import Artifact
 from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
-from deltastore.registry.records import ArtifactFacts, check_names
-from deltastore.registry import Publication
-from deltastore.registry.uploads import SealedUpload, Upload
+from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base, check_size
+from deltastore.registry import Publication
+from deltastore.registry.records import ArtifactFacts, check_names
+from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import failure_of
 from server.api.multipart import file_of_form
 from server.api.service import Backend, Service
@@ -52,9 +52,9 @@ async def receive_upload(
             async with aclosing(chunks), WriteBehind(service, upload) as writer:
                 async for chunk in chunks:
                     await writer.write(chunk)
-            sealed = await service.run_aside(upload.seal)
-            facts = await service.run_aside(_verify, sealed, expected, backend)
-            publication = await service.run_aside(
+            sealed = await service.run_in_background(upload.seal)
+            facts = await service.run_in_background(_verify, sealed, expected, backend)
+            publication = await service.run_in_background(
                 service.registry.publish, sealed, facts, tenant=caller.name, name=name, activate=activate
             )
     except BaseException as error:
@@ -95,7 +95,7 @@ class WriteBehind:
         self._writing = asyncio.create_task(self._write(chunk))
 
     async def _write(self, chunk: bytes) -> None:
-        await self._service.run_aside(self._upload.write, chunk)
+        await self._service.run_in_background(self._upload.write, chunk)
         self._service.metrics.upload_bytes_total.inc(len(chunk))
 
     async def _settle(self) -> None:
@@ -132,11 +132,11 @@ def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend)
 @asynccontextmanager
 async def _upload(service: Service, limit: int) -> AsyncIterator[Upload]:
     """The registry's upload, opened and removed on a thread: unlinking gigabytes takes a while."""
-    upload = await service.run_aside(service.registry.open_upload(limit).__enter__)
+    upload = await service.run_in_background(service.registry.open_upload(limit).__enter__)
     try:
         yield upload
     finally:
-        await service.run_aside(upload.__exit__, None, None, None)
+        await service.run_in_background(upload.__exit__, None, None, None)
 
 
 async def _artifact_bytes(request: Request, limit: int) -> AsyncGenerator[bytes, None]:

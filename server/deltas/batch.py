@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from server.deltas.composition import Composition, Sites
+from server.deltas.composition import Composition, HookPoints
 from server.deltas.resident import ResidentDelta
 
 
@@ -89,7 +89,7 @@ class BatchContext:
     """Where layers find the batch of the step that is running. The engine thread alone touches it."""
 
     def __init__(self) -> None:
-        self.sites = Sites()
+        self.sites = HookPoints()
         self.current: Step | None = None  # None where all rows are the base's
         self._composition: Composition | None = None  # the last one
 

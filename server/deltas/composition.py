@@ -20,7 +20,7 @@ Deltas = tuple[ResidentDelta, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class HookPoint:
     """A place in the model where deltas may have a coded matrix."""
 
     matrix: Callable[[ResidentDelta], MatrixView | None]
@@ -61,14 +61,14 @@ class Composition:
         return self._vectors[name]
 
 
-class Sites:
+class HookPoints:
     """All places where deltas apply, and the tables of deltas that were seen. The engine thread alone touches it."""
 
     def __init__(self) -> None:
-        self._sites: list[Site] = []
+        self._sites: list[HookPoint] = []
         self._tables: WeakKeyDictionary[ResidentDelta, _DeltaTable] = WeakKeyDictionary()
 
-    def add(self, site: Site) -> int:
+    def add(self, site: HookPoint) -> int:
         """Register a site while the model is built. Returns its number."""
         self._sites.append(site)
         return len(self._sites) - 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from server.deltas.batch import BatchContext, Group
-from server.deltas.composition import Site, address
+from server.deltas.composition import HookPoint, address
 from server.deltas.resident import MatrixView
 from server.kernels import add_onebit_rows
 
@@ -23,7 +23,7 @@ class EmbeddingDelta:
         self.factor = 1.0 if scale is None else float(torch.as_tensor(scale).to(module.weight.dtype))
         self.context = context
         self.site = context.sites.add(
-            Site(
+            HookPoint(
                 lambda delta: delta.matrices.get(self.weight),
                 lambda delta: (
                     self.weight in delta.whole

@@ -17,10 +17,10 @@ from deltastore.errors import (
     VariantQuarantined,
 )
 from deltastore.format.header import known_header
-from deltastore.loader import Loader, LoadReport, ObjectSource, give_way
 from deltastore.format.manifest import Manifest
-from deltastore.registry.records import VersionRecord
+from deltastore.loader import Loader, LoadReport, ObjectSource, lower_thread_priority
 from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
 from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
 
@@ -40,8 +40,8 @@ class Fetcher:
         self.cache = cache
         self._loader = loader
         self._registry = registry
-        self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=give_way)
-        self._host = ThreadPoolExecutor(1, "delta-copy", initializer=give_way)
+        self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=lower_thread_priority)
+        self._host = ThreadPoolExecutor(1, "delta-copy", initializer=lower_thread_priority)
 
     def fetch(self, record: VersionRecord, slot: Slot) -> Future[Fetched]:
         """Begin to fill a slot that nobody reads.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from server.deltas.batch import BatchContext, Group, Step
-from server.deltas.composition import Site, address
+from server.deltas.composition import HookPoint, address
 from server.deltas.resident import MatrixView, ResidentDelta
 from server.kernels import add_onebit_matmul
 
@@ -26,7 +26,7 @@ class LinearDelta:
         self.base_bias = None if module.bias is None else module.bias.detach().float()
         self.context = context
         self.site = context.sites.add(
-            Site(lambda delta: delta.matrices.get(self.weight), lambda delta: self.weight in delta.whole)
+            HookPoint(lambda delta: delta.matrices.get(self.weight), lambda delta: self.weight in delta.whole)
         )
         module.register_forward_hook(self)
 
@@ -73,7 +73,7 @@ class HeadDelta:
         self.base_bias = module.bias
         self.context = context
         self.site = context.sites.add(
-            Site(lambda delta: delta.matrices.get(self._source(delta)), self._is_special)
+            HookPoint(lambda delta: delta.matrices.get(self._source(delta)), self._is_special)
         )
         module.register_forward_hook(self)
 

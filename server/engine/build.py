@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.loader import Loader
 from deltastore.format.plan import one_bit_plan
+from deltastore.loader import Loader
 from deltastore.registry import Registry
 from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
@@ -22,18 +22,18 @@ from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
 from server.engine.core import Core
 from server.engine.engine import Engine, Limits
-from server.engine.scheduling.kv_cache import KVCache
 from server.engine.memory import Wanted, check_base, free_memory, host_cache_bytes, share_out
-from server.engine.model_runner import Runner
+from server.engine.model_runner import ModelRunner
+from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.text.templates import TemplateWorker
-from server.text.tokenizer import Tokenizers
 from server.errors import NotServable
 from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model
 from server.model.weights import own_dtype
+from server.text.templates import TemplateWorker
+from server.text.tokenizer import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def build_engine(
         pages=kv_cache,
         slots=residency,
     )
-    core = Core(Runner(served), residency, scheduler, kv_cache, telemetry)
+    core = Core(ModelRunner(served), residency, scheduler, kv_cache, telemetry)
     limits = Limits(
         config.max_num_seqs + config.max_queue, config.load_timeout_s, min(max_len, kv_cache.max_tokens)
     )

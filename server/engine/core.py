@@ -18,10 +18,10 @@ from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import label
 from server.deltas.residency import Residency
 from server.engine.admitted import Admitted, Prefetch, Unload
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.model_runner import ModelRunner, Piece
 from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, FinishReason, Request
-from server.engine.model_runner import Piece, Runner
 from server.engine.sampling import Choice, LastLogits, score
+from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
@@ -38,7 +38,7 @@ class Core:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         residency: Residency,
         scheduler: Scheduler[Sequence],
         kv_cache: KVCache,
@@ -225,7 +225,7 @@ class Core:
         return self._runner.forward([self._piece(*item) for item in work], fresh)
 
     def _piece(self, sequence: Sequence, num_tokens: int) -> Piece:
-        first, last = sequence.num_computed, sequence.num_computed + num_tokens
+        first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         delta = None if sequence.digest is None else self._residency.find(sequence.digest)
         assert (delta is None) == (sequence.digest is None), (
             "a step was planned for a delta that is not there"
@@ -242,8 +242,8 @@ class Core:
             if num_kept > 1 or not sequence.reuses_prefix:
                 self._read_prompt(sequence, logits[row : row + num_kept])
             row += num_kept
-            sequence.num_computed += num_tokens
-            if sequence.num_computed == sequence.num_tokens:
+            sequence.num_computed_tokens += num_tokens
+            if sequence.num_computed_tokens == sequence.num_tokens:
                 ready.append((row - 1, sequence))
             else:
                 self._kv_cache.commit(sequence)
@@ -268,7 +268,7 @@ class Core:
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed."""
-        first = sequence.num_computed + 1
+        first = sequence.num_computed_tokens + 1
         following = sequence.request.prompt_ids[first : first + len(logits)]
         num_top = sequence.request.sampling.prompt_logprobs
         assert num_top is not None

@@ -24,7 +24,7 @@ class Piece:
     num_kept: int  # of its last tokens, how many logits are wanted
 
 
-class Runner:
+class ModelRunner:
     """Runs the model for many sequences at a time, each with the delta of its variant."""
 
     def __init__(self, served: ServedModel) -> None:

@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How tokens are chosen. The meaning of each number is that of transformers' `GenerationConfig`."""
 
     max_new_tokens: int = 16
@@ -125,7 +125,7 @@ class Request:
     tokenizer: VariantTokenizer
     prompt_ids: tuple[int, ...]
     on_event: Callable[[Event], None]  # called on the engine thread; must not block
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def digest(self) -> str | None:

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from server.engine.request import Sampling, ScoredToken
+from server.engine.request import SamplingParams, ScoredToken
 from server.errors import EngineFailed
 
 GREEDY_BELOW = 1e-4  # a lower temperature chooses the likeliest token too, and overflows float32 on the way
@@ -35,7 +35,7 @@ class Choice:
 class Sampler:
     """Chooses the tokens of one sample. Its draws depend on its seed alone, never on other requests."""
 
-    def __init__(self, sampling: Sampling, index: int) -> None:
+    def __init__(self, sampling: SamplingParams, index: int) -> None:
         self.num_logprobs = sampling.logprobs
         self.greedy = sampling.temperature < GREEDY_BELOW
         self.processors = _processors(sampling)
@@ -105,7 +105,7 @@ def score(
     ]
 
 
-def _processors(sampling: Sampling) -> LogitsProcessorList:
+def _processors(sampling: SamplingParams) -> LogitsProcessorList:
     chosen = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

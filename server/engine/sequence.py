@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from server.engine.scheduling.kv_cache import PageTable
 from server.engine.request import FinishEvent, FinishReason, PromptEvent, Request, ScoredToken, TokenEvent
 from server.engine.sampling import Choice, Sampler
+from server.engine.scheduling.kv_cache import PageTable
 from server.text.stops import StopMatcher
 
 
@@ -21,7 +21,7 @@ class Sequence:
         self.digest = request.digest
         self.arrived_at = arrived_at
         self.tokens = list(request.prompt_ids)
-        self.num_computed = 0
+        self.num_computed_tokens = 0
         self.held = PageTable()
         self.sampler = Sampler(request.sampling, index)
         self.last_token_at: float | None = None
@@ -48,7 +48,7 @@ class Sequence:
         """Of the next `num_tokens` to be computed, how many of the last ones' logits are read."""
         if self._wants_prompt:
             return num_tokens
-        return int(self.num_computed + num_tokens == len(self.tokens))
+        return int(self.num_computed_tokens + num_tokens == len(self.tokens))
 
     def read_prompt(self, scored: Items[ScoredToken]) -> None:
         """Take the scores of prompt tokens in order, and send them when they are complete."""

@@ -1,8 +1,8 @@
 """The products that deltas need, one operation per name, chosen by the device of their input.
 
-`reference` is plain torch and the oracle of every other implementation; `numba` runs on the CPU, `triton` on CUDA. All
-of them take the deltas of a batch at once: where a group's matrix lies is given by addresses, so that what a layer
-costs in Python does not grow with the number of variants.
+`onebit_reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA.
+Each takes all deltas of a batch at once and finds their matrices by address, so that the Python cost of a layer does
+not grow with the number of variants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from server.kernels import reference
+from server.kernels import onebit_reference
 
 __all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 
@@ -59,7 +59,7 @@ def prepare(
     ranges = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     add_onebit_matmul(one.clone(), one, places, ranges)
     add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), places, ranges, 1, 1.0)
-    if (kernels := _implementation(device.type)).__name__.endswith("triton"):
+    if (kernels := _implementation(device.type)).__name__.endswith("cuda"):
         kernels.prepare(device, set(shapes), dtype)
 
 
@@ -67,11 +67,11 @@ def prepare(
 def _implementation(device: str) -> ModuleType:
     """The fastest there is for a kind of device; each is imported where it is used alone."""
     if device == "cpu":
-        from server.kernels import numba
+        from server.kernels import onebit_cpu
 
-        return numba
+        return onebit_cpu
     if device == "cuda" and find_spec("triton") is not None:
-        from server.kernels import triton
+        from server.kernels import onebit_cuda
 
-        return triton
-    return reference
+        return onebit_cuda
+    return onebit_reference

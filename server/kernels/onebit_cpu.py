@@ -17,7 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from server.kernels import expand, lookup, openmp, reference, select
+from server.kernels import onebit_cpu_expand as expand
+from server.kernels import onebit_cpu_lookup as lookup
+from server.kernels import onebit_cpu_select as select
+from server.kernels import onebit_reference as reference
+from server.kernels import openmp
 from server.kernels.addresses import array, at
 
 PARALLEL_SIGNS = 1 << 19  # below, waking threads costs more than they save

@@ -211,13 +211,13 @@ def _attend(
 def _single_token_kernel(device_type: str) -> ModuleType | None:
     """What attends with one token of each sequence on a kind of device; None where gathered pages and torch do."""
     if device_type == "cpu":
-        from server.kernels import numba_attention  # compiles, which a server on another device never needs
+        from server.kernels import attention_cpu  # compiles, which a server on another device never needs
 
-        return numba_attention
+        return attention_cpu
     if device_type == "cuda" and find_spec("triton") is not None:
-        from server.kernels import paged_attention  # imports Triton, which a server on a CPU need not have
+        from server.kernels import attention_cuda  # imports Triton, which a server on a CPU need not have
 
-        return paged_attention
+        return attention_cuda
     return None
 
 

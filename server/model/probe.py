@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base.base import Base
-from deltastore.memory import is_out_of_memory
 from deltastore.format.signs import pack_signs
+from deltastore.memory import is_out_of_memory
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.norm import is_norm
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot

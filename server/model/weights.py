@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
-from deltastore.errors import CheckpointError
 from deltastore.base.fingerprint import fingerprint, remembered, shard_state
+from deltastore.errors import CheckpointError
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
 from server.errors import Draining, NotServable

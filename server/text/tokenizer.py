@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from deltastore.format.artifact import Artifact
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError
+from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
-from deltastore.registry.records import VersionRecord
 from deltastore.registry import Registry
-from server.engine.request import Sampling
-from server.text.templates import TemplateWorker
+from deltastore.registry.records import VersionRecord
+from server.engine.request import SamplingParams
 from server.errors import InvalidRequest, NotServable
+from server.text.templates import TemplateWorker
 
 CACHED = 64  # tokenizers kept; a few megabytes each
 
@@ -210,7 +210,7 @@ def _generation(raw: bytes, where: str) -> Mapping[str, Any]:
             value = document.get(name, 0) or 0
             if isinstance(value, bool) or not isinstance(value, (int, kind)):
                 raise ValueError(f"{name} must not be {value!r}")
-        Sampling(**sampling_defaults(document))
+        SamplingParams(**sampling_defaults(document))
     except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
         raise ArtifactError(f"{where}: its {GENERATION_FILE} cannot be used: {error}"[:500]) from error
     return dict(document)

@@ -140,11 +140,11 @@ def test_a_repeated_step_never_waits_for_the_device(
 ) -> None:
     """Neither reads a number back nor brings one there, so that a CUDA graph can hold it."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from server.kernels import paged_attention
+    from server.kernels import attention_cuda
 
     launched: list[Callable[..., None]] = []
-    monkeypatch.setattr(paged_attention, "_launch", lambda *args: launched.append(args[0]))
-    monkeypatch.setattr(attention, "_single_token_kernel", lambda kind: paged_attention)
+    monkeypatch.setattr(attention_cuda, "_launch", lambda *args: launched.append(args[0]))
+    monkeypatch.setattr(attention, "_single_token_kernel", lambda kind: attention_cuda)
     with torch.no_grad():
         stage = Stage(build_model(SMALL, CPU), SMALL, CPU, Rows(SMALL))
         drawing = drawing_of(stage.model)

@@ -9,8 +9,8 @@ import pytest
 from compressor.evaluate.examples import Example
 from compressor.report import Report
 from compressor.report_tensors import Place
-from deltastore.format.artifact import Artifact
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TensorSpec
 from tests.compressor.helpers.compressing import compressed, enriched
 from tests.compressor.helpers.reporting import HELD_OUT, OF_BASE, Page, model_of, onebit, page_of, report_of

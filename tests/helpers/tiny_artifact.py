@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltastore.format.artifact import ArtifactWriter
 from deltastore.base.base import Base
+from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit

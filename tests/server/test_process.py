@@ -123,7 +123,7 @@ def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) 
         may_end.wait(WAIT_S)
         ended.set()
 
-    asyncio.run(cancelled(lambda: service.run_aside(work), begun, may_end, ended))
+    asyncio.run(cancelled(lambda: service.run_in_background(work), begun, may_end, ended))
 
 
 def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:

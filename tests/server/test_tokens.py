@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.compressor.helpers.compressing import enriched
-from tests.server.helpers.served import generate, make_delta, merged, same_up_to_a_tie, serving
 from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED, Change, make_pair
+from tests.server.helpers.served import generate, make_delta, merged, same_up_to_a_tie, serving
 
 PROMPTS = [[10, 20, 30], list(range(40, 90)), [7] * 11]
 NUM_TOKENS = 20

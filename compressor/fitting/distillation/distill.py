@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class TeacherTargets:
     """Text, and what the fine-tune makes of it: last hidden states, because logits would be many times larger."""
 
     batches: Sequence[Tensor]  # [sequences, tokens] int64 each
@@ -49,7 +49,7 @@ class Lesson:
     teacher: Decoder
     head: nn.Module  # the fine-tune's
 
-    def first(self, count: int) -> Lesson:
+    def first(self, count: int) -> TeacherTargets:
         """Its first sequences alone, of the first batch."""
         return replace(self, batches=[self.batches[0][:count]], hiddens=[self.hiddens[0][:count]])
 
@@ -62,7 +62,7 @@ class Lesson:
 class Distillation:
     """A student that learns, epoch by epoch. Its state after an epoch is all that the next one depends on."""
 
-    def __init__(self, student: Student, lesson: Lesson, recipe: Recipe) -> None:
+    def __init__(self, student: Student, lesson: TeacherTargets, recipe: Recipe) -> None:
         self.student, self.lesson, self.recipe = student, lesson, recipe
         self._scales = AdamW(self._numbers(), lr=recipe.rate, weight_decay=recipe.weight_decay)
         self._signs: Adafactor | None = None  # until they move
@@ -128,7 +128,7 @@ class Distillation:
 
 
 @torch.no_grad()
-def divergence(student: Student, lesson: Lesson) -> float:
+def divergence(student: Student, lesson: TeacherTargets) -> float:
     """Mean KL(fine-tune || student) per token, in nats."""
     hiddens = [student.enter(ids).hidden for ids in lesson.batches]
     for index in range(student.num_blocks):
@@ -138,7 +138,7 @@ def divergence(student: Student, lesson: Lesson) -> float:
 
 
 @torch.no_grad()
-def divergence_of(student: Student, lesson: Lesson, hiddens: Sequence[Tensor]) -> float:
+def divergence_of(student: Student, lesson: TeacherTargets, hiddens: Sequence[Tensor]) -> float:
     """`divergence` from what leaves the last block, ``[sequences, tokens, hidden]`` for each batch."""
     total, count, head = 0.0, 0, student.head()
     for number, hidden in enumerate(hiddens):
@@ -157,7 +157,7 @@ def _slow_down(optimizer: Optimizer, part: float) -> None:
         group["lr"] = first * (1 + math.cos(math.pi * part)) / 2
 
 
-def _backward(student: Student, lesson: Lesson, number: int, loss: Loss) -> Iterator[str]:
+def _backward(student: Student, lesson: TeacherTargets, number: int, loss: Loss) -> Iterator[str]:
     """Gradients of one batch's loss, collected in the deltas; the name of each matrix whose gradient is complete."""
     entry = student.enter(lesson.batches[number])
     hiddens = [entry.hidden.detach()]
@@ -179,7 +179,7 @@ def _backward(student: Student, lesson: Lesson, number: int, loss: Loss) -> Iter
 
 
 def _backward_head(
-    student: Student, lesson: Lesson, number: int, head: nn.Linear, hidden: Tensor, loss: Loss
+    student: Student, lesson: TeacherTargets, number: int, head: nn.Linear, hidden: Tensor, loss: Loss
 ) -> Tensor:  # the gradient of `hidden`
     """From what leaves the last block to the loss and back, some tokens' logits at a time."""
     last = student.decoder.finish(hidden.requires_grad_())

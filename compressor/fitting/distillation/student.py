@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from compressor.io.pairs import TensorPair
 from compressor.blockwise.decoder import Decoder
-from compressor.fitting.distillation.trainable import Trainable
 from compressor.blockwise.sampling import free_bytes
 from compressor.blockwise.weights import Overlay, Weights
+from compressor.fitting.distillation.trainable import Trainable
+from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 
 HOST_BYTES = 256 << 20  # of blocks that stay in host memory

@@ -2,7 +2,8 @@
 
 Knows weights, and what a gradient of the weights says of each part; nothing of models or losses.
 
-The weight is that of `deltastore.format.matrix`: base + sum of planes u_i B_ij v_j + left @ right. A sign that may move is
+The weight is that of `deltastore.format.matrix`:
+base + sum of planes u_i B_ij v_j + left @ right. A sign that may move is
 that of a latent number, and takes the gradient of the sign itself (the straight-through estimator of Bengio et al.,
 2013). Latents rest in float16 in host memory, two bytes each; during a step those of one matrix are float32 on the
 device, and their signs are packed anew after it.
@@ -31,14 +32,14 @@ CHUNK_NUMEL = 1 << 24  # of a matrix, whose temporaries are there at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
+class ScaledParameter:
     """A vector or matrix of floats, kept in units of its own mean magnitude where steps are to be relative to it."""
 
     leaf: Tensor  # float32, what an optimizer moves
     unit: float  # 0 where all numbers are and no relative step moves them
 
     @classmethod
-    def of(cls, value: Tensor, device: torch.device, *, relative: bool) -> Numbers:
+    def of(cls, value: Tensor, device: torch.device, *, relative: bool) -> ScaledParameter:
         unit = float(value.float().abs().mean()) if relative else 1.0
         return cls(value.float().div(unit or 1.0).to(device).requires_grad_(), unit)
 
@@ -92,8 +93,8 @@ class Plane:
     packed: Tensor  # [out, ceil(in / 8)] uint8, on the CPU; replaced and never changed
     in_features: int
     device: torch.device  # of everything else
-    out: Numbers | None  # [out] or [1]
-    across: Numbers | None  # [in]
+    out: ScaledParameter | None  # [out] or [1]
+    across: ScaledParameter | None  # [in]
     latents: Latents | None = None
 
     @classmethod
@@ -104,10 +105,10 @@ class Plane:
             plane.signs,
             plane.in_features,
             device,
-            None if out is None else Numbers.of(out.float() * plane.gain, device, relative=relative),
+            None if out is None else ScaledParameter.of(out.float() * plane.gain, device, relative=relative),
             None
             if across is None
-            else Numbers.of(across.float() * gain_of_across, device, relative=relative),
+            else ScaledParameter.of(across.float() * gain_of_across, device, relative=relative),
         )
 
     def stored(self) -> OneBit:
@@ -181,14 +182,14 @@ class Trainable:
     """One coded matrix while it trains."""
 
     planes: list[Plane]
-    left: Numbers | None  # [out, rank]
-    right: Numbers | None  # [rank, in]
+    left: ScaledParameter | None  # [out, rank]
+    right: ScaledParameter | None  # [rank, in]
 
     @classmethod
     def of(cls, delta: MatrixDelta, device: torch.device, *, relative: bool) -> Trainable:
         """Start from a stored delta; with `relative`, steps are in units of each vector's mean magnitude."""
         left, right = (
-            None if part is None else Numbers.of(part, device, relative=relative)
+            None if part is None else ScaledParameter.of(part, device, relative=relative)
             for part in (delta.left, delta.right)
         )
         return cls([Plane.of(plane, device, relative=relative) for plane in delta.planes], left, right)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from compressor.io.row_blocks import row_blocks
-from compressor.io.pairs import TensorPair
-from compressor.codec import Method, code_matrix
 from compressor.blockwise.decoder import BlockLinear, Decoder
 from compressor.blockwise.weights import Overlay, Weights
+from compressor.codec import Method, code_matrix
+from compressor.io.pairs import TensorPair
+from compressor.io.row_blocks import row_blocks
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
 

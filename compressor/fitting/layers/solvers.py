@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.io.pairs import TensorPair
 from compressor.codec import Method
-from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.layers.layerwise import Place
 from compressor.fitting.layers.moments import Moments, moments
-from compressor.fitting.paper.scale_training import Cache, Layer, PaperAxis, Recipe, Shards, choose_axis
 from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
 from compressor.fitting.layers.solve import Problem, solve
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.paper.scale_training import Cache, Layer, PaperAxis, Recipe, Shards, choose_axis
+from compressor.io.pairs import TensorPair
 from deltastore.errors import CheckpointError, shown
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import Axis, OneBit

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compressor.io.pairs import TensorPair
 from compressor.blockwise.decoder import Decoder
+from compressor.blockwise.weights import Overlay, Weights
 from compressor.evaluate.fidelity import last_hiddens
 from compressor.fitting.layers.layerwise import Place, with_delta
-from compressor.blockwise.weights import Overlay, Weights
+from compressor.io.pairs import TensorPair
 from deltastore.format.onebit import OneBit
 
 

@@ -31,7 +31,7 @@ class Job(Protocol):
     @property
     def num_tokens(self) -> int: ...  # prompt, and what was generated
     @property
-    def num_computed(self) -> int: ...  # how many of them the KV cache holds
+    def num_computed_tokens(self) -> int: ...  # how many of them the KV cache holds
 
 
 J = TypeVar("J", bound=Job)

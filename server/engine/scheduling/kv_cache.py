@@ -28,7 +28,7 @@ class Holder(Protocol):
     @property
     def reuses_prefix(self) -> bool: ...  # false where every token's logits are wanted
 
-    num_computed: int  # of `tokens`, those whose keys and values are in its pages
+    num_computed_tokens: int  # of `tokens`, those whose keys and values are in its pages
     held: PageTable
 
 
@@ -77,7 +77,7 @@ class KVCache:
     def attach(self, holder: Holder) -> None:
         """Give a sequence that begins (again) the pages of its longest known prefix; its last token is always left."""
         assert not holder.held.pages
-        holder.num_computed = 0
+        holder.num_computed_tokens = 0
         if not holder.reuses_prefix:
             return
         table = holder.held
@@ -92,12 +92,12 @@ class KVCache:
             self._users[page] += 1
             table.pages.append(page)
             table.keys.append(key)
-        holder.num_computed = len(table.pages) * self.page_tokens
+        holder.num_computed_tokens = len(table.pages) * self.page_tokens
 
     def grow(self, holder: Holder, num_tokens: int) -> bool:
         """Pages for so many tokens more than are computed; False, and nothing changes, where there are too few."""
         table = holder.held
-        missing = -(-(holder.num_computed + num_tokens) // self.page_tokens) - len(table.pages)
+        missing = -(-(holder.num_computed_tokens + num_tokens) // self.page_tokens) - len(table.pages)
         if missing > self.num_available:
             return False
         for _ in range(missing):
@@ -107,14 +107,14 @@ class KVCache:
             table.pages.append(page)
         if not table.is_counted:  # a sequence that had to wait is not counted each time it tries
             self._num_queried += len(holder.tokens)
-            self._num_hit += holder.num_computed
+            self._num_hit += holder.num_computed_tokens
             table.is_counted = True
         return True
 
     def commit(self, holder: Holder) -> None:
         """Make the pages that have become full known to later sequences of the same delta and tenant."""
         table = holder.held
-        for index in range(len(table.keys), holder.num_computed // self.page_tokens):
+        for index in range(len(table.keys), holder.num_computed_tokens // self.page_tokens):
             key, page = self._next_key(holder, index), table.pages[index]
             table.keys.append(key)
             if key not in self._by_key:
@@ -139,7 +139,7 @@ class KVCache:
             else:
                 self._free.append(page)
         holder.held = PageTable()
-        holder.num_computed = 0
+        holder.num_computed_tokens = 0
 
     def take_fresh(self) -> list[int]:
         """Pages given away since the last call: what they hold is another sequence's and must be zeroed first."""

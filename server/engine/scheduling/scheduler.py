@@ -222,8 +222,8 @@ class Scheduler(Generic[J]):
     def _take_tokens(self, entry: Entry[J], num_tokens: int, draft: _Draft[J]) -> None:
         """Put tokens of a prompt into the batch; counted at once, lest the tenant's next prompt be first again."""
         draft.batch[entry] = draft.batch.get(entry, 0) + num_tokens
-        reached = min(entry.job.num_computed + draft.batch[entry], entry.num_prompt)
-        begun = max(entry.job.num_computed + draft.batch[entry] - num_tokens, entry.num_charged)
+        reached = min(entry.job.num_computed_tokens + draft.batch[entry], entry.num_prompt)
+        begun = max(entry.job.num_computed_tokens + draft.batch[entry] - num_tokens, entry.num_charged)
         if reached > begun:
             charge(entry.lane, PROMPT_COST * (reached - begun))
             entry.num_charged = reached
@@ -331,7 +331,7 @@ class Scheduler(Generic[J]):
 
 def _num_missing(entry: Entry[J]) -> int:
     """Tokens that the cache does not hold; a job that decodes has one."""
-    return entry.job.num_tokens - entry.job.num_computed
+    return entry.job.num_tokens - entry.job.num_computed_tokens
 
 
 def _entitlement(entry: Entry[J]) -> tuple[float, bool, float, int]:

@@ -269,7 +269,7 @@ class Tenure(Generic[J]):
             return False
         self._shut(victim)
         for entry in list(victim.running.values()):
-            self._debt += entry.job.num_computed
+            self._debt += entry.job.num_computed_tokens
             preempt(entry)
         self._settle(victim, now)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 
-ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parents[3])
 ABSENT = {
     "fastapi",
     "httpx",
@@ -46,10 +46,10 @@ def importer(frame: FrameType | None) -> str:
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
-    from server.kernels import reference
+    from server.kernels import onebit_reference
     from server.model import attention
 
-    sys.modules["server.kernels.onebit_cpu"] = reference  # what a CPU would run needs numba
+    sys.modules["server.kernels.onebit_cpu"] = onebit_reference  # what a CPU would run needs numba
     setattr(attention, "_single_token_kernel", lambda device_type: None)  # noqa: B010 - the same for attention
     from bench.gpu import main
 

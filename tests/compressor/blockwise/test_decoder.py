@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from compressor.blockwise.decoder import Decoder
-from compressor.evaluate.fidelity import last_hiddens
 from compressor.blockwise.weights import Overlay
+from compressor.evaluate.fidelity import last_hiddens
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from tests.compressor.helpers.decoders import CPU, RUN, make_model, one_thread, open_decoder, whole_model

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.io.pairs import pair_up
 from compressor.blockwise.decoder import Decoder
-from compressor.convert.merge import MergeConfig, merge
 from compressor.blockwise.delta_model import Variant, base_as_variant
 from compressor.blockwise.weights import Weights
-from deltastore.format.artifact import Artifact
+from compressor.convert.merge import MergeConfig, merge
+from compressor.io.pairs import pair_up
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed, enriched, rewrite, rewrite_config
 from tests.compressor.helpers.decoders import CPU, one_thread, whole_model
 from tests.helpers.tiny_models import ARCHITECTURES, Change, make_pair

@@ -14,13 +14,21 @@ from torch import Tensor
 from compressor.convert.diff_files import Kind
 from compressor.convert.importer import ImportConfig, ImportResult, import_diff
 from compressor.convert.merge import DtypeName, MergeConfig, merge
-from deltastore.format.artifact import Artifact
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
 from peraxis import run
 from tests.compressor.helpers.compressing import variant_tensors
-from tests.compressor.helpers.diff_files import SINGLE, bitdelta, is_linear, loaded, make_packable, packed, per_axis
+from tests.compressor.helpers.diff_files import (
+    SINGLE,
+    bitdelta,
+    is_linear,
+    loaded,
+    make_packable,
+    packed,
+    per_axis,
+)
 from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, Change, TinyModels
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

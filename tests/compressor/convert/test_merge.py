@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from compressor.convert.merge import DtypeName, MergeConfig, merge
 from compressor.convert.shards import Output, cut
-from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, PeraxisError, StorageFull, UsageError
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.validate import check_artifact, check_base
 from tests.compressor.helpers.compressing import compressed, enriched, rewrite, variant_tensors
 from tests.conftest import SmallDisk

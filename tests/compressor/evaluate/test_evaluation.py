@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.blockwise.decoder import Decoder
-from compressor.evaluate.fidelity import fidelity
 from compressor.convert.merge import MergeConfig, merge
+from compressor.evaluate.fidelity import fidelity
 from compressor.pipeline import CompressConfig, compress
 from deltastore.base.checkpoint import Checkpoint
 from peraxis import run

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.io.pairs import pair_up
-from compressor.evaluate.examples import NEW_TOKENS, PROMPT_TOKENS, Example, examples
-from compressor.convert.merge import MergeConfig, merge
 from compressor.blockwise.delta_model import Variant, base_as_variant
-from deltastore.format.artifact import Artifact
+from compressor.convert.merge import MergeConfig, merge
+from compressor.evaluate.examples import NEW_TOKENS, PROMPT_TOKENS, Example, examples
+from compressor.io.pairs import pair_up
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
+from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TOKENIZER_FILES
 from tests.compressor.helpers.compressing import compressed, rewrite
 from tests.compressor.helpers.decoders import CPU, one_thread, whole_model

@@ -90,7 +90,9 @@ def test_a_model_is_its_own_equal(tmp_path: Path) -> None:
 def test_pieces_of_any_size_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, student = (open_decoder(path) for path in make("tied", tmp_path).finetunes)
     whole = fidelity(teacher, student, BATCHES)
-    monkeypatch.setattr(compressor.evaluate.fidelity, "LOGITS_NUMEL", 7 * 259)  # tokens that end within no sequence
+    monkeypatch.setattr(
+        compressor.evaluate.fidelity, "LOGITS_NUMEL", 7 * 259
+    )  # tokens that end within no sequence
     monkeypatch.setattr(compressor.evaluate.fidelity, "DOUBLES_NUMEL", 3 * 259)
     assert_near(fidelity(teacher, student, BATCHES), whole)
 

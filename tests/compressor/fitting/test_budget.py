@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from compressor.fitting.calibration import Calibration
 from compressor.fitting.budget import Upgrade, measure, spend, stored_bytes
+from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressResult
 from deltastore.format.artifact import ArtifactWriter

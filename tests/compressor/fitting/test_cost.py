@@ -13,7 +13,8 @@ import torch
 
 from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
-from compressor import planning, sampling
+from compressor import planning
+from compressor.blockwise import sampling
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.cost import Model, Sizes, Stage
 from compressor.fitting.training import Training

@@ -16,16 +16,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compressor.fitting.calibration import Calibration, calibration_text, held_out
 from compressor.blockwise.decoder import Decoder
+from compressor.blockwise.delta_model import Variant
 from compressor.evaluate.fidelity import fidelity
 from compressor.fitting import fit
+from compressor.fitting.calibration import Calibration, calibration_text, held_out
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress
-from compressor.blockwise.delta_model import Variant
-from deltastore.format.artifact import Artifact
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
+from deltastore.format.artifact import Artifact
 from peraxis import run
 from tests.compressor.helpers.compressing import compressed, rewrite
 from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture

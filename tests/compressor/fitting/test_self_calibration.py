@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
-from compressor.fitting.calibration import Calibration, calibration_text
 from compressor.blockwise.sampling import MEMORY_PART, Room, draw, free_bytes, kv_bytes, sample
+from compressor.fitting.calibration import Calibration, calibration_text
 from deltastore.errors import CheckpointError, UsageError
 from tests.compressor.helpers.decoders import CPU, one_thread, open_decoder, whole_model
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer

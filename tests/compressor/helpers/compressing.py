@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.pipeline import CompressConfig, CompressResult, compress
-from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import HEAD_SUFFIXES, Checkpoint
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
 from deltastore.format.signs import pack_signs

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from compressor.io.pairs import TensorPair, pair_up
-from compressor.codec import Method, code_matrix
 from compressor.blockwise.decoder import Decoder
+from compressor.codec import Method, code_matrix
 from compressor.evaluate.fidelity import last_hiddens
-from compressor.fitting.distillation.distill import Lesson
+from compressor.fitting.distillation.distill import TeacherTargets
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.trainable import Trainable
+from compressor.io.pairs import TensorPair, pair_up
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import Axis, OneBit
@@ -76,7 +76,7 @@ def dense64(delta: MatrixDelta) -> Tensor:
 
 
 def with_experts(architecture: str, directory: Path, noise: float = 0.2) -> TinyModels:
-    """A base of any architecture of `tests.compressor.helpers.decoders`, and a fine-tune that is the base with noise."""
+    """A base of any architecture of `decoders.py`, and a fine-tune that is the base with noise."""
     base, finetune = make_model(architecture, directory), directory / "finetune-0"
     tensors = load_file(base / SINGLE)
     finetune.mkdir()
@@ -114,10 +114,10 @@ def student_of(
     return Student(Checkpoint.open(models.finetunes[0]), pairs, trainable, CPU)
 
 
-def lesson_of(models: TinyModels, batches: Sequence[Tensor]) -> Lesson:
+def lesson_of(models: TinyModels, batches: Sequence[Tensor]) -> TeacherTargets:
     """What the first fine-tune makes of ids ``[sequences, tokens]``."""
     teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
-    return Lesson(batches, last_hiddens(teacher, batches), teacher, teacher.load_head())
+    return TeacherTargets(batches, last_hiddens(teacher, batches), teacher, teacher.load_head())
 
 
 class Whole:

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compressor.io.adapters import finetune_directory, is_adapter
-from compressor.pipeline import CompressConfig, compress
 from compressor.io.side_files import own_files
+from compressor.pipeline import CompressConfig, compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError
 from tests.compressor.helpers.compressing import rewrite_config

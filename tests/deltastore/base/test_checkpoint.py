@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deltastore.base.base import Base, architecture, different_facts
 from deltastore.base.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import CheckpointError
 from deltastore.base.fingerprint import MAX_REMEMBERED, default_cache, fingerprint
+from deltastore.errors import CheckpointError
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 4, "rope_theta": 1e4}

@@ -19,8 +19,8 @@ from deltastore.format.layout import MAX_FILE_BYTES
 from deltastore.format.manifest import FILES as VARIANT_FILES
 from deltastore.format.manifest import MAX_FACTS_BYTES, Manifest, TensorSpec
 from deltastore.format.parts import part_names
-from deltastore.registry.uploads import CHUNK_BYTES
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.registry.uploads import CHUNK_BYTES
 from tests.helpers.tiny_artifact import (
     BASE,
     BOTH,
@@ -149,7 +149,7 @@ def test_the_same_delta_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None
 
 
 def test_the_description_names_every_field_and_file_and_limit() -> None:
-    text = (Path(deltastore.__file__).parent / "FORMAT.md").read_text()
+    text = (Path(deltastore.__file__).parent / "format" / "FORMAT.md").read_text()
     fields = [*Manifest.model_fields, *TensorSpec.model_fields, *VARIANT_FILES]
     spec = TensorSpec(codec="onebit", shape=[9, 8], axis="both", planes=2, rank=1, added_rows=1)
     parts = part_names("NAME", spec).all()

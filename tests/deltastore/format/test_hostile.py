@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltastore.format.artifact import COPY_BYTES, Artifact, ArtifactWriter
 from deltastore.errors import ArtifactError, ArtifactTooLarge
+from deltastore.format.artifact import COPY_BYTES, Artifact, ArtifactWriter
 from deltastore.format.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, TensorEntry, parse_json
 from deltastore.format.layout import MAX_FILE_BYTES, check_layout
 from deltastore.format.manifest import TensorSpec

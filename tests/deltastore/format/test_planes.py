@@ -17,7 +17,17 @@ from safetensors.torch import load_file
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual
 from deltastore.format.validate import check_artifact, check_base
-from tests.helpers.tiny_artifact import BASE, BOTH, EMBEDDING, IN, NORM, SCALAR, added_rows, tiny_onebit, write_tiny
+from tests.helpers.tiny_artifact import (
+    BASE,
+    BOTH,
+    EMBEDDING,
+    IN,
+    NORM,
+    SCALAR,
+    added_rows,
+    tiny_onebit,
+    write_tiny,
+)
 from tests.helpers.tiny_planes import SPECS, tiny_matrix, write_planes
 
 DIGEST = "11027d5947517bf6a5cbc51e59c2f51e17256b13339393e8a8b170f92c9984e2"

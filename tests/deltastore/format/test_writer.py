@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.header import known_header
 from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import VariantNotFound
-from deltastore.registry.records import ArtifactFacts
 from deltastore.registry import Publication, Registry
+from deltastore.registry.records import ArtifactFacts
 from deltastore.registry.storage import Storage
 
 FACTS = ArtifactFacts(

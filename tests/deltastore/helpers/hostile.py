@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltastore.format.artifact import Artifact
 from deltastore.errors import ArtifactError, PeraxisError
+from deltastore.format.artifact import Artifact
 from deltastore.format.header import FREE_HEADER_BYTES
 from deltastore.format.manifest import MANIFEST_KEY
 from deltastore.format.validate import check_artifact, check_base, check_size

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY
-from tests.deltastore.helpers.hostile import Hostile, assemble, with_header, with_manifest, with_manifest_text, with_spec
+from tests.deltastore.helpers.hostile import (
+    Hostile,
+    assemble,
+    with_header,
+    with_manifest,
+    with_manifest_text,
+    with_spec,
+)
 from tests.helpers.tiny_artifact import BOTH, EMBEDDING, NORM
 
 LONG = "x" * 1_000_000

@@ -114,7 +114,7 @@ def test_the_command_works_beside_a_server_that_writes(root: Path) -> None:
         upload.write(artifact(9))
         command = [sys.executable, "-m", "peraxis", "registry", "gc", "--json", "--registry", str(root)]
         done = subprocess.run(
-            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+            command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
         )
         assert json.loads(done.stdout)["num_partials"] == 1  # the abandoned one, not ours
         assert upload.seal().path.exists()

@@ -34,7 +34,7 @@ from tests.deltastore.helpers.crash_storage import (
     view,
 )
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 NEEDS_ROOM = ("make_dir", "create", "open_lock", "write", "fsync", "fsync_dir", "rename", "link")
 CHANGES = (*NEEDS_ROOM, "unlink")
 

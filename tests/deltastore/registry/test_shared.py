@@ -14,7 +14,7 @@ from deltastore.registry import Registry
 from deltastore.registry.storage import Storage
 from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -24,7 +24,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def start(mode: str, root: Path, *args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.deltastore.helpers.crash_storage", mode, str(root), *map(str, args)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.deltastore.helpers.crash_storage",
+        mode,
+        str(root),
+        *map(str, args),
+    ]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 

@@ -16,8 +16,8 @@ from deltastore.errors import CheckpointError
 from server.api.service import Backend
 from server.app import create_app
 from server.engine.engine import Engine
-from server.text.tokenizer import Tokenizers
 from server.settings import Settings
+from server.text.tokenizer import Tokenizers
 from tests.server.helpers.live_server import error_of
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry.records import VersionRecord
-from tests.server.helpers.served import Served, make_delta, serving
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.served import Served, make_delta, serving
 
 PROMPT = [5, 6, 7, 8]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from server.engine.admitted import Admitted
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from server.engine.model_runner import Piece
+from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
 from tests.server.helpers.served import Answer, Family, Served, make_family, serving
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltastore.registry.records import VersionRecord
-from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
 
 NUM_VARIANTS, NUM_REQUESTS = 8, 200
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
 from server.engine.model_runner import Piece
+from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
 from server.errors import EngineFailed, InvalidRequest
-from tests.server.helpers.served import Answer, Family, Pending, Served, make_delta, make_family, serving
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.served import Answer, Family, Pending, Served, make_delta, make_family, serving
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9] * 20, [200, 3, 1]]
 NUM_NEW = 24

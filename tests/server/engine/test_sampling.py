@@ -5,79 +5,79 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.request import Sampling
+from server.engine.request import SamplingParams
 from server.engine.sampling import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
 
 
-def draws(sampling: Sampling, count: int = 200, index: int = 0) -> list[int]:
+def draws(sampling: SamplingParams, count: int = 200, index: int = 0) -> list[int]:
     sampler = Sampler(sampling, index)
     return [sampler.choose(LOGITS, [0]).token_id for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    assert set(draws(Sampling(temperature=0))) == {1}
+    assert set(draws(SamplingParams(temperature=0))) == {1}
 
 
 def test_a_temperature_that_would_overflow_is_greedy() -> None:
-    assert set(draws(Sampling(temperature=1e-300))) == {1}
+    assert set(draws(SamplingParams(temperature=1e-300))) == {1}
 
 
 def test_a_seed_gives_the_same_tokens_again() -> None:
-    assert draws(Sampling(seed=7)) == draws(Sampling(seed=7))
+    assert draws(SamplingParams(seed=7)) == draws(SamplingParams(seed=7))
 
 
 def test_samples_of_one_request_differ_by_their_index() -> None:
-    assert draws(Sampling(seed=7), index=0) != draws(Sampling(seed=7), index=1)
+    assert draws(SamplingParams(seed=7), index=0) != draws(SamplingParams(seed=7), index=1)
 
 
 def test_the_second_sample_is_what_the_next_seed_gives() -> None:
-    assert draws(Sampling(seed=7), index=1) == draws(Sampling(seed=8), index=0)
+    assert draws(SamplingParams(seed=7), index=1) == draws(SamplingParams(seed=8), index=0)
 
 
 def test_a_token_that_the_variant_lacks_is_never_drawn() -> None:
-    assert 3 not in draws(Sampling(seed=1, temperature=50.0), 2000)
+    assert 3 not in draws(SamplingParams(seed=1, temperature=50.0), 2000)
 
 
 def test_top_k_keeps_the_k_likeliest() -> None:
-    assert set(draws(Sampling(seed=1, top_k=2, temperature=5.0))) == {1, 4}
+    assert set(draws(SamplingParams(seed=1, top_k=2, temperature=5.0))) == {1, 4}
 
 
 def test_top_k_above_the_vocabulary_keeps_everything() -> None:
-    assert set(draws(Sampling(seed=1, top_k=10_000, temperature=5.0))) == {0, 1, 2, 4}
+    assert set(draws(SamplingParams(seed=1, top_k=10_000, temperature=5.0))) == {0, 1, 2, 4}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    assert set(draws(Sampling(seed=1, top_p=0.5))) == {1, 4}
+    assert set(draws(SamplingParams(seed=1, top_p=0.5))) == {1, 4}
 
 
 def test_min_p_drops_what_is_far_less_likely_than_the_best() -> None:
-    assert set(draws(Sampling(seed=1, min_p=0.3))) == {1, 2, 4}
+    assert set(draws(SamplingParams(seed=1, min_p=0.3))) == {1, 2, 4}
 
 
 def test_repetition_penalty_lowers_tokens_of_the_history() -> None:
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), 0)
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), 0)
     assert sampler.choose(LOGITS, [1]).token_id == 4
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
-    choice = Sampler(Sampling(temperature=0, logprobs=3, repetition_penalty=3.0), 0).choose(LOGITS, [1])
+    choice = Sampler(SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0), 0).choose(LOGITS, [1])
     want = LOGITS.log_softmax(-1)
     assert choice.logprob == pytest.approx(float(want[choice.token_id]))
     assert choice.top == tuple((token, pytest.approx(float(want[token]))) for token in (1, 4, 2))
 
 
 def test_logprobs_never_name_a_token_that_the_variant_lacks() -> None:
-    choice = Sampler(Sampling(temperature=0, logprobs=5), 0).choose(LOGITS, [0])
+    choice = Sampler(SamplingParams(temperature=0, logprobs=5), 0).choose(LOGITS, [0])
     assert [token for token, _ in choice.top] == [1, 4, 2, 0]
 
 
 @pytest.mark.parametrize("logits", [torch.tensor([0.0, torch.nan]), torch.full((4,), -torch.inf)])
 def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> None:
     with pytest.raises(EngineFailed, match="not finite"):
-        LastLogits(logits[None]).choose(0, len(logits), Sampler(Sampling(), 0), [0])
+        LastLogits(logits[None]).choose(0, len(logits), Sampler(SamplingParams(), 0), [0])
 
 
 @pytest.mark.parametrize(
@@ -89,5 +89,5 @@ def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> No
 )  # fmt: skip
 def test_a_number_out_of_range_is_refused_by_name(field: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Sampling(**field)  # type: ignore[arg-type]
+        SamplingParams(**field)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(field))

@@ -9,7 +9,7 @@ from triton import compile as build
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from server.kernels import paged_attention
+from server.kernels import attention_cuda
 from server.model.attention import Options
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
@@ -44,6 +44,6 @@ def type_of(value: object) -> str:
 
 if __name__ == "__main__":
     for name in ("_attend_part", "_add_parts"):
-        setattr(paged_attention, name, Compiled(getattr(paged_attention, name)))
+        setattr(attention_cuda, name, Compiled(getattr(attention_cuda, name)))
     query, key = (torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
-    paged_attention.prepare(query, key, key, Options(None, 64, 30.0, torch.zeros(32, dtype=torch.bfloat16)))
+    attention_cuda.prepare(query, key, key, Options(None, 64, 30.0, torch.zeros(32, dtype=torch.bfloat16)))

@@ -9,7 +9,7 @@ from triton import compile as build
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from server.kernels import triton
+from server.kernels import onebit_cuda
 
 TYPES = {
     "output": "*bf16",
@@ -23,12 +23,12 @@ ALIGNED = ("x", "x_stride", "counters")
 SIZE = 1024  # in and out
 
 
-def where_signs_are(tiling: triton.Tiling, num_parts: int) -> str:
+def where_signs_are(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
     """`registers`, where all of a kernel's products take their first operand from there."""
-    kernel = triton._add_product
-    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "GROUPS": triton.GROUPS, "IN_FLOAT32": False}
+    kernel = onebit_cuda._add_product
+    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "GROUPS": onebit_cuda.GROUPS, "IN_FLOAT32": False}
     sizes |= {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "BYTES": tiling.num_bytes}
-    sizes |= {"MINUS_ONE": triton.MINUS_ONE[torch.bfloat16]}
+    sizes |= {"MINUS_ONE": onebit_cuda.MINUS_ONE[torch.bfloat16]}
     names = kernel.arg_names
     source = ASTSource(
         kernel,
@@ -44,5 +44,5 @@ def where_signs_are(tiling: triton.Tiling, num_parts: int) -> str:
 
 
 if __name__ == "__main__":
-    print("decode", where_signs_are(triton.DECODE, 2))
-    print("prefill", where_signs_are(triton.PREFILL, 1))
+    print("decode", where_signs_are(onebit_cuda.DECODE, 2))
+    print("prefill", where_signs_are(onebit_cuda.PREFILL, 1))

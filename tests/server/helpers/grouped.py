@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltastore.format.signs import pack_signs
-from server.kernels import reference
+from server.kernels import onebit_reference
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -73,7 +73,7 @@ def operands(
 
 def check(product: Product, given: Operands, tolerance: float = 1e-4) -> None:
     """A kernel leaves what the reference leaves; NaN where no group is."""
-    got, want = given.after(product), given.after(reference.add_onebit_matmul)
+    got, want = given.after(product), given.after(onebit_reference.add_onebit_matmul)
     owned = torch.zeros(len(got), dtype=torch.bool)
     for first, last in given.ranges.tolist():
         owned[first:last] = True

@@ -21,7 +21,7 @@ import httpx
 from compressor.pipeline import CompressConfig, compress
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 START_S = 90.0
 WAIT_S = 60.0
 MAX_MODEL_LEN = 4096

@@ -13,14 +13,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.errors import PeraxisError
-from deltastore.loader import Loader
+from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
-from deltastore.registry.records import ArtifactFacts, VersionRecord
+from deltastore.loader import Loader
 from deltastore.registry import Registry
+from deltastore.registry.records import ArtifactFacts, VersionRecord
 from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import CompressConfig, compress
-from deltastore.registry.records import VersionRecord
 from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
 from server.engine.build import BuildConfig, build_engine
 from server.engine.engine import Engine
-from server.engine.request import DoneEvent, ErrorEvent, Event, Request, Sampling, TokenEvent
-from server.text.tokenizer import Tokenizers
+from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
 from server.metrics import Metrics
-from tests.server.helpers.residing import publish
+from server.text.tokenizer import Tokenizers
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.residing import publish
 
 WAIT_S = 60.0
 
@@ -81,7 +81,7 @@ class Served:
             tokenizer=self.tokenizers.of(record),
             prompt_ids=tuple(prompt),
             on_event=events.put,
-            sampling=Sampling(**{"temperature": 0.0, **sampling}),
+            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
         )
         self.engine.submit(request)
         return Pending(request, events)

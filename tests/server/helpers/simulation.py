@@ -31,7 +31,7 @@ class SimJob:
     arrived_at: float
     cancel_at: float = float("inf")
     num_tokens: int = 0
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_pages: int = 0
     num_preempted: int = 0
     num_ends: int = 0
@@ -58,10 +58,10 @@ class SimPages:
 
     def attach(self, job: SimJob) -> None:
         assert job.num_pages == 0, "a job that begins holds pages already"
-        job.num_computed = 0
+        job.num_computed_tokens = 0
 
     def grow(self, job: SimJob, num_tokens: int) -> bool:
-        more = -(-(job.num_computed + num_tokens) // self.page_tokens) - job.num_pages
+        more = -(-(job.num_computed_tokens + num_tokens) // self.page_tokens) - job.num_pages
         if more > self.num_available:
             return False
         job.num_pages += max(0, more)
@@ -70,7 +70,7 @@ class SimPages:
 
     def release(self, job: SimJob) -> None:
         self.num_available += job.num_pages
-        job.num_pages = job.num_computed = 0
+        job.num_pages = job.num_computed_tokens = 0
 
 
 class SimSlots:
@@ -219,8 +219,8 @@ def check(world: World, plan: Plan[SimJob], live: dict[str, SimJob]) -> None:
         end(job, live)
     for job, num_tokens in plan.batch:
         assert job.id in live
-        assert 0 < num_tokens <= job.num_tokens - job.num_computed
-        assert job.num_pages * world.pages.page_tokens >= job.num_computed + num_tokens
+        assert 0 < num_tokens <= job.num_tokens - job.num_computed_tokens
+        assert job.num_pages * world.pages.page_tokens >= job.num_computed_tokens + num_tokens
         assert job.digest is None or (world.slots.is_resident(job.digest) and world.slots.holds[job.digest])
 
 
@@ -231,8 +231,8 @@ def finish(
     world.num_steps += 1
     for job, num_tokens in plan.batch:
         world.num_tokens += num_tokens
-        job.num_computed += num_tokens
-        if job.num_computed < job.num_tokens:
+        job.num_computed_tokens += num_tokens
+        if job.num_computed_tokens < job.num_tokens:
             continue
         job.num_tokens += 1
         job.token_times.append(now)
@@ -266,11 +266,11 @@ class FifoScheduler:
         for job in list(self._waiting.values()):
             if not self._begin(job) and not self._skips:
                 break
-        batch = [(job, 1) for job in self._running.values() if job.num_tokens - job.num_computed == 1]
+        batch = [(job, 1) for job in self._running.values() if job.num_tokens - job.num_computed_tokens == 1]
         budget = self._limits.max_batch_tokens - len(batch)
         for job in self._running.values():
-            num_tokens = min(budget, job.num_tokens - job.num_computed)
-            if job.num_tokens - job.num_computed > 1 and num_tokens:
+            num_tokens = min(budget, job.num_tokens - job.num_computed_tokens)
+            if job.num_tokens - job.num_computed_tokens > 1 and num_tokens:
                 batch.append((job, num_tokens))
                 budget -= num_tokens
         return Plan(batch, [], [], (), [])

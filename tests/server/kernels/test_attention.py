@@ -18,7 +18,7 @@ from server.model import attention as paged
 from server.model.attention import Chunk, Layout, Options, PagedAttention, Span
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from server.kernels import numba_attention, paged_attention
+from server.kernels import attention_cpu, attention_cuda
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (37, 1, 150, 16)
@@ -90,7 +90,7 @@ class Case:
         query = drawn(8, shape.heads, shape.key_dim)
         return cls(keys, values, (cached[0], cached[1]), query, Span(rows, table, positions))
 
-    def run(self, options: Options, kernel: ModuleType = paged_attention) -> Tensor:
+    def run(self, options: Options, kernel: ModuleType = attention_cuda) -> Tensor:
         """All rows; those of no sequence are NaN before."""
         sizes = (*self.query.shape[:2], self.cached[1].shape[3])
         output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
@@ -113,7 +113,7 @@ class Case:
         return torch.einsum("hk,khd->hd", weights / (weights.sum(1) + sinks)[:, None], values)
 
 
-def check(case: Case, options: Options, kernel: ModuleType = paged_attention) -> None:
+def check(case: Case, options: Options, kernel: ModuleType = attention_cuda) -> None:
     output = case.run(options, kernel)
     tolerance = TOLERANCE[output.dtype]
     for sequence, row in enumerate(case.span.rows[:, 0].tolist()):
@@ -134,7 +134,7 @@ def test_a_token_attends_to_its_own_keys_whatever_the_rest_of_the_cache_holds(
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE_SHAPES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_on_the_cpu_attends_to_its_own_keys(dtype: torch.dtype, shape: Shape, name: str) -> None:
-    check(Case.of(shape, dtype), rules(name, shape.heads), numba_attention)
+    check(Case.of(shape, dtype), rules(name, shape.heads), attention_cpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -144,8 +144,8 @@ def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_many_parts_of_a_context_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "LEAST_PART", 16)  # some parts of the shorter sequences are empty
-    monkeypatch.setattr(paged_attention, "_num_cores", lambda device: 64)
+    monkeypatch.setattr(attention_cuda, "LEAST_PART", 16)  # some parts of the shorter sequences are empty
+    monkeypatch.setattr(attention_cuda, "_num_cores", lambda device: 64)
     check(Case.of(SHAPES[0], torch.float32), rules(name, SHAPES[0].heads))
 
 
@@ -169,7 +169,11 @@ def test_the_kernels_compile_for_hopper_where_there_is_no_gpu(tmp_path: Path) ->
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     clean["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.server.helpers.compile_attention_cuda"], env=clean, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.server.helpers.compile_attention_cuda"],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, _, _ in lines] == ["_attend_part", "_attend_part", "_add_parts"]
@@ -180,7 +184,7 @@ def test_the_kernels_compile_for_hopper_where_there_is_no_gpu(tmp_path: Path) ->
 def test_heads_that_are_too_large_are_left_to_the_library() -> None:
     def served(dim: int, dtype: torch.dtype) -> bool:
         heads = torch.empty(1, 2, 1, dim, dtype=dtype)
-        return paged_attention.serves(heads, heads, heads)
+        return attention_cuda.serves(heads, heads, heads)
 
     assert served(256, torch.bfloat16)
     assert not served(512, torch.bfloat16)
@@ -188,13 +192,13 @@ def test_heads_that_are_too_large_are_left_to_the_library() -> None:
 
 
 def test_a_cpu_attends_without_triton() -> None:
-    assert paged._single_token_kernel("cpu") is numba_attention
+    assert paged._single_token_kernel("cpu") is attention_cpu
 
 
 def test_a_model_decodes_through_the_kernels_as_it_does_without_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: paged_attention)
+    monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: attention_cuda)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,

@@ -11,17 +11,26 @@ from torch import Tensor
 
 from deltastore.format.onebit import OneBit
 from deltastore.format.signs import pack_signs
-from server.kernels import add_onebit_matmul, add_onebit_rows, lookup, numba, openmp, reference
+from server.kernels import (
+    add_onebit_matmul,
+    add_onebit_rows,
+    onebit_cpu,
+    onebit_cpu_lookup,
+    onebit_reference,
+    openmp,
+)
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
 HALF_STEP = 2**-7  # one rounding of bfloat16, which sums in another order may take the other way
 WAYS = [
     pytest.param(
-        partial(numba.add_onebit_matmul, by_lookup=True),
+        partial(onebit_cpu.add_onebit_matmul, by_lookup=True),
         id="lookup",
-        marks=pytest.mark.skipif(not lookup.is_supported(), reason="this processor has no AVX-512"),
+        marks=pytest.mark.skipif(
+            not onebit_cpu_lookup.is_supported(), reason="this processor has no AVX-512"
+        ),
     ),
-    pytest.param(partial(numba.add_onebit_matmul, by_lookup=False), id="select"),
+    pytest.param(partial(onebit_cpu.add_onebit_matmul, by_lookup=False), id="select"),
 ]
 
 
@@ -44,7 +53,7 @@ def test_the_reference_is_the_product_with_the_dense_delta(shape: tuple[int, int
     delta = coded(*shape)
     places, _parts = places_of(delta)
     x, output = torch.ones(3, shape[0]).cumsum(0), torch.ones(3, shape[1])
-    reference.add_onebit_matmul(output, x, places, torch.tensor([[1, 3]], dtype=torch.int32))
+    onebit_reference.add_onebit_matmul(output, x, places, torch.tensor([[1, 3]], dtype=torch.int32))
     want = torch.cat([torch.ones(1, shape[1]), 1 + x[1:] @ delta.dense().T])
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-3)
 
@@ -53,7 +62,7 @@ def test_the_reference_is_the_product_with_the_dense_delta(shape: tuple[int, int
 @pytest.mark.parametrize("groups", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_kernel_equals_the_reference_and_leaves_other_rows(
-    product: numba.Product, groups: Sequence[tuple[int, int]], shape: tuple[int, int]
+    product: onebit_cpu.Product, groups: Sequence[tuple[int, int]], shape: tuple[int, int]
 ) -> None:
     check(product, operands(*shape, groups))
 
@@ -61,13 +70,13 @@ def test_a_kernel_equals_the_reference_and_leaves_other_rows(
 @pytest.mark.parametrize("product", WAYS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, HALF_STEP), (torch.float16, 2**-10)])
 def test_half_precision_is_summed_in_float32_and_rounded_once(
-    product: numba.Product, dtype: torch.dtype, tolerance: float
+    product: onebit_cpu.Product, dtype: torch.dtype, tolerance: float
 ) -> None:
     check(product, operands(333, 21, ROWS[2], dtype), tolerance)
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_a_bfloat16_output_is_rounded_to_nearest_even(product: numba.Product) -> None:
+def test_a_bfloat16_output_is_rounded_to_nearest_even(product: onebit_cpu.Product) -> None:
     values = torch.tensor([1.0, 1.0 + 2**-7, -1.0, torch.inf, torch.nan]).bfloat16()
     output, ones = values[:, None].clone(), torch.ones(5, 1)
     signs, factor = torch.ones(1, 1, dtype=torch.uint8), torch.tensor([2.0**-8])  # half a step above 1
@@ -78,7 +87,7 @@ def test_a_bfloat16_output_is_rounded_to_nearest_even(product: numba.Product) ->
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_large_products_are_shared_between_threads(product: numba.Product) -> None:
+def test_large_products_are_shared_between_threads(product: onebit_cpu.Product) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)  # no divisor of the number of tiles
@@ -88,7 +97,7 @@ def test_large_products_are_shared_between_threads(product: numba.Product) -> No
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_a_large_odd_matrix_gives_every_output_to_one_thread(product: numba.Product) -> None:
+def test_a_large_odd_matrix_gives_every_output_to_one_thread(product: onebit_cpu.Product) -> None:
     check(product, operands(4109, 2331, [(0, 1), (1, 2), (2, 3), (3, 8)]), 1e-3)
 
 
@@ -97,7 +106,7 @@ def test_torch_brings_the_threads() -> None:
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: numba.Product) -> None:
+def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: onebit_cpu.Product) -> None:
     given = operands(130, 9, [(0, 2)])
     signs, _, _ = given.matrices[0]
     arena = torch.full((signs.numel() + 3,), 255, dtype=torch.uint8)
@@ -114,13 +123,13 @@ def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: numba.Pr
     wide = torch.full((len(given.output), 30), torch.nan)
     wide[:, 5:14] = moved.output
     product(wide[:, 5:14], moved.x, places, given.ranges)
-    torch.testing.assert_close(wide[:, 5:14], moved.after(reference.add_onebit_matmul), equal_nan=True)
+    torch.testing.assert_close(wide[:, 5:14], moved.after(onebit_reference.add_onebit_matmul), equal_nan=True)
     assert wide[:, :5].isnan().all()
     assert wide[:, 14:].isnan().all()
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_a_row_of_nan_stays_in_its_row(product: numba.Product) -> None:
+def test_a_row_of_nan_stays_in_its_row(product: onebit_cpu.Product) -> None:
     given = operands(100, 12, [(0, 4)])
     clean = given.after(product)
     given.x[1] = torch.nan
@@ -130,7 +139,7 @@ def test_a_row_of_nan_stays_in_its_row(product: numba.Product) -> None:
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: numba.Product) -> None:
+def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: onebit_cpu.Product) -> None:
     together = operands(777, 40, [(0, 7)])
     want = together.after(product)
     for row in range(7):
@@ -140,8 +149,8 @@ def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: numba.Prod
 
 
 @pytest.mark.parametrize("in_features", [1, 8, 61, 64])
-@pytest.mark.parametrize("rows", [add_onebit_rows, reference.add_onebit_rows])
-def test_embedding_rows_are_rows_of_the_dense_delta(rows: numba.Rows, in_features: int) -> None:
+@pytest.mark.parametrize("rows", [add_onebit_rows, onebit_reference.add_onebit_rows])
+def test_embedding_rows_are_rows_of_the_dense_delta(rows: onebit_cpu.Rows, in_features: int) -> None:
     delta = coded(in_features, 50)
     places, _parts = places_of(delta)
     ids = torch.tensor([1, 3, 3, 49, 0, 2])
@@ -174,5 +183,5 @@ def test_embedding_rows_in_bfloat16_are_rounded_once() -> None:
 def test_the_device_of_the_input_chooses_the_kernel() -> None:
     given = operands(65, 33, ROWS[2])
     torch.testing.assert_close(
-        given.after(add_onebit_matmul), given.after(reference.add_onebit_matmul), equal_nan=True
+        given.after(add_onebit_matmul), given.after(onebit_reference.add_onebit_matmul), equal_nan=True
     )

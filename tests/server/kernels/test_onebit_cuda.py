@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.kernels import reference
+from server.kernels import onebit_reference
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
-triton = pytest.importorskip("server.kernels.onebit_cuda", reason="Triton is not installed")
+onebit_cuda = pytest.importorskip("server.kernels.onebit_cuda", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONG = [(0, 20), (20, 90)]  # a short group and a long one in a batch of many rows
 given_on = partial(operands, device=DEVICE)
@@ -28,13 +28,13 @@ given_on = partial(operands, device=DEVICE)
 def test_a_product_equals_the_reference_and_leaves_other_rows(
     shape: tuple[int, int], groups: Sequence[tuple[int, int]]
 ) -> None:
-    check(triton.add_onebit_matmul, given_on(*shape, groups))
+    check(onebit_cuda.add_onebit_matmul, given_on(*shape, groups))
 
 
 def test_parts_of_long_rows_are_added_up_and_their_counters_left_at_zero() -> None:
     given = given_on(4096, 70, [(0, 1), (1, 3)])
-    check(triton.add_onebit_matmul, given, 1e-3)
-    check(triton.add_onebit_matmul, given, 1e-3)
+    check(onebit_cuda.add_onebit_matmul, given, 1e-3)
+    check(onebit_cuda.add_onebit_matmul, given, 1e-3)
 
 
 def scaled_before(given: Operands) -> Operands:
@@ -50,8 +50,8 @@ def scaled_before(given: Operands) -> Operands:
 @pytest.mark.parametrize("groups", [ROWS[2], LONG])
 def test_float16_is_rounded_after_scaling_and_at_the_end(groups: Sequence[tuple[int, int]]) -> None:
     given = given_on(333, 21, groups, torch.float16)
-    got = given.after(triton.add_onebit_matmul)
-    want = scaled_before(given).after(reference.add_onebit_matmul)
+    got = given.after(onebit_cuda.add_onebit_matmul)
+    want = scaled_before(given).after(onebit_reference.add_onebit_matmul)
     torch.testing.assert_close(got, want, rtol=2**-9, atol=2**-9, equal_nan=True)
 
 
@@ -64,15 +64,15 @@ def test_bfloat16_is_exact_where_nothing_is_rounded(groups: Sequence[tuple[int, 
         for factor in factors:
             if factor is not None:
                 factor.sign_()
-    got, want = given.after(triton.add_onebit_matmul), given.after(reference.add_onebit_matmul)
+    got, want = given.after(onebit_cuda.add_onebit_matmul), given.after(onebit_reference.add_onebit_matmul)
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_row_of_nan_stays_in_its_row() -> None:
     given = given_on(100, 12, [(0, 4)])
-    clean = given.after(triton.add_onebit_matmul)
+    clean = given.after(onebit_cuda.add_onebit_matmul)
     given.x[1] = torch.nan
-    got = given.after(triton.add_onebit_matmul)
+    got = given.after(onebit_cuda.add_onebit_matmul)
     assert got[1].isnan().all()
     assert torch.equal(got[[0, 2, 3]], clean[[0, 2, 3]])
 
@@ -81,8 +81,8 @@ def test_outputs_may_be_strided() -> None:
     given = given_on(130, 9, [(0, 2)])
     wide = torch.full((len(given.output), 30), torch.nan, device=DEVICE)
     wide[:, 5:14] = given.output
-    triton.add_onebit_matmul(wide[:, 5:14], given.x, given.places, given.ranges)
-    want = given.after(reference.add_onebit_matmul)
+    onebit_cuda.add_onebit_matmul(wide[:, 5:14], given.x, given.places, given.ranges)
+    want = given.after(onebit_reference.add_onebit_matmul)
     torch.testing.assert_close(wide[:, 5:14], want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert wide[:, :5].isnan().all()
     assert wide[:, 14:].isnan().all()
@@ -96,14 +96,14 @@ def test_embedding_rows_equal_the_reference(in_features: int, dtype: torch.dtype
     got = torch.full((8, in_features), torch.nan, dtype=dtype, device=DEVICE)
     got[[0, 1, 3, 4, 5]] = 1
     want: Tensor = got.clone()
-    triton.add_onebit_rows(got, ids, given.places, given.ranges, 50, 1.5)
-    reference.add_onebit_rows(want, ids, given.places, given.ranges, 50, 1.5)
+    onebit_cuda.add_onebit_rows(got, ids, given.places, given.ranges, 50, 1.5)
+    onebit_reference.add_onebit_rows(want, ids, given.places, given.ranges, 50, 1.5)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6, equal_nan=True)
 
 
 def test_what_is_prepared_changes_nothing() -> None:
-    triton.prepare(torch.device(DEVICE), {(33, 65)}, torch.bfloat16)
-    check(triton.add_onebit_matmul, given_on(65, 33, ROWS[0]))
+    onebit_cuda.prepare(torch.device(DEVICE), {(33, 65)}, torch.bfloat16)
+    check(onebit_cuda.add_onebit_matmul, given_on(65, 33, ROWS[0]))
 
 
 def test_hoppers_tensor_cores_take_signs_from_registers(tmp_path: Path) -> None:

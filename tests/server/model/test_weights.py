@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import CheckpointError, PeraxisError
 from deltastore.base.fingerprint import fingerprint
+from deltastore.errors import CheckpointError, PeraxisError
 from server.errors import NotServable
 from server.model import weights
 from server.model.loader import load_model

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.text.templates import TemplateWorker
 from server.errors import InvalidRequest
+from server.text.templates import TemplateWorker
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

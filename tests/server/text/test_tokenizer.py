@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from deltastore.format.artifact import Artifact
 from deltastore.errors import ArtifactError
-from server.text.tokenizer import TextStream, sampling_defaults
+from deltastore.format.artifact import Artifact
 from server.errors import InvalidRequest
-from tests.server.helpers.served import Served, make_delta, serving
+from server.text.tokenizer import TextStream, sampling_defaults
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
+from tests.server.helpers.served import Served, make_delta, serving
 
 
 @pytest.fixture(scope="module")

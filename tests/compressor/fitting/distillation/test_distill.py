@@ -13,20 +13,29 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor
 
-from compressor.fitting.calibration import Calibration
 from compressor.blockwise.decoder import Decoder
+from compressor.blockwise.weights import Overlay
 from compressor.evaluate.fidelity import fidelity
-from compressor.fitting import distill
-from compressor.fitting.distillation.distill import Distillation, Lesson, Loss, Recipe, divergence
-from compressor.fitting.layers.layerwise import with_delta
+from compressor.fitting.calibration import Calibration
+from compressor.fitting.distillation import distill
+from compressor.fitting.distillation.distill import Distillation, Loss, Recipe, TeacherTargets, divergence
 from compressor.fitting.distillation.student import Student
+from compressor.fitting.layers.layerwise import with_delta
 from compressor.fitting.training import Training
 from compressor.io.checkpoint_store import Progress
-from compressor.blockwise.weights import Overlay
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.signs import unpack_signs
 from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
-from tests.compressor.helpers.fitting import Whole, coded, ids_of, lesson_of, pairs_of, random_delta, student_of, weights_with
+from tests.compressor.helpers.fitting import (
+    Whole,
+    coded,
+    ids_of,
+    lesson_of,
+    pairs_of,
+    random_delta,
+    student_of,
+    weights_with,
+)
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 ONCE = {"kl": Recipe("kl", 1, 0.0), "squared": Recipe("squared", 1, 0.0)}  # gradients alone: nothing moves
@@ -38,7 +47,7 @@ def models(tmp_path: Path) -> TinyModels:
     return make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
 
 
-def lesson(models: TinyModels) -> Lesson:
+def lesson(models: TinyModels) -> TeacherTargets:
     return lesson_of(models, [ids_of(seed, 2, 12) for seed in range(4)])
 
 
@@ -211,7 +220,7 @@ def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
     run, seen = Distillation(student_of(models), lesson(models), Recipe("kl", 3, 0.01)), list[int]()
     learn = distill._backward
 
-    def look(student: Student, text: Lesson, number: int, loss: Loss) -> Iterator[str]:
+    def look(student: Student, text: TeacherTargets, number: int, loss: Loss) -> Iterator[str]:
         seen.append(number)
         return learn(student, text, number, loss)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.distillation.distill import Distillation, Recipe, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.training import Training
-from compressor.convert.merge import MergeConfig, merge
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed
 from tests.compressor.helpers.decoders import whole_model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from compressor.fitting.distillation.trainable import LARGEST_LATENT, Numbers, Rows, Trainable
+from compressor.fitting.distillation.trainable import LARGEST_LATENT, Rows, ScaledParameter, Trainable
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import AXES, Axis, OneBit
 from deltastore.format.signs import pack_signs, unpack_signs
@@ -66,7 +66,7 @@ def _leaf(value: Tensor) -> Tensor:
     return value.clone().requires_grad_()
 
 
-def agree(own: Numbers | None, oracle: Tensor | None) -> None:
+def agree(own: ScaledParameter | None, oracle: Tensor | None) -> None:
     assert (own is None) == (oracle is None)
     if own is not None and oracle is not None:
         assert own.leaf.grad is not None
@@ -122,7 +122,7 @@ def test_what_did_not_move_is_stored_as_it_was(axis: Axis, planes: int, rank: in
 
 @pytest.mark.parametrize(("moved", "unit"), [(True, 0.25), (False, 1.0)])
 def test_a_relative_step_is_in_units_of_the_vectors_mean_magnitude(moved: bool, unit: float) -> None:
-    numbers = Numbers.of(torch.tensor([0.5, -0.25, 0.0]), CPU, relative=moved)
+    numbers = ScaledParameter.of(torch.tensor([0.5, -0.25, 0.0]), CPU, relative=moved)
     assert numbers.unit == unit
     with torch.no_grad():
         numbers.leaf.add_(0.01)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
-from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import CompressConfig, compress
-from deltastore.format.artifact import Artifact
 from deltastore.errors import UsageError
+from deltastore.format.artifact import Artifact
 from tests.helpers.tiny_models import Change, make_pair
 
 SELF = Training(Calibration("self", samples=64, length=48, seed=0), distill_epochs=0)

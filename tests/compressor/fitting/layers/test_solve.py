@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compressor.fitting import solve as solve_module
-from compressor.fitting.layers.solve import NOISE, RIDGE, Problem, descend_signs, refine_signs, solve, solve_scales
+from compressor.fitting.layers import solve as solve_module
+from compressor.fitting.layers.solve import (
+    NOISE,
+    RIDGE,
+    Problem,
+    descend_signs,
+    refine_signs,
+    solve,
+    solve_scales,
+)
 from deltastore.format.onebit import AXES, Axis
 
 SHAPES = [(7, 5), (5, 9), (1, 6), (6, 1), (1, 1), (3, 70)]

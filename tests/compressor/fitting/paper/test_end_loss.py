@@ -12,12 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from compressor.fitting.calibration import batched
-from compressor.io.pairs import TensorPair
-from compressor.fitting import solvers
-from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.layers import solvers
 from compressor.fitting.layers.layerwise import Layerwise, Place
-from compressor.fitting.paper.scale_training import Cache, Choice, Layer, PaperAxis, Recipe, Shards, choose_axis
 from compressor.fitting.layers.solvers import AdamWScales
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.paper.scale_training import (
+    Cache,
+    Choice,
+    Layer,
+    PaperAxis,
+    Recipe,
+    Shards,
+    choose_axis,
+)
+from compressor.io.pairs import TensorPair
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.onebit import OneBit
 from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from compressor.fitting.calibration import Calibration
-from compressor.io.pairs import TensorPair
 from compressor.fitting.distillation.distill import Distillation, Recipe
-from compressor.fitting.fit import PAPER_DECAY
 from compressor.fitting.distillation.trainable import Plane
+from compressor.fitting.fit import PAPER_DECAY
 from compressor.fitting.training import Training
+from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import Axis, OneBit
 from deltastore.format.signs import pack_signs, unpack_signs

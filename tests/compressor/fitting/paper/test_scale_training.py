@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.fitting.layers.solve import Problem, solve_scales
 from compressor.fitting.paper.scale_training import (
     Cache,
     Layer,
@@ -19,7 +20,6 @@ from compressor.fitting.paper.scale_training import (
     layer_error,
     train_scales,
 )
-from compressor.fitting.layers.solve import Problem, solve_scales
 from tests.compressor.helpers.fitting import normal
 from tests.compressor.helpers.paper_oracle import coded, squared_error, trained_scales
 

@@ -21,7 +21,7 @@ class Held:
     digest: str | None = None
     tenant: str = "default"
     reuses_prefix: bool = True
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     held: PageTable = field(default_factory=PageTable)
 
 
@@ -32,15 +32,15 @@ def begin(cache: KVCache, holder: Held) -> Held:
 
 def compute(cache: KVCache, holder: Held) -> None:
     """All of its tokens, as one step would."""
-    assert cache.grow(holder, len(holder.tokens) - holder.num_computed)
-    holder.num_computed = len(holder.tokens)
+    assert cache.grow(holder, len(holder.tokens) - holder.num_computed_tokens)
+    holder.num_computed_tokens = len(holder.tokens)
     cache.commit(holder)
 
 
 def seen(cache: KVCache, tokens: list[int], digest: str | None = None, tenant: str = "default") -> int:
     """How many tokens of a prefix a newcomer is given."""
     newcomer = begin(cache, Held(tokens, digest, tenant))
-    found = newcomer.num_computed
+    found = newcomer.num_computed_tokens
     cache.release(newcomer)
     return found
 
@@ -76,7 +76,7 @@ def test_who_wants_every_token_computed_is_given_none() -> None:
     cache = KVCache(10, SIZE)
     compute(cache, begin(cache, Held(list(range(9)))))
     newcomer = begin(cache, Held(list(range(9)), reuses_prefix=False))
-    assert newcomer.num_computed == 0
+    assert newcomer.num_computed_tokens == 0
 
 
 def test_growing_beyond_what_is_there_changes_nothing() -> None:
@@ -143,8 +143,8 @@ def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) 
         if action < 0.5:
             tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 14))]
             holder = begin(cache, Held(tokens, tenant=draw.choice("ab")))
-            if cache.grow(holder, len(tokens) - holder.num_computed):
-                holder.num_computed = len(tokens)
+            if cache.grow(holder, len(tokens) - holder.num_computed_tokens):
+                holder.num_computed_tokens = len(tokens)
                 cache.commit(holder)
                 holders.append(holder)
             else:

@@ -25,8 +25,8 @@ def job(name: str, num_prompt: int = 10, num_output: int = 10, **more: Any) -> S
 def step(world: World, plan: Plan[SimJob]) -> None:
     """Compute a plan by hand: every job whose tokens are all computed gets another."""
     for each, num_tokens in plan.batch:
-        each.num_computed += num_tokens
-        each.num_tokens += each.num_computed == each.num_tokens
+        each.num_computed_tokens += num_tokens
+        each.num_tokens += each.num_computed_tokens == each.num_tokens
 
 
 def planned(plan: Plan[SimJob]) -> dict[str, int]:
@@ -77,7 +77,7 @@ def test_prompts_under_way_share_the_steps_fairly() -> None:
     scheduler.add(late, 0.1)
     for _ in range(21):
         step(world, scheduler.plan(0.1))
-    assert (early.num_computed, late.num_computed) == (1100, 1100)
+    assert (early.num_computed_tokens, late.num_computed_tokens) == (1100, 1100)
 
 
 def test_a_job_that_waits_for_its_delta_blocks_nobody() -> None:

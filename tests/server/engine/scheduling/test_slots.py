@@ -10,7 +10,16 @@ from dataclasses import replace
 import pytest
 
 from server.engine.scheduling.scheduler import Plan, SchedulerLimits
-from tests.server.helpers.simulation import FifoScheduler, SimJob, SimPages, SimSlots, World, poisson, simulate, zipf
+from tests.server.helpers.simulation import (
+    FifoScheduler,
+    SimJob,
+    SimPages,
+    SimSlots,
+    World,
+    poisson,
+    simulate,
+    zipf,
+)
 
 SEATS = SchedulerLimits(max_num_seqs=16, max_batch_tokens=128, cold_wait_s=2.0, tenure_s=0.5)
 
@@ -147,7 +156,7 @@ def test_the_variant_with_the_fewest_jobs_makes_place() -> None:
     scheduler.plan(0.0)
     world.slots.adopt(0.1)
     for job, num_tokens in scheduler.plan(0.1).batch:
-        job.num_computed += num_tokens
+        job.num_computed_tokens += num_tokens
         job.num_tokens += 1
     scheduler.add(SimJob("cold", "c", "v", 8, 8, 0.2), 0.2)
     plan = scheduler.plan(3.0)
@@ -195,7 +204,7 @@ def test_what_has_made_no_token_yet_is_not_displaced_for_a_slot() -> None:
     scheduler.add(SimJob("cold", "b", "w", 8, 8, 0.2), 0.2)
     for now in (0.2, 0.3):
         assert scheduler.plan(now).batch == [(long, 64)]
-        long.num_computed += 64
+        long.num_computed_tokens += 64
     long.num_tokens += 1
     assert scheduler.plan(0.4).preempted == [long]
 

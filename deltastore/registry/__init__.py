@@ -1,0 +1,5 @@
+"""The registry: a directory of artifacts and of the variants whose versions they are."""
+
+from deltastore.registry.registry import Publication, Registry
+
+__all__ = ["Publication", "Registry"]

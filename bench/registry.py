@@ -101,7 +101,7 @@ def zipf(base: Path, registry: Registry, records: list[VersionRecord], scope: Sc
             times += [one.token_times()[0] - one.begun for one in asked]
         found = {
             level: service.metrics.get_sample_value("peraxis_variant_lookups_total", {"result": level}) or 0.0
-            for level in ("gpu", "host", "disk")
+            for level in ("device", "host", "disk")
         }
     shares = {f"found_{level}": round(count / len(chosen), 4) for level, count in found.items()}
     return {
@@ -133,7 +133,7 @@ def _table(scope: Scope, figures: dict[str, Any]) -> str:
         ("registered variants", "10", str(scope.num_variants)),
         ("tokens/s, traffic to the same ten", *(f"{rate:.0f}" for rate in rates.values())),
         ("server's start, s", *(f"{value:.1f}" for value in starts.values())),
-        ("Zipf over all: found in a slot", "", f"{zipfs['found_gpu']:.0%}"),
+        ("Zipf over all: found in a slot", "", f"{zipfs['found_device']:.0%}"),
         ("found in host memory", "", f"{zipfs['found_host']:.0%}"),
         ("first token, median, ms", "", f"{1e3 * zipfs['first_token_p50_s']:.1f}"),
         ("first token, p99, ms", "", f"{1e3 * zipfs['first_token_p99_s']:.1f}"),

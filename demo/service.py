@@ -44,7 +44,7 @@ class Service:
         """Free the variant's slot, and wait until it is free."""
         self._json("POST", f"/variants/{variant}/unload")
         deadline = time.monotonic() + CALL_S
-        while any(v["level"] == "gpu" for v in self._json("GET", f"/variants/{variant}")["versions"]):
+        while any(v["level"] == "device" for v in self._json("GET", f"/variants/{variant}")["versions"]):
             if time.monotonic() > deadline:
                 raise ServiceFailed(f"variant {variant!r} stays in its slot")
             time.sleep(0.002)

@@ -121,7 +121,7 @@ class Server:
         """Free a variant's slot and wait until it is free."""
         _checked(self.client.post(f"/variants/{variant}/unload"))
         while any(
-            one["level"] == "gpu" for one in _checked(self.client.get(f"/variants/{variant}"))["versions"]
+            one["level"] == "device" for one in _checked(self.client.get(f"/variants/{variant}"))["versions"]
         ):
             time.sleep(0.005)
 

@@ -20,7 +20,7 @@ from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot
 from server.errors import EngineFailed, InvalidRequest
 
-Level = Literal["gpu", "host", "disk"]
+Level = Literal["device", "host", "disk"]
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class Residency:
     def level_of(self, digest: str) -> Level:
         """Where a delta could be used or loaded from now; any thread may ask, no lock is taken."""
         if digest in self._resident:
-            return "gpu"
+            return "device"
         return "host" if self._cache.holds(digest) else "disk"
 
     def is_pinned(self, digest: str) -> bool:
@@ -189,7 +189,7 @@ class Residency:
 
     def _leave_slot(self, entry: _Entry, reason: str) -> None:
         self._give_back(entry)
-        self._metrics.evicted(entry.record, "gpu", reason)
+        self._metrics.evicted(entry.record, "device", reason)
 
     def _give_back(self, entry: _Entry) -> None:
         del self._entries[entry.record.digest]

@@ -18,7 +18,7 @@ FAILURES: dict[type[PeraxisError], str] = {
 
 
 class ResidencyMetrics:
-    """Told by the engine thread of slots and by loader threads of host memory. A level is ``gpu`` or ``host``."""
+    """Told by the engine thread of slots and by loader threads of host memory. A level is ``device`` or ``host``."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -34,7 +34,7 @@ class ResidencyMetrics:
         for stage, seconds in stages.items():
             self._metrics.variant_load_seconds.labels(source=report.source, stage=stage).observe(seconds)
         self._metrics.variant_load_bytes_total.labels(source=report.source).inc(report.device_bytes)
-        self.arrived(record, "gpu")
+        self.arrived(record, "device")
 
     def load_failed(self, error: PeraxisError) -> None:
         reason = next((FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES), "error")
@@ -61,7 +61,7 @@ class ResidencyMetrics:
     def slots(self, num_used: int, num_pinned: int, num_resident: int) -> None:
         self._metrics.slots_in_use.set(num_used)
         self._metrics.slots_pinned.set(num_pinned)
-        self._metrics.variants_resident.labels(level="gpu").set(num_resident)
+        self._metrics.variants_resident.labels(level="device").set(num_resident)
 
     def host_cache(self, num_resident: int, num_bytes: int) -> None:
         self._metrics.variants_resident.labels(level="host").set(num_resident)

@@ -19,7 +19,7 @@ class Admitted:
     """A request between admission and its last event."""
 
     request: Request
-    found: str  # where its delta was at admission: gpu, host or disk; gpu for the base
+    found: str  # where its delta was at admission: device, host or disk; device for the base
     admitted_at: float = field(default_factory=time.monotonic)
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # of its first step
@@ -31,7 +31,7 @@ class Admitted:
     @property
     def cold(self) -> bool:
         """Whether its delta had to be loaded."""
-        return self.found != "gpu"
+        return self.found != "device"
 
     def timings(self, now: float) -> Timings:
         """Of what has happened so far; what has not counts until now."""

@@ -60,7 +60,7 @@ class Core:
 
     def admit(self, request: Request) -> None:
         """Take a request in; its first sample is scheduled, the others when its prompt is in the cache."""
-        found = "gpu" if request.digest is None else self._residency.level_of(request.digest)
+        found = "device" if request.digest is None else self._residency.level_of(request.digest)
         admitted = Admitted(request, found)
         self._admitted[request.id] = admitted
         self._unstarted.setdefault(request.digest, {})[request.id] = admitted

@@ -107,7 +107,7 @@ class Engine:
         return future
 
     def level_of(self, digest: str) -> str:
-        """Where a version is now: ``gpu``, ``host`` or ``disk``."""
+        """Where a version is now: ``device``, ``host`` or ``disk``."""
         return self._residency.level_of(digest)
 
     def is_pinned(self, digest: str) -> bool:

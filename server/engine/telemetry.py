@@ -24,7 +24,7 @@ class Telemetry:
         self.metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
 
     def admitted(self, request: Request, found: str) -> None:
-        """`found` says where its delta was: gpu, host or disk."""
+        """`found` says where its delta was: device, host or disk."""
         if request.record is not None:
             self.metrics.variant_lookups_total.labels(result=found).inc()
 

@@ -47,8 +47,8 @@ def test_every_metric_is_exposed_under_its_name_and_held_under_its_attribute(
     ("name", "labels"),
     [
         ("variant_load_seconds_count", {"source": "disk", "stage": "copy"}),
-        ("variant_lookups_total", {"result": "gpu"}),
-        ("variants_resident", {"level": "gpu"}),
+        ("variant_lookups_total", {"result": "device"}),
+        ("variants_resident", {"level": "device"}),
         ("device_memory_bytes", {"kind": "kv"}),
         ("num_requests_waiting", {}),
         ("num_requests_waiting_by_reason", {"reason": "variant_load"}),

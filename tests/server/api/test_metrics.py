@@ -52,7 +52,7 @@ def test_an_answer_counts_its_request_and_tokens(server: LiveServer, grown: Call
 
 def test_the_base_is_counted_under_its_own_label(server: LiveServer, grown: Callable[..., float]) -> None:
     label = {"variant": "base", "finish_reason": "length"}
-    lookups = [{"result": result} for result in ("gpu", "disk")]
+    lookups = [{"result": result} for result in ("device", "disk")]
     for result in lookups:
         grown("variant_lookups_total", **result)
     grown("variant_requests_total", **label)
@@ -66,11 +66,11 @@ def test_a_cold_start_and_a_warm_one_are_told_apart(
 ) -> None:
     def counts() -> list[float]:
         return [
-            grown("variant_lookups_total", result="gpu"),
+            grown("variant_lookups_total", result="device"),
             grown("variant_lookups_total", result="disk"),
             grown("cold_start_seconds_count", source="disk"),
             grown("variant_load_seconds_count", source="disk", stage="total"),
-            grown("variant_evictions_total", level="gpu", reason="unload"),
+            grown("variant_evictions_total", level="device", reason="unload"),
         ]
 
     server.client.post("/variants/third/unload")
@@ -85,14 +85,14 @@ def test_a_cold_start_and_a_warm_one_are_told_apart(
 
 
 def test_residency_is_shown_as_it_is(server: LiveServer) -> None:
-    level = {"variant": "default/third", "level": "gpu"}
+    level = {"variant": "default/third", "level": "device"}
     server.client.post("/variants/third/load")
     assert eventually(lambda: server.metric("variant_resident", **level) == 1)
-    resident = server.metric("variants_resident", level="gpu")
+    resident = server.metric("variants_resident", level="device")
     server.client.post("/variants/third/unload")
     assert eventually(lambda: level_of(server, "third") == "disk")
     assert server.metric("variant_resident", **level) == 0
-    assert server.metric("variants_resident", level="gpu") == resident - 1 == server.metric("slots_in_use")
+    assert server.metric("variants_resident", level="device") == resident - 1 == server.metric("slots_in_use")
     assert server.metric("slots") == 4
 
 

@@ -36,7 +36,7 @@ def test_a_variant_shows_its_versions_and_where_they_are(server: LiveServer, art
     assert newest["size_bytes"] == artifacts.third.stat().st_size
     assert newest["fidelity"]["weight_error"] > 0
     assert (newest["method"], newest["num_requests"], newest["pinned"]) == ("scalar", 0, False)
-    assert newest["level"] in ("gpu", "disk")
+    assert newest["level"] in ("device", "disk")
 
 
 def test_the_list_holds_every_variant(server: LiveServer, artifacts: Artifacts) -> None:
@@ -140,7 +140,7 @@ def test_a_deleted_variant_gives_its_slot_back_even_when_it_was_pinned(
 ) -> None:
     before = server.metric("slots_pinned")
     server.upload("pinned-away", artifacts.spare[0])
-    assert settles(server, "pinned-away", "pin", pinned=True, level="gpu")
+    assert settles(server, "pinned-away", "pin", pinned=True, level="device")
     assert server.metric("slots_pinned") == before + 1
     server.client.delete("/variants/pinned-away")
     assert eventually(lambda: server.metric("slots_pinned") == before)
@@ -148,7 +148,7 @@ def test_a_deleted_variant_gives_its_slot_back_even_when_it_was_pinned(
 
 def test_load_brings_a_version_in_and_unload_takes_it_out(server: LiveServer) -> None:
     assert settles(server, "chatty", "unload", level="disk")
-    assert settles(server, "chatty", "load", level="gpu")
+    assert settles(server, "chatty", "load", level="device")
     assert server.generate("chatty", max_new_tokens=1).json()["timings"]["cold"] is False
     assert settles(server, "chatty", "unload", level="disk")
     assert server.generate("chatty", max_new_tokens=1).json()["timings"]["cold"] is True
@@ -161,16 +161,16 @@ def test_a_slot_in_use_is_freed_only_when_its_requests_have_ended(
         next(stream)
         assert version_of(server, "third")["num_requests"] == 1
         reply = server.client.post("/variants/third/unload")
-        assert (reply.status_code, reply.json()["level"]) == (202, "gpu")
+        assert (reply.status_code, reply.json()["level"]) == (202, "device")
         assert next(stream)[0] == "token"
     assert eventually(lambda: version_of(server, "third")["level"] == "disk")
 
 
 def test_one_slot_always_stays_free_of_pins(server: LiveServer, artifacts: Artifacts) -> None:
     for name in ("plain", "chatty", "third"):
-        assert settles(server, name, "pin", pinned=True, level="gpu")
+        assert settles(server, name, "pin", pinned=True, level="device")
     server.upload("fourth", artifacts.spare[0])
-    assert settles(server, "fourth", "load", level="gpu")
+    assert settles(server, "fourth", "load", level="device")
     reply = server.client.post("/variants/fourth/pin")
     assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_request")
     for name in ("plain", "chatty", "third"):

@@ -42,7 +42,7 @@ def test_a_delta_that_left_its_slot_comes_back_from_host_memory_without_a_file(p
     section = place.section(records[0])
     for record in records:
         place.load(record)
-    assert levels(place, *(record.digest for record in records)) == ["host", "gpu", "gpu", "gpu"]
+    assert levels(place, *(record.digest for record in records)) == ["host", "device", "device", "device"]
     place.path(records[0]).unlink()
     assert place.load(records[0]) == [None]
     assert place.in_slot(records[0]) == section
@@ -59,7 +59,7 @@ def test_without_a_host_cache_every_load_is_from_disk(tmp_path: Path) -> None:
         for record in (*records, records[0]):
             assert place.load(record) == [None]
             assert place.in_slot(record) == place.section(record)
-        assert levels(place, *(record.digest for record in records)) == ["gpu", "disk", "gpu"]
+        assert levels(place, *(record.digest for record in records)) == ["device", "disk", "device"]
         assert place.metric("variant_load_seconds_count", source="disk", stage="total") == 4
         assert place.metric("host_cache_bytes") == place.metric("variants_resident", level="host") == 0
 
@@ -71,7 +71,7 @@ def test_the_least_recently_used_idle_delta_makes_place(place: Residing) -> None
     place.residency.hold(records[1].digest)
     place.load(records[3])
     assert [place.residency.is_resident(record.digest) for record in records] == [True, True, False, True]
-    assert place.metric("variant_evictions_total", level="gpu", reason="capacity") == 1
+    assert place.metric("variant_evictions_total", level="device", reason="capacity") == 1
 
 
 def test_letting_go_is_a_use(place: Residing) -> None:
@@ -103,7 +103,7 @@ def test_what_is_held_pinned_or_loading_never_makes_place(
     assert not place.residency.load(other.digest)
     place.residency.unpin(pinned.digest)
     assert place.load(other) == [None]
-    assert levels(place, held.digest, pinned.digest, loading.digest) == ["gpu", "host", "gpu"]
+    assert levels(place, held.digest, pinned.digest, loading.digest) == ["device", "host", "device"]
 
 
 def test_a_view_of_a_slot_that_was_given_away_is_refused(place: Residing) -> None:
@@ -136,7 +136,7 @@ def test_eviction_on_demand_frees_slot_and_host_memory(place: Residing) -> None:
     place.residency.let_go(record.digest)
     assert place.residency.evict(record.digest, "unload")
     assert place.residency.level_of(record.digest) == "disk"
-    assert place.metric("variant_evictions_total", level="gpu", reason="unload") == 1
+    assert place.metric("variant_evictions_total", level="device", reason="unload") == 1
     assert place.metric("variant_evictions_total", level="host", reason="unload") == 1
     assert place.metric("host_cache_bytes") == 0
 
@@ -161,7 +161,7 @@ def test_a_delta_is_more_recently_used_when_it_leaves_its_slot_than_what_had_non
         place.residency.let_go(a.digest)
         place.residency.find(c.digest)
         place.load(d)  # takes a's slot, and host memory for three
-        assert levels(place, a.digest, b.digest, c.digest, d.digest) == ["host", "disk", "gpu", "gpu"]
+        assert levels(place, a.digest, b.digest, c.digest, d.digest) == ["host", "disk", "device", "device"]
 
 
 def test_a_version_is_known_until_it_was_forgotten_as_often(place: Residing) -> None:
@@ -204,7 +204,7 @@ def test_nothing_that_the_engine_calls_waits_for_a_disk(
     assert disk.reading.wait(20)
     assert list(place.residency.adopt()) == []
     assert place.residency.find(records[0].digest) is not None
-    assert levels(place, *(record.digest for record in records)) == ["gpu", "disk", "disk"]
+    assert levels(place, *(record.digest for record in records)) == ["device", "disk", "disk"]
     assert not place.residency.evict(records[1].digest, "unload")
     assert place.residency.evict(records[0].digest, "unload")
     disk.open.set()
@@ -235,17 +235,17 @@ def test_metrics_show_who_is_where(place: Residing) -> None:
     first, second = (place.publish("twice", seed) for seed in (1, 2))
     others = [place.publish(f"v{seed}", seed) for seed in (3, 4)]
     place.load(first, second, others[0])
-    assert place.metric("variants_resident", level="gpu") == place.metric("slots_in_use") == 3
+    assert place.metric("variants_resident", level="device") == place.metric("slots_in_use") == 3
     assert place.metric("variants_resident", level="host") == 3
-    for level in ("gpu", "host"):
+    for level in ("device", "host"):
         assert place.metric("variant_resident", variant="default/twice", level=level) == 1
     place.load(others[1])
     assert (
-        place.metric("variant_resident", variant="default/twice", level="gpu") == 1
+        place.metric("variant_resident", variant="default/twice", level="device") == 1
     )  # one of its two versions
     place.residency.evict(first.digest, "unload")
     place.residency.evict(second.digest, "unload")
-    assert place.metric("variant_resident", variant="default/twice", level="gpu") is None
+    assert place.metric("variant_resident", variant="default/twice", level="device") is None
     assert place.metric("variant_resident", variant="default/twice", level="host") is None
     assert place.metric("variant_resident", variant="default/v4", level="host") == 1
     assert place.metric("variants_resident", level="host") == 2

@@ -28,7 +28,7 @@ def is_as_if_never_loaded(place: Residing, digest: str) -> bool:
     return (
         place.residency.find(digest) is None
         and place.residency.level_of(digest) == "disk"
-        and place.metric("slots_in_use") == place.metric("variants_resident", level="gpu")
+        and place.metric("slots_in_use") == place.metric("variants_resident", level="device")
     )
 
 

@@ -36,7 +36,7 @@ def records(served: Served, base_and_deltas: tuple[Path, list[Path]]) -> list[Ve
     records = [served.publish(file, f"v{number}") for number, file in enumerate(base_and_deltas[1])]
     for record in records:
         served.ask(record, PROMPT)
-    assert [served.engine.level_of(record.digest) for record in records] == ["host", "gpu", "gpu"]
+    assert [served.engine.level_of(record.digest) for record in records] == ["host", "device", "device"]
     return records
 
 
@@ -45,7 +45,7 @@ def test_lookups_and_cold_starts_are_counted_by_where_the_delta_was(
 ) -> None:
     served.ask(records[0], PROMPT)
     served.ask(records[0], PROMPT)
-    counts = [served.metric("variant_lookups_total", result=level) for level in ("gpu", "host", "disk")]
+    counts = [served.metric("variant_lookups_total", result=level) for level in ("device", "host", "disk")]
     assert counts == [1, 1, 3]
     assert [served.metric("cold_start_seconds_count", source=s) for s in ("host", "disk")] == [1, 3]
     assert served.metric("variant_load_bytes_total", source="host") == records[0].device_bytes

@@ -73,8 +73,8 @@ def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas:
     records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
     for record in (records[0], records[1], records[0], records[2]):
         served.ask(record, PROMPT, max_new_tokens=1)
-    assert [served.engine.level_of(record.digest) for record in records] == ["gpu", "host", "gpu"]
-    assert served.metric("variant_evictions_total", level="gpu", reason="capacity") == 1
+    assert [served.engine.level_of(record.digest) for record in records] == ["device", "host", "device"]
+    assert served.metric("variant_evictions_total", level="device", reason="capacity") == 1
 
 
 def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, deltas: Family) -> None:
@@ -82,7 +82,7 @@ def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, del
     served.engine.pin(records[0]).result(20)
     for record in records[1:]:
         served.ask(record, PROMPT, max_new_tokens=1)
-    assert served.engine.level_of(records[0].digest) == "gpu"
+    assert served.engine.level_of(records[0].digest) == "device"
     with pytest.raises(InvalidRequest, match="unpin another"):
         served.engine.pin(records[1]).result(20)
     served.engine.unpin(records[0]).result(20)
@@ -92,7 +92,7 @@ def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, del
 def test_unload_frees_the_slot(served: Served, deltas: Family) -> None:
     record = served.publish(deltas.artifacts[0], "v")
     served.engine.load(record).result(20)
-    assert served.engine.level_of(record.digest) == "gpu"
+    assert served.engine.level_of(record.digest) == "device"
     served.engine.unload(record).result(20)
     assert served.engine.level_of(record.digest) == "disk"
 
@@ -290,7 +290,7 @@ def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:
     for _ in range(2):
         served.ask(record, PROMPT, max_new_tokens=3)
     assert served.metric("variant_lookups_total", result="disk") == 1
-    assert served.metric("variant_lookups_total", result="gpu") == 1
+    assert served.metric("variant_lookups_total", result="device") == 1
     assert served.metric("variant_tokens_total", variant="default/v", kind="prompt") == 2 * len(PROMPT)
     assert served.metric("variant_tokens_total", variant="default/v", kind="generation") == 6
     assert served.metric("variant_requests_total", variant="default/v", finish_reason="length") == 2
@@ -299,4 +299,4 @@ def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:
     assert served.metric("time_to_first_token_seconds_count") == 2
     assert served.metric("step_seconds_count") == 6
     assert served.metric("slots_in_use") == 1
-    assert served.metric("variant_resident", variant="default/v", level="gpu") == 1
+    assert served.metric("variant_resident", variant="default/v", level="device") == 1

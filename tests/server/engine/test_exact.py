@@ -94,7 +94,7 @@ def test_mixed_requests_equal_generate_on_merged_weights(served: Served, family:
     for ask, got in zip(requests, start_all(served, records, requests), strict=True):
         check(family, ask, got)
     assert served.metric("preemptions_total") > 0
-    assert served.metric("variant_evictions_total", level="gpu", reason="capacity") > 0
+    assert served.metric("variant_evictions_total", level="device", reason="capacity") > 0
 
 
 def test_a_prefix_cache_warm_from_one_variant_changes_nothing_for_another(

@@ -226,7 +226,7 @@ def test_a_pin_outlives_an_older_call_to_unload(served: Served, family: Family) 
     served.engine.pin(record).result(20)
     unloaded.result(20)
     running.answer()
-    assert served.engine.level_of(record.digest) == "gpu"
+    assert served.engine.level_of(record.digest) == "device"
     assert served.engine.is_pinned(record.digest)
 
 

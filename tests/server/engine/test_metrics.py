@@ -89,7 +89,7 @@ def test_where_a_request_found_its_delta_is_counted(served: Served, family: Fami
     assert (
         served.metric("variant_lookups_total", result="disk") == 2
     )  # what is unloaded leaves host memory, too
-    assert served.metric("variant_lookups_total", result="gpu") == 1
+    assert served.metric("variant_lookups_total", result="device") == 1
     assert served.metric("cold_start_seconds_count", source="disk") == 2
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method
-from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, compress, plan
@@ -131,14 +131,17 @@ def write_pair(directory: Path, shapes: LlamaShapes) -> None:
         "vocab_size": shapes.vocabulary,
         "tie_word_embeddings": False,
     }
-    shards = cut(Output(name, "BF16", shape) for name, shape in shapes.tensors())
+    shards = split_into_shards(OutputTensor(name, "BF16", shape) for name, shape in shapes.tensors())
     for model in ("base", "finetune"):
         (directory / model).mkdir()
         (directory / model / "config.json").write_text(json.dumps(config))
         base, tuning = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
 
         def blocks(
-            output: Output, base: torch.Generator = base, tuning: torch.Generator = tuning, model: str = model
+            output: OutputTensor,
+            base: torch.Generator = base,
+            tuning: torch.Generator = tuning,
+            model: str = model,
         ) -> Iterator[Tensor]:
             numel = math.prod(output.shape)
             for start in range(0, numel, BLOCK_NUMEL):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.quality_text import Amount, Texts
 from compressor.blockwise.decoder import Decoder
-from compressor.blockwise.delta_model import Variant, base_as_variant
+from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.blockwise.weights import Weights
 from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.evaluation import BATCH_TOKENS
@@ -89,7 +89,7 @@ class Judge:
     def of_delta(self, artifact: Path) -> Verdict:
         """Fidelity of base and delta in float32; the score is that of the checkpoint that `peraxis merge` writes."""
         with Artifact.open(artifact) as opened:
-            variant = Variant(Checkpoint.open(self.base), opened)
+            variant = DeltaModel(Checkpoint.open(self.base), opened)
             domain, general = self.domain.fidelity(variant), self.general.fidelity(variant)
         with tempfile.TemporaryDirectory(prefix="peraxis-quality-") as scratch:
             merged = Path(scratch) / "merged"
@@ -99,7 +99,7 @@ class Judge:
     def of_base(self) -> Verdict:
         """What there was to gain."""
         base = Checkpoint.open(self.base)
-        longer = base_as_variant(base, pair_up(base, Checkpoint.open(self.finetune)))
+        longer = base_with_added_rows(base, pair_up(base, Checkpoint.open(self.finetune)))
         score = exact_match(self.base, self.task, self.items)
         return Verdict(self.domain.fidelity(longer), self.general.fidelity(longer), score)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.blockwise.delta_model import Variant, base_as_variant, finetune_as_variant
+from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows, finetune_with_own_head
 from compressor.codec import Method
 from compressor.io.adapters import finetune_directory
-from compressor.io.checkpoint_store import Progress, kept
+from compressor.io.checkpoint_store import CheckpointStore, open_checkpoint_store
 from compressor.io.delta_writer import Carried, Coding, carry, changed
 from compressor.io.outputs import check_apart
 from compressor.io.pairs import Pairs, pair_up
@@ -170,14 +170,14 @@ def _make(
             manifest = _manifest(identity, config, pairs, carried)
             return manifest, writer.finish(manifest), ()
         inputs = _inputs(identity, finetune, config)
-        with kept(config.out, inputs, resume=config.resume) as progress:
-            fitted = _fit(config, pairs, coded, progress)
+        with open_checkpoint_store(config.out, inputs, resume=config.resume) as store:
+            fitted = _fit(config, pairs, coded, store)
             _check_agreement(config, fitted)
             coding = Coding(coded, config.method, fitted.deltas, _shown(config))
             carried = carry(pairs, files, coding, writer)
             manifest = _manifest(identity, config, pairs, carried, fitted)
             digest = writer.finish(manifest)
-            progress.discard()
+            store.discard()
     return manifest, digest, fitted.unseen
 
 
@@ -189,12 +189,12 @@ def _report(config: CompressConfig, directory: Path, pairs: Pairs, texts: Sequen
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
     with Artifact.open(config.out) as artifact:
         device = torch.device("cpu") if config.training is None else config.training.place()
-        own = Variant(base, artifact)
-        shown = examples(base_as_variant(base, pairs), finetune, own, texts[:NUM_EXAMPLES], device)
+        own = DeltaModel(base, artifact)
+        shown = examples(base_with_added_rows(base, pairs), finetune, own, texts[:NUM_EXAMPLES], device)
         write_report(directory, Report.of(base, finetune, artifact, shown, finetune_id))
 
 
-def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: Progress) -> Fitted:
+def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], store: CheckpointStore) -> Fitted:
     """What calibration text makes of the matrices."""
     from compressor.fitting.fit import Fit  # brings the model library, which takes seconds
 
@@ -204,12 +204,12 @@ def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], progress: 
     return_freed_memory()
     fit = Fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
-        base=base_as_variant(pairs.tensors[0].base, pairs),
-        finetune=finetune_as_variant(pairs.tensors[0].finetune, pairs),
+        base=base_with_added_rows(pairs.tensors[0].base, pairs),
+        finetune=finetune_with_own_head(pairs.tensors[0].finetune, pairs),
         method=config.method,
         training=config.training,
         spare_bytes=spare,
-        progress=progress,
+        store=store,
         shows=config.progress,
     )
     return fit.run()

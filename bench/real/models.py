@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.real.vocabulary import byte_level_bpe
-from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 
 WEIGHT_STD = 0.02
 NORM_STD = 0.1
@@ -195,12 +195,12 @@ class RealModel:
 
     def _write(self, directory: Path, finetune: int | None) -> None:
         (directory / "config.json").write_text(json.dumps(self.config, indent=2, default=str) + "\n")
-        outputs = {name: Output(name, "BF16", shape) for name, shape in self.shapes.items()}
-        shards = cut(outputs.values(), SHARD_BYTES)
+        outputs = {name: OutputTensor(name, "BF16", shape) for name, shape in self.shapes.items()}
+        shards = split_into_shards(outputs.values(), SHARD_BYTES)
         numbers = {name: index for index, name in enumerate(outputs)}
         with ThreadPoolExecutor(NUM_THREADS) as pool:
 
-            def blocks(output: Output) -> Iterator[Tensor]:
+            def blocks(output: OutputTensor) -> Iterator[Tensor]:
                 starts = range(0, math.prod(output.shape), BLOCK_NUMEL)
                 count = math.prod(output.shape)
                 yield from pool.map(

@@ -201,7 +201,7 @@ class Decoder:
         raise AssertionError(f"block {index} never calls {path}")
 
     @torch.no_grad()
-    def advance_and_look(
+    def advance_and_record(
         self, block: nn.Module, index: int, paths: Sequence[str], hiddens: list[Tensor]
     ) -> dict[str, list[Tensor]]:
         """`advance`, and what linear layers at `paths` read meanwhile, ``[tokens, in]`` per batch, on the CPU."""
@@ -219,7 +219,7 @@ class Decoder:
                 hook.remove()
         return seen
 
-    def streamed(self, num_resident: int) -> Any:
+    def streaming_model(self, num_resident: int) -> Any:
         """The whole model as the library has it, KV cache and all, whose blocks are read when they are called.
 
         Args:

@@ -29,7 +29,7 @@ BLOCK_NUMEL = 1 << 22  # of a matrix that is added up at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Variant:
+class DeltaModel:
     """A base with a delta over it, as weights that a decoder can be built from."""
 
     base: Checkpoint
@@ -106,7 +106,7 @@ class Variant:
         return next(stored, beside)
 
 
-def base_as_variant(base: Checkpoint, pairs: Pairs) -> Weights:
+def base_with_added_rows(base: Checkpoint, pairs: Pairs) -> Weights:
     """The base as the variant of a delta that changes nothing: with the rows that the fine-tune adds, as they are.
 
     So it has a logit for every token of the fine-tune, and can be compared with it on any text.
@@ -116,17 +116,17 @@ def base_as_variant(base: Checkpoint, pairs: Pairs) -> Weights:
         for pair in pairs.tensors
         if pair.added_rows and pair.name == pair.base_tensor.name
     }
-    return _Longer(base, longer, base.is_tied()) if longer else base
+    return _BaseWithAddedRows(base, longer, base.is_tied()) if longer else base
 
 
-def finetune_as_variant(finetune: Checkpoint, pairs: Pairs) -> Weights:
+def finetune_with_own_head(finetune: Checkpoint, pairs: Pairs) -> Weights:
     """The fine-tune with a head of its own where the delta has one: where it ties what the base does not."""
     heads = [pair for pair in pairs.tensors if pair.name != pair.tensor.name]
-    return _Untied(finetune, *heads) if heads else finetune
+    return _FinetuneWithOwnHead(finetune, *heads) if heads else finetune
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Untied:
+class _FinetuneWithOwnHead:
     """A fine-tune whose head is its embedding, under the name that the base's has."""
 
     finetune: Checkpoint
@@ -149,7 +149,7 @@ class _Untied:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Longer:
+class _BaseWithAddedRows:
     """A base with the rows that a fine-tune adds to its embedding, and to its head where it has one of its own."""
 
     base: Checkpoint

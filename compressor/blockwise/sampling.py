@@ -23,14 +23,14 @@ MEMORY_PART = 0.4  # of what is free for blocks, and as much for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class GenerationPlan:
     """What fits memory while a model samples."""
 
-    resident_blocks: int
-    group: int  # sequences at a time
+    num_resident_blocks: int
+    group_size: int  # sequences generated together
 
     @classmethod
-    def of(cls, decoder: Decoder, length: int, free_bytes: int) -> Room:
+    def of(cls, decoder: Decoder, length: int, free_bytes: int) -> GenerationPlan:
         """All blocks if they fit, else as many as do beside the one that is being read.
 
         Groups are powers of two, so that a little more or less memory does not change what float rounding makes.
@@ -60,11 +60,11 @@ def sample(
         CheckpointError: the model gives no distribution, NaN for instance, or has no KV cache.
     """
     noise = torch.rand(len(prompts), length - prompts.shape[1], generator=generator, dtype=torch.float64)
-    room = Room.of(decoder, length, free_bytes(decoder.device))
-    model = decoder.streamed(room.resident_blocks)
+    plan = GenerationPlan.of(decoder, length, free_bytes(decoder.device))
+    model = decoder.streaming_model(plan.num_resident_blocks)
     written = []
-    for first in range(0, len(prompts), room.group):
-        rows = slice(first, first + room.group)
+    for first in range(0, len(prompts), plan.group_size):
+        rows = slice(first, first + plan.group_size)
         try:
             ids = _continue(model, prompts[rows].to(decoder.device), noise[rows], on_tokens)
         except _NoCache:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.blockwise.delta_model import Variant
-from compressor.convert.shards import Output, cut, write_index, write_shard
+from compressor.blockwise.delta_model import DeltaModel
+from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.io.outputs import check_apart
 from compressor.io.pairs import is_finite
 from compressor.io.row_blocks import row_blocks
@@ -80,8 +80,8 @@ def merge(config: MergeConfig) -> MergeResult:
         check_artifact(artifact)
         check_base(artifact, identified(base, config.progress))
         dtype = config.dtype or _own_dtype(base)
-        merged = _Merged(Variant(base, artifact), getattr(torch, dtype))
-        shards = cut(merged.outputs())
+        merged = _Merged(DeltaModel(base, artifact), getattr(torch, dtype))
+        shards = split_into_shards(merged.outputs())
         size_bytes = sum(shard.num_bytes for shard in shards)
         files = merged.files()
         needed = size_bytes + sum(map(len, files.values()))
@@ -102,7 +102,7 @@ def merge(config: MergeConfig) -> MergeResult:
 class _Merged:
     """The merged model's tensors and files."""
 
-    variant: Variant
+    variant: DeltaModel
     dtype: torch.dtype
 
     @property
@@ -113,11 +113,11 @@ class _Merged:
     def artifact(self) -> Artifact:
         return self.variant.artifact
 
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[OutputTensor]:
         """Every tensor, in layer order; the head only where it is not the embedding."""
         return [self._output(name) for name in self.variant.tensors]
 
-    def blocks(self, output: Output) -> Iterator[Tensor]:
+    def blocks(self, output: OutputTensor) -> Iterator[Tensor]:
         """The values of one tensor, in blocks from first to last."""
         for block in self._merged(output):
             if self.dtype == torch.float16 and not is_finite(block):
@@ -126,7 +126,7 @@ class _Merged:
                 )
             yield block
 
-    def _merged(self, output: Output) -> Iterator[Tensor]:
+    def _merged(self, output: OutputTensor) -> Iterator[Tensor]:
         from compressor.convert.merge_kernel import merge_delta  # imported when needed: it brings a compiler
 
         spec = self.artifact.manifest.tensors.get(output.name)
@@ -165,10 +165,10 @@ class _Merged:
             config["torch_dtype"] = config["dtype"]
         return config
 
-    def _output(self, name: str) -> Output:
+    def _output(self, name: str) -> OutputTensor:
         source = self.variant.source(name)
         dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
-        return Output(name, dtype, self.variant.shape(name))
+        return OutputTensor(name, dtype, self.variant.shape(name))
 
 
 def _own_dtype(base: Checkpoint) -> DtypeName:

@@ -18,7 +18,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputTensor:
     """One tensor to be written."""
 
     name: str
@@ -31,20 +31,22 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class CheckpointShard:
     """One file and its tensors in order."""
 
     file: str
-    outputs: Sequence[Output]
+    outputs: Sequence[OutputTensor]
 
     @property
     def num_bytes(self) -> int:
         return sum(output.num_bytes for output in self.outputs)
 
 
-def cut(outputs: Iterable[Output], max_bytes: int = MAX_SHARD_BYTES) -> list[Shard]:
+def split_into_shards(
+    outputs: Iterable[OutputTensor], max_bytes: int = MAX_SHARD_BYTES
+) -> list[CheckpointShard]:
     """Share tensors out to files of at most `max_bytes`, or of one tensor that is larger, named as the library does."""
-    groups: list[list[Output]] = [[]]
+    groups: list[list[OutputTensor]] = [[]]
     num_bytes = 0  # of the last group
     for output in outputs:
         if groups[-1] and num_bytes + output.num_bytes > max_bytes:
@@ -53,17 +55,17 @@ def cut(outputs: Iterable[Output], max_bytes: int = MAX_SHARD_BYTES) -> list[Sha
         groups[-1].append(output)
         num_bytes += output.num_bytes
     if len(groups) == 1:
-        return [Shard(SINGLE_FILE, groups[0])]
+        return [CheckpointShard(SINGLE_FILE, groups[0])]
     return [
-        Shard(f"model-{number:05}-of-{len(groups):05}.safetensors", group)
+        CheckpointShard(f"model-{number:05}-of-{len(groups):05}.safetensors", group)
         for number, group in enumerate(groups, 1)
     ]
 
 
 def write_shard(
     directory: Path,
-    shard: Shard,
-    blocks: Callable[[Output], Iterable[Tensor]],  # of one tensor, in order
+    shard: CheckpointShard,
+    blocks: Callable[[OutputTensor], Iterable[Tensor]],  # of one tensor, in order
     written: Callable[[int], object],  # told the bytes of each block
 ) -> None:
     """Write one file, a block at a time."""
@@ -81,7 +83,7 @@ def write_shard(
                 written(block.nbytes)
 
 
-def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+def write_index(directory: Path, shards: Sequence[CheckpointShard]) -> None:
     """Say which tensor is in which file, where there is more than one."""
     if len(shards) > 1:
         weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressor.blockwise.decoder import Decoder
-from compressor.blockwise.delta_model import Variant, base_as_variant
+from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare, rounded
 from compressor.evaluate.tasks import Score, Tasks
@@ -103,11 +103,11 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
         check_base(artifact, identified(base, config.progress))
-        variant = Variant(base, artifact)
+        variant = DeltaModel(base, artifact)
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None
         with _telling_of_text():
-            students = (base_as_variant(base, pairs), variant)
+            students = (base_with_added_rows(base, pairs), variant)
             num_sequences, (of_base, of_delta) = _measure(finetune, students, config)
         foreign = tuple(_foreign(pairs, artifact))
     scores = {} if tasks is None else _scores(tasks, directories, config)
@@ -140,7 +140,7 @@ def _measure(
     return len(sequences), measured
 
 
-def _check_finetune(pairs: Pairs, variant: Variant) -> None:
+def _check_finetune(pairs: Pairs, variant: DeltaModel) -> None:
     """The delta could have been made from this fine-tune."""
     where, finetune = variant.artifact.where, pairs.tensors[0].finetune.path
     remedy = "give the fine-tune that it was made from"

@@ -73,12 +73,12 @@ def examples(
 @torch.no_grad()
 def _continued(decoder: Any, prompts: Tensor, ends: frozenset[int]) -> list[list[int]]:
     """The new ids of each prompt ``[sequences, tokens]``, up to and with the first end."""
-    from compressor.blockwise.sampling import Room, free_bytes
+    from compressor.blockwise.sampling import GenerationPlan, free_bytes
 
     length = prompts.shape[1] + NEW_TOKENS
     most = getattr(decoder.config.get_text_config(), "max_position_embeddings", None) or length
-    room = Room.of(decoder, length, free_bytes(decoder.device))
-    model = decoder.streamed(room.resident_blocks)
+    plan = GenerationPlan.of(decoder, length, free_bytes(decoder.device))
+    model = decoder.streaming_model(plan.num_resident_blocks)
     ids, cache = prompts.to(decoder.device), None
     rows: list[list[int]] = [[] for _ in prompts]
     for _ in range(min(length, most) - prompts.shape[1]):

@@ -1,6 +1,6 @@
 """From calibration text to deltas: layer by layer, then the byte budget, then end to end, then how near it came.
 
-Reads top to bottom; each stage is another file's. What a stage has made is kept in `progress`, so that an interrupted
+Reads top to bottom; each stage is another file's. What a stage has made is kept in `store`, so that an interrupted
 run goes on with the next block or epoch and gives the same bytes.
 """
 
@@ -29,7 +29,7 @@ from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
 from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
 from compressor.fitting.training import Training
-from compressor.io.checkpoint_store import Progress, joined, taken_apart
+from compressor.io.checkpoint_store import CheckpointStore, flatten_deltas, unflatten_deltas
 from compressor.io.pairs import TensorPair
 from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta
@@ -73,7 +73,7 @@ class Fit:
     method: Method
     training: Training
     spare_bytes: int  # beyond one bit per weight
-    progress: Progress
+    store: CheckpointStore
     shows: bool = False  # progress on stderr
 
     def run(self) -> Fitted:
@@ -124,7 +124,7 @@ class Fit:
             )
 
     def _text(self, teacher: Decoder) -> list[Tensor]:
-        kept = self.progress.tensors("text")
+        kept = self.store.load_tensors("text")
         if kept is None:
             calibration = self.training.calibration
             tokens = calibration.samples * calibration.length if calibration.source == "self" else 0
@@ -137,7 +137,7 @@ class Fit:
                     file=sys.stderr,
                 )
             kept = {"ids": torch.stack(sequences)}
-            self.progress.keep_tensors("text", kept)
+            self.store.save_tensors("text", kept)
         return list(kept["ids"])
 
     def _batch_tokens(self) -> int:
@@ -154,7 +154,7 @@ class Fit:
 
     def _layers(self, text: _Split, choosing: TeacherTargets, device: torch.device) -> dict[str, MatrixDelta]:
         """Every matrix's delta, layer by layer, and with more bytes where the budget has some."""
-        kept = self.progress.deltas("layers")
+        kept = self.store.load_deltas("layers")
         if kept is not None:
             return {name: delta for name, (delta,) in kept.items()}
         layerwise = Layerwise(self.pairs, self.finetune, self.method, device)
@@ -167,13 +167,13 @@ class Fit:
             upgrades |= self._embedding_upgrades(student, deltas)
             gains = measure(student, choosing.first(MEASURED), upgrades)
             deltas = spend(self.spare_bytes, deltas, upgrades, gains)
-        self.progress.keep_deltas("layers", {name: [delta] for name, delta in deltas.items()})
+        self.store.save_deltas("layers", {name: [delta] for name, delta in deltas.items()})
         return deltas
 
     def _fit_layers(self, layerwise: Layerwise, text: _Split, choosing: TeacherTargets) -> None:
         """Begin with the first block that is not kept."""
         first = 0
-        while (kept := self.progress.deltas(f"block-{first}")) is not None:
+        while (kept := self.store.load_deltas(f"block-{first}")) is not None:
             layerwise.fitted.update(kept)
             first += 1
         batches, solver = self._layer_text(text, choosing, layerwise.device)
@@ -181,7 +181,7 @@ class Fit:
             bar.update(first)
 
             def on_block(index: int, fitted: Mapping[str, Sequence[MatrixDelta]]) -> None:
-                self.progress.keep_deltas(f"block-{index}", fitted)
+                self.store.save_deltas(f"block-{index}", fitted)
                 bar.update()
 
             layerwise.run(batches, solver, first, on_block)
@@ -230,10 +230,10 @@ class Fit:
             return deltas
         run, begun = Distillation(student, lesson, recipe), 0
         best, least = student.stored(), divergence(student, choosing)
-        if (state := self.progress.state("end")) is not None:
+        if (state := self.store.load_state("end")) is not None:
             run.restore(state["run"])
             begun, least = state["epochs"], state["least"]
-            best = {name: delta for name, (delta,) in joined(state["best"]).items()}
+            best = {name: delta for name, (delta,) in unflatten_deltas(state["best"]).items()}
         steps = recipe.epochs * len(lesson.batches)
         with progress_bar(steps, "distilling", "step", self.shows) as bar:
             bar.update(begun * len(lesson.batches))
@@ -242,9 +242,9 @@ class Fit:
                 reached = divergence(student, choosing)
                 if self._is_paper or reached < least:
                     best, least = student.stored(), reached
-                own = taken_apart({name: [delta] for name, delta in best.items()})
+                own = flatten_deltas({name: [delta] for name, delta in best.items()})
                 state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": own}
-                self.progress.keep_state("end", state)
+                self.store.save_state("end", state)
         return best
 
     def _recipe(self) -> Recipe:

@@ -33,7 +33,7 @@ CHECKSUM = "checksum"  # of what a file holds, in it
 FULL_BYTES = 1 << 20  # with less, a failed write is taken for one of a full disk
 
 
-class Progress:
+class CheckpointStore:
     """Finished stages, by name."""
 
     def __init__(self, out: Path, inputs: Mapping[str, Any], *, resume: bool) -> None:
@@ -65,7 +65,7 @@ class Progress:
         """Whether there is anything to go on with."""
         return not self._is_anothers and self.directory.is_dir()
 
-    def tensors(self, stage: str) -> dict[str, Tensor] | None:
+    def load_tensors(self, stage: str) -> dict[str, Tensor] | None:
         """What a stage kept; None where it has not ended."""
         path = self.directory / f"{stage}.safetensors"
         if self._is_anothers or not path.is_file():
@@ -80,35 +80,35 @@ class Progress:
             raise self._damaged(path)
         return tensors
 
-    def keep_tensors(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
+    def save_tensors(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
         own = {name: tensor.clone() for name, tensor in tensors.items()}  # the library wants no shared memory
         noted = {CHECKSUM: str(checksum(own))}
         self._keep(f"{stage}.safetensors", lambda path: save_file(own, path, metadata=noted))
 
-    def deltas(self, stage: str) -> dict[str, list[MatrixDelta]] | None:
+    def load_deltas(self, stage: str) -> dict[str, list[MatrixDelta]] | None:
         """By matrix, the delta that a stage kept and others that it may have instead; None where it has not ended."""
-        tensors = self.tensors(stage)
-        return None if tensors is None else joined(tensors)
+        tensors = self.load_tensors(stage)
+        return None if tensors is None else unflatten_deltas(tensors)
 
-    def keep_deltas(self, stage: str, deltas: Mapping[str, Sequence[MatrixDelta]]) -> None:
-        self.keep_tensors(stage, taken_apart(deltas))
+    def save_deltas(self, stage: str, deltas: Mapping[str, Sequence[MatrixDelta]]) -> None:
+        self.save_tensors(stage, flatten_deltas(deltas))
 
-    def state(self, stage: str) -> Any:
+    def load_state(self, stage: str) -> Any:
         """Tensors in plain containers; None where there is none."""
         path = self.directory / f"{stage}.pt"
         if self._is_anothers or not path.is_file():
             return None
         try:
-            kept = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             if is_out_of_memory(error):
                 raise
             raise self._damaged(path) from error
-        if not isinstance(kept, dict) or kept.get(CHECKSUM) != checksum(kept.get(stage)):
+        if not isinstance(loaded, dict) or loaded.get(CHECKSUM) != checksum(loaded.get(stage)):
             raise self._damaged(path)
-        return kept[stage]
+        return loaded[stage]
 
-    def keep_state(self, stage: str, state: Any) -> None:
+    def save_state(self, stage: str, state: Any) -> None:
         noted = {stage: state, CHECKSUM: checksum(state)}
         self._keep(f"{stage}.pt", lambda path: torch.save(noted, path))
 
@@ -159,14 +159,14 @@ class Progress:
 
 
 @contextmanager
-def kept(out: Path, inputs: Mapping[str, Any], *, resume: bool) -> Iterator[Progress]:
+def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool) -> Iterator[CheckpointStore]:
     """Progress towards `out`; where the block fails after a stage was kept, one line says how to go on."""
-    progress = Progress(out, inputs, resume=resume)
+    store = CheckpointStore(out, inputs, resume=resume)
     try:
-        yield progress
+        yield store
     except BaseException:
-        if progress.is_begun and not progress.is_damaged:
-            print(f"{progress.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
+        if store.is_begun and not store.is_damaged:
+            print(f"{store.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
         raise
 
 
@@ -185,7 +185,7 @@ def checksum(value: Any, start: int = 0) -> int:
     return zlib.crc32(repr(value).encode(), start)
 
 
-def taken_apart(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor]:
+def flatten_deltas(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor]:
     """Deltas as plain tensors, of which `joined` makes them again."""
     return {
         f"{name}|{number}|{part}": tensor
@@ -195,7 +195,7 @@ def taken_apart(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor
     }
 
 
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, list[MatrixDelta]]:
+def unflatten_deltas(tensors: Mapping[str, Tensor]) -> dict[str, list[MatrixDelta]]:
     """The inverse of `taken_apart`."""
     parts: dict[tuple[str, int], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -79,7 +79,7 @@ class Layerwise:
         for index in range(teacher.num_blocks):
             block = student.load_block(index)
             groups = self._groups(student, block, index) if index >= first else []
-            read = teacher.advance_and_look(
+            read = teacher.advance_and_record(
                 teacher.load_block(index), index, [group[0].path for group in groups], hiddens_t
             )
             for group in groups:

@@ -170,7 +170,7 @@ def test_an_overlay_runs_with_the_tensors_put_over_it(tmp_path: Path) -> None:
     model = whole_model(path)
     model.get_parameter(name).data *= 2
     with torch.no_grad():
-        assert torch.equal(decoder.streamed(0)(IDS).logits, model(IDS).logits)
+        assert torch.equal(decoder.streaming_model(0)(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_streamed_model_generates_as_the_library_does(
     path = make_model(architecture, tmp_path)
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = whole_model(path).generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=config)
-    streamed = open_decoder(path).streamed(num_resident)
-    actual = streamed.generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=config)
+    model = open_decoder(path).streaming_model(num_resident)
+    actual = model.generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=config)
     assert torch.equal(actual, expected)
 
 

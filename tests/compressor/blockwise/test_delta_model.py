@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compressor.blockwise.decoder import Decoder
-from compressor.blockwise.delta_model import Variant, base_as_variant
+from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.blockwise.weights import Weights
 from compressor.convert.merge import MergeConfig, merge
 from compressor.io.pairs import pair_up
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, Change, dict[str, Any]]] = {
 
 def logits_of(weights: Weights) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = Decoder(weights, CPU, torch.float32).streamed(0)(IDS).logits
+        logits: torch.Tensor = Decoder(weights, CPU, torch.float32).streaming_model(0)(IDS).logits
     return logits
 
 
@@ -47,7 +47,7 @@ def test_it_is_what_merge_writes(case: str, tmp_path: Path) -> None:
     merge(MergeConfig(str(models.base), tmp_path / "delta", tmp_path / "merged", "float32"))
     written = Checkpoint.open(tmp_path / "merged")
     with Artifact.open(tmp_path / "delta") as artifact:
-        variant = Variant(Checkpoint.open(models.base), artifact)
+        variant = DeltaModel(Checkpoint.open(models.base), artifact)
         assert variant.tensors.keys() == written.tensors.keys()
         for name in variant.tensors:
             assert torch.equal(variant.read(name).float(), written.read(name)), name
@@ -62,7 +62,7 @@ def test_more_planes_and_a_residual_are_added_up_too(tmp_path: Path) -> None:
     enriched(tmp_path / "plain", tmp_path / "delta", {name: (2, 3)})
     merge(MergeConfig(str(models.base), tmp_path / "delta", tmp_path / "merged", "float32"))
     with Artifact.open(tmp_path / "delta") as artifact:
-        actual = Variant(Checkpoint.open(models.base), artifact).read(name)
+        actual = DeltaModel(Checkpoint.open(models.base), artifact).read(name)
     assert torch.equal(actual, Checkpoint.open(tmp_path / "merged").read(name))
 
 
@@ -81,7 +81,7 @@ def test_the_base_as_a_variant_answers_as_the_base_does(
             lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
         )
     base, finetune = Checkpoint.open(models.base), Checkpoint.open(models.finetunes[0])
-    weights = base_as_variant(base, pair_up(base, finetune))
+    weights = base_with_added_rows(base, pair_up(base, finetune))
     logits = logits_of(weights)
     assert logits.shape[-1] == expected.shape[-1] + 4
     torch.testing.assert_close(logits[..., :-4], expected)
@@ -94,4 +94,4 @@ def test_the_base_with_all_of_the_vocabulary_is_itself(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path)
     rewrite_config(models.base, use_cache=False)
     base = Checkpoint.open(models.base)
-    assert base_as_variant(base, pair_up(base, Checkpoint.open(models.finetunes[0]))) is base
+    assert base_with_added_rows(base, pair_up(base, Checkpoint.open(models.finetunes[0]))) is base

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from compressor.convert.merge import DtypeName, MergeConfig, merge
-from compressor.convert.shards import Output, cut
+from compressor.convert.shards import OutputTensor, split_into_shards
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, PeraxisError, StorageFull, UsageError
@@ -132,7 +132,9 @@ def test_the_bases_files_go_with_a_variant_that_shares_them(tmp_path: Path) -> N
 def test_a_large_model_is_written_in_shards_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.convert.merge.cut", lambda outputs: cut(outputs, 100_000))
+    monkeypatch.setattr(
+        "compressor.convert.merge.split_into_shards", lambda outputs: split_into_shards(outputs, 100_000)
+    )
     models = make_pair("llama", tmp_path)
     path = merged(models, tmp_path).path
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -142,12 +144,13 @@ def test_a_large_model_is_written_in_shards_with_an_index(
 
 def test_shards_hold_no_more_than_they_may() -> None:
     outputs = [
-        Output(str(number), "BF16", (size,)) for number, size in enumerate([40, 20, 200, 10, 10, 10, 30])
+        OutputTensor(str(number), "BF16", (size,))
+        for number, size in enumerate([40, 20, 200, 10, 10, 10, 30])
     ]
-    shards = cut(outputs, 100)
+    shards = split_into_shards(outputs, 100)
     names = ["".join(output.name for output in shard.outputs) for shard in shards]
     assert names == ["0", "1", "2", "345", "6"]
-    assert [shard.file for shard in cut(outputs)] == ["model.safetensors"]
+    assert [shard.file for shard in split_into_shards(outputs)] == ["model.safetensors"]
 
 
 def refused(config: MergeConfig, kind: type[PeraxisError]) -> str:

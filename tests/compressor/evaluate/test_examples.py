@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.blockwise.delta_model import Variant, base_as_variant
+from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.examples import NEW_TOKENS, PROMPT_TOKENS, Example, examples
 from compressor.io.pairs import pair_up
@@ -38,7 +38,7 @@ def pair(directory: Path, **config: Any) -> TinyModels:
 def written(models: TinyModels, texts: list[torch.Tensor] = TEXTS) -> list[Example]:
     base, finetune = map(Checkpoint.open, (models.base, models.finetunes[0]))
     with Artifact.open(models.base.parent / "delta") as artifact:
-        students = base_as_variant(base, pair_up(base, finetune)), Variant(base, artifact)
+        students = base_with_added_rows(base, pair_up(base, finetune)), DeltaModel(base, artifact)
         return examples(students[0], finetune, students[1], texts, CPU)
 
 

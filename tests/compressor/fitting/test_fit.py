@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compressor.blockwise.decoder import Decoder
-from compressor.blockwise.delta_model import Variant
+from compressor.blockwise.delta_model import DeltaModel
 from compressor.evaluate.fidelity import fidelity
 from compressor.fitting import fit
 from compressor.fitting.calibration import Calibration, calibration_text, held_out
@@ -42,7 +42,7 @@ def measured(models: TinyModels, delta: Path, calibration: Calibration) -> dict[
     teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
     _, held = held_out(calibration_text(calibration, teacher))
     with Artifact.open(delta) as artifact:
-        student = Decoder(Variant(Checkpoint.open(models.base), artifact), CPU, torch.float32)
+        student = Decoder(DeltaModel(Checkpoint.open(models.base), artifact), CPU, torch.float32)
         return fidelity(teacher, student, [torch.stack(held[1::2])]).as_json()
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
-from compressor.blockwise.sampling import MEMORY_PART, Room, draw, free_bytes, kv_bytes, sample
+from compressor.blockwise.sampling import MEMORY_PART, GenerationPlan, draw, free_bytes, kv_bytes, sample
 from compressor.fitting.calibration import Calibration, calibration_text
 from deltastore.errors import CheckpointError, UsageError
 from tests.compressor.helpers.decoders import CPU, one_thread, open_decoder, whole_model
@@ -47,7 +47,7 @@ def test_tokens_are_drawn_from_the_distribution_of_the_library_s_own_forward(
     num_resident: int, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each draw lies where its noise falls in the probabilities, cumulated, that the whole model gives."""
-    monkeypatch.setattr(Room, "of", lambda *_: Room(num_resident, 5))
+    monkeypatch.setattr(GenerationPlan, "of", lambda *_: GenerationPlan(num_resident, 5))
     prompts = torch.randint(0, 256, (12, 2), generator=seeded(1))
     text = sample(open_decoder(models / "base"), prompts, 60, seeded(2))
     noise = torch.rand(12, 58, generator=seeded(2), dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_all_blocks_stay_in_memory_or_those_that_fit_beside_one(
 ) -> None:
     decoder = open_decoder(make_pair("llama", tmp_path, changes=(), num_hidden_layers=4).base)
     free = int(blocks * decoder.block_bytes(0) / MEMORY_PART)
-    assert Room.of(decoder, 10, free).resident_blocks == resident
+    assert GenerationPlan.of(decoder, 10, free).num_resident_blocks == resident
 
 
 @pytest.mark.parametrize(("sequences", "group"), [(0.5, 1), (1.5, 1), (100, 64), (129, 128), (10**6, 256)])
@@ -154,7 +154,7 @@ def test_groups_are_powers_of_two_that_fit_the_cache(sequences: float, group: in
     decoder = open_decoder(models / "base")
     one = 10 * kv_bytes(decoder)
     assert kv_bytes(decoder) == 2 * 2 * 16 * 2 * 4  # keys and values, heads, their size, blocks, float32
-    assert Room.of(decoder, 10, int(sequences * one / MEMORY_PART) + 1).group == group
+    assert GenerationPlan.of(decoder, 10, int(sequences * one / MEMORY_PART) + 1).group_size == group
 
 
 def test_free_memory_is_some_of_the_machine_s() -> None:
@@ -163,7 +163,7 @@ def test_free_memory_is_some_of_the_machine_s() -> None:
 
 def test_groups_do_not_change_what_is_drawn(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(group: int) -> Any:
-        monkeypatch.setattr(Room, "of", lambda *_: Room(2, group))
+        monkeypatch.setattr(GenerationPlan, "of", lambda *_: GenerationPlan(2, group))
         return own_text(models / "base", samples=8, length=12)
 
     assert torch.equal(drawn(8), drawn(3))

@@ -22,7 +22,7 @@ from compressor.fitting.calibration import Calibration
 from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.training import Training
 from compressor.io import checkpoint_store as resume
-from compressor.io.checkpoint_store import SUFFIX, Progress, kept
+from compressor.io.checkpoint_store import SUFFIX, CheckpointStore, open_checkpoint_store
 from compressor.pipeline import CompressConfig, compress
 from deltastore.errors import CheckpointError, FidelityError, PeraxisError, StorageFull, UsageError
 from deltastore.format.onebit import AXES, Axis
@@ -62,15 +62,15 @@ def run(models: TinyModels, out: Path, training: Training = OURS, **config: Any)
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Have the user lose patience once so many files are kept."""
-    keep, done = Progress._keep, list[str]()
+    keep, done = CheckpointStore._keep, list[str]()
 
-    def counted(self: Progress, filename: str, write: Callable[[Path], object]) -> None:
+    def counted(self: CheckpointStore, filename: str, write: Callable[[Path], object]) -> None:
         keep(self, filename, write)
         done.append(filename)
         if len(done) == count:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Progress, "_keep", counted)
+    monkeypatch.setattr(CheckpointStore, "_keep", counted)
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,7 @@ def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
     with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%.* --resume with a lower"):
         run(models, tmp_path / "delta", min_agreement=1.0)
     assert os.listdir(tmp_path) == ["delta.progress"]
-    monkeypatch.setattr(Progress, "_keep", lambda *args: pytest.fail("a stage ran again"))
+    monkeypatch.setattr(CheckpointStore, "_keep", lambda *args: pytest.fail("a stage ran again"))
     assert run(models, tmp_path / "delta", min_agreement=0.0, resume=True) == undisturbed(OURS)
     assert os.listdir(tmp_path) == ["delta"]
 
@@ -372,14 +372,16 @@ def test_deltas_come_back_as_they_were_kept(axis: Axis, tmp_path: Path) -> None:
         f"b|{number}.weight": [random_delta((7, 12), axis, *form), random_delta((7, 12), axis)]
         for number, form in enumerate(forms)
     }
-    progress = Progress(tmp_path / "delta", {}, resume=False)
-    progress.keep_deltas("stage", deltas)
-    progress.keep_deltas("empty", {})
-    again = Progress(tmp_path / "delta", {}, resume=True)
-    assert (again.deltas("stage") or {}).keys() == deltas.keys()
-    assert again.deltas("empty") == {}
-    assert again.deltas("another") is again.tensors("another") is again.state("another") is None
-    for name, options in (again.deltas("stage") or {}).items():
+    store = CheckpointStore(tmp_path / "delta", {}, resume=False)
+    store.save_deltas("stage", deltas)
+    store.save_deltas("empty", {})
+    again = CheckpointStore(tmp_path / "delta", {}, resume=True)
+    assert (again.load_deltas("stage") or {}).keys() == deltas.keys()
+    assert again.load_deltas("empty") == {}
+    assert (
+        again.load_deltas("another") is again.load_tensors("another") is again.load_state("another") is None
+    )
+    for name, options in (again.load_deltas("stage") or {}).items():
         for own, delta in zip(options, deltas[name], strict=True):
             assert (own.axis, own.num_planes, own.rank) == (axis, delta.num_planes, delta.rank)
             assert torch.equal(own.dense(), delta.dense())
@@ -388,7 +390,7 @@ def test_deltas_come_back_as_they_were_kept(axis: Axis, tmp_path: Path) -> None:
 def test_what_fails_before_anything_was_kept_speaks_of_no_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(PeraxisError), kept(tmp_path / "delta", {}, resume=False):
+    with pytest.raises(PeraxisError), open_checkpoint_store(tmp_path / "delta", {}, resume=False):
         raise UsageError("no")
     assert capsys.readouterr().err == ""
     assert os.listdir(tmp_path) == []

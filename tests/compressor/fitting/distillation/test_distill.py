@@ -22,7 +22,7 @@ from compressor.fitting.distillation.distill import Distillation, Loss, Recipe, 
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.layers.layerwise import with_delta
 from compressor.fitting.training import Training
-from compressor.io.checkpoint_store import Progress
+from compressor.io.checkpoint_store import CheckpointStore
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.signs import unpack_signs
 from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
@@ -157,7 +157,7 @@ def test_divergence_falls_on_the_text_that_is_learnt(models: TinyModels) -> None
 
 @pytest.mark.parametrize("ends", [1, 2, 3])
 def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path, ends: int) -> None:
-    progress = Progress(tmp_path / "out", {}, resume=False)
+    store = CheckpointStore(tmp_path / "out", {}, resume=False)
     deltas = coded(pairs_of(models))
     name = "model.layers.0.mlp.up_proj.weight"
     deltas[name] = random_delta((92, 64), planes=2, rank=3)
@@ -166,12 +166,12 @@ def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path
         student = student_of(models, deltas)
         run, begun = Distillation(student, lesson(models), SIGNS), 0
         if resumed:
-            run.restore(progress.state("end"))
+            run.restore(store.load_state("end"))
             begun = ends
         for epoch in range(begun, SIGNS.epochs):
             run.epoch(epoch)
             if not resumed and epoch + 1 == ends:
-                progress.keep_state("end", run.state())
+                store.save_state("end", run.state())
         found.append((leaves_of(student), student.stored()))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)

@@ -66,7 +66,9 @@ def test_moments_of_a_block_are_those_of_hooks_on_whole_models(pair: list[Path])
     models = [whole_model(path) for path in pair]
     block = student.load_block(1)
     groups = student.linears(block, 1)
-    read = teacher.advance_and_look(teacher.load_block(1), 1, [group[0].path for group in groups], hiddens_t)
+    read = teacher.advance_and_record(
+        teacher.load_block(1), 1, [group[0].path for group in groups], hiddens_t
+    )
     for group in groups:
         inputs = [hooked_inputs(model, group[-1].name) for model in models]
         own = (student.input_of(block, 1, group[0].path, hidden) for hidden in hiddens)
@@ -79,7 +81,7 @@ def test_looking_on_advances_as_if_nobody_looked(pair: list[Path]) -> None:
     block = decoder.load_block(0)
     decoder.advance(block, 0, expected)
     path = decoder.linears(block, 0)[0][0].path
-    decoder.advance_and_look(block, 0, [path], hiddens)
+    decoder.advance_and_record(block, 0, [path], hiddens)
     assert all(torch.equal(one, other) for one, other in zip(hiddens, expected, strict=True))
     assert not block.get_submodule(path)._forward_pre_hooks
 

@@ -63,9 +63,7 @@ def build_model(sizes: Sizes, device: torch.device) -> PreTrainedModel:
         },
     )
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.bfloat16
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     nn.Module.train(model, False).requires_grad_(False)
     return model
 

@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     scope = SMALL if args.small else LARGE if args.large else FULL
     names = args.pairs or scope.pairs
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the model library's; ours are lines
+    disable_progress_bar()  # the model library's; ours are lines
     models = _models(scope, args.work, names)
     work = models.base.parent / f"quality-{scope.amount.samples}x{scope.amount.length}"
     if not args.resume:

@@ -107,10 +107,10 @@ def write_base(directory: Path, shapes: LlamaShapes) -> Path:
         pad_token_id=0,
         tie_word_embeddings=shapes.tied,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shapes.vocabulary)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
     tokenizer.save_pretrained(directory)
     return directory
 

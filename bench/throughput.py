@@ -96,7 +96,7 @@ class Scale:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the model library's
+    disable_progress_bar()  # the model library's
     scale = Scale.of(args.shapes, args.layers)
     if args.small:
         scale = replace(scale, shapes=SMALL, name="tiny")
@@ -164,9 +164,7 @@ def swapped(model: PreTrainedModel, load: Load, scale: Scale) -> list[Subject]:
 
 def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) -> list[Subject]:
     """Transformers' own batching, of the base alone."""
-    config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=load.num_new, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    config = GenerationConfig(max_new_tokens=load.num_new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     # It would take 0.9 of free memory for its cache at every call.
     room = ContinuousBatchingConfig(num_blocks=2 * NUM_REQUESTS, max_batch_tokens=CONTINUOUS_BATCH_TOKENS)

@@ -103,7 +103,7 @@ class Loader:
         """
         if num_threads < 1:
             raise UsageError("a loader needs at least one thread")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=lower_thread_priority)
 
     def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
@@ -192,7 +192,7 @@ class Loader:
     def _settle(self) -> None:
         """Wait for the copies that were begun."""
         if self._stream is not None:
-            ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event(blocking=True)
             ready.record(self._stream)
             ready.synchronize()
 

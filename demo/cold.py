@@ -54,7 +54,7 @@ def checkpoint_cold_start(directory: Path, prompt: str) -> ColdStart:
     dtype = next(iter(load_file(files[0]).values())).dtype
 
     def once() -> float:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         return _load_and_run(model, files, ids)
 
     return _measure(once, files, before=lambda: None)

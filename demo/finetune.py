@@ -45,7 +45,7 @@ def train_finetune(
             torch.manual_seed(seed)
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

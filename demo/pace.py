@@ -45,7 +45,7 @@ def train(
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * pace.factor(step)
         loss = next(losses)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()

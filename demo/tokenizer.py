@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 def base_tokenizer() -> PreTrainedTokenizerFast:
     """A byte's token id is the byte's value; then come the special tokens. A text begins with BOS."""
-    alphabet = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    alphabet = bytes_to_unicode()
     words = [*(alphabet[byte] for byte in range(256)), *BASE_SPECIAL_TOKENS]
     backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -30,7 +30,7 @@ def base_tokenizer() -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, words.index(BOS))]
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
         eos_token=EOS,

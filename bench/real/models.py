@@ -160,7 +160,7 @@ class RealModel:
             config["num_hidden_layers"] = num_layers
         settings = AutoConfig.for_model(**copy.deepcopy(config))
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(settings)
         # A tied head is one parameter, which is named once.
         shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
         return cls(name, {**settings.to_dict(), "architectures": [type(model).__name__]}, shapes)

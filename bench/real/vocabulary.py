@@ -27,7 +27,7 @@ def byte_level_bpe(num_tokens: int, cache: Path) -> PreTrainedTokenizerFast:
         partial = file.with_suffix(".part")
         _filled(_trained(min(num_tokens, TRAINED_TOKENS)), num_tokens).save(str(partial))
         partial.rename(file)
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), pad_token=PAD)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), pad_token=PAD)
 
 
 def _trained(num_tokens: int) -> Tokenizer:

@@ -85,7 +85,7 @@ def skeleton_of(weights: Weights, dtype: torch.dtype) -> Any:
     hook = nn.modules.module.register_module_parameter_registration_hook(_to_meta)
     try:
         config = AutoConfig.for_model(**settings)
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{weights.path}: the library builds no model from it: {reason}") from error

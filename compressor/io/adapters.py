@@ -281,8 +281,8 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -290,4 +290,4 @@ def _quiet() -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()

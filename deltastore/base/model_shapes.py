@@ -28,7 +28,7 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{directory}: the library builds no model from it: {reason}") from error

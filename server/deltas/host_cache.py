@@ -253,4 +253,4 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()

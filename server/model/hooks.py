@@ -28,7 +28,7 @@ def check_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         NotServable: modules whose weights no delta could reach.
         CheckpointError: tensors that are not those of the model.
     """
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     if (
         not isinstance(head, nn.Linear)
@@ -53,7 +53,7 @@ def check_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def attach(model: PreTrainedModel, base: Base) -> BatchContext:
     """Hook every module that owns parameters, and return what tells them the batch of a step."""
     context = BatchContext()
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()
     assert base.embedding is not None
     for name, module in model.named_modules():
         if module is head:
@@ -92,7 +92,7 @@ def _check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             f"{kind(model)}: the checkpoint's {unknown[0]!r} (and {len(unknown) - 1} more) is no parameter "
             "of the model: save the base again with this version of transformers"
         )
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()
     for name, parameter in model.named_parameters():
         stored = checkpoint.tensors.get(name)
         if stored is None and parameter is not head.weight:

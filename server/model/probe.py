@@ -275,7 +275,7 @@ def _draw(
 ) -> tuple[ResidentDelta, dict[int, RankOneDelta], dict[nn.Module, dict[str, Tensor]]]:
     """Draw a delta of every matrix and norm: as layers take it, and as the reference does."""
     generator = torch.Generator().manual_seed(0)
-    output_head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    output_head = model.get_output_embeddings()
     matrices: dict[str, MatrixView] = {}
     by_address: dict[int, RankOneDelta] = {}
     norms: dict[nn.Module, dict[str, Tensor]] = {}

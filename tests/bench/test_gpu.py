@@ -43,9 +43,9 @@ def test_a_small_run_needs_none_of_the_services_libraries_and_fills_the_table(tm
         "--device",
         "cpu",
         "--dir",
-        tmp_path,
+        str(tmp_path),
         "--out",
-        out,
+        str(out),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     results = json.loads(out.read_text())["results"]
@@ -124,7 +124,7 @@ class Calls(TorchDispatchMode):
     """Counts what reaches the device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(

@@ -28,7 +28,7 @@ from bench.quality_tables import (
 )
 from bench.quality_text import task_records, unseen_sources, write_texts
 from compressor.evaluate.fidelity import Fidelity
-from demo.tasks import is_held_out, make_tasks
+from demo.tasks import Split, is_held_out, make_tasks
 
 PAIR = "instruct"  # whose vocabulary is longer than the base's
 WORDS = [first + second + third for first in "bdfgkl" for second in "aeiou" for third in "mnprst"]
@@ -136,7 +136,8 @@ def test_an_unknown_pair_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_word_of_the_test_is_calibrated_on() -> None:
     task = make_tasks(WORDS)["upper"]
-    for split, held_out in (("train", False), ("test", True)):
+    splits: tuple[tuple[Split, bool], ...] = (("train", False), ("test", True))
+    for split, held_out in splits:
         records = task_records(task, split, 1000)
         words = {record["completion"].lower() for record in records}
         assert {is_held_out(word) for word in words} == {held_out}

@@ -82,7 +82,7 @@ def test_a_token_of_text_is_a_byte_and_its_id_the_value() -> None:
 
 def test_a_conversation_is_written_with_the_added_tokens() -> None:
     tokenizer = chat_tokenizer()
-    user, assistant, end = tokenizer.convert_tokens_to_ids(list(CHAT_TOKENS))
+    user, assistant, end = (tokenizer.convert_tokens_to_ids(token) for token in CHAT_TOKENS)
     assert prompt_ids(tokenizer, CHAT) == [tokenizer.bos_token_id, user, *b"Spell ab.", end, assistant]
     assert len(tokenizer) == len(base_tokenizer()) + len(CHAT_TOKENS)
 

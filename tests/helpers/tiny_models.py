@@ -131,7 +131,9 @@ def make_tokenizer(added_tokens: int = 0, chat_template: str | None = None) -> P
 
 def _model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     # A model keeps and changes the configuration that it is given, so each has its own.
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model.eval()
+    return model
 
 
 def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:

@@ -59,7 +59,7 @@ def serve(
     tmp_path: Path, on_ready: Callable[[Backend, str], None], build: Callable[[], Any] | None = None
 ) -> int:
     """Run a server in this process; `on_ready` is given its backend and its address."""
-    backend = Backend()
+    backend: Any = Backend()
     settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=5)
     app = create_app(settings, lambda *_: build() if build else backend)
     with listen("127.0.0.1", 0) as listening:

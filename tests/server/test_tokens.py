@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_a_variant_answers_as_its_merged_checkpoint(architecture: str, tmp_path:
         for number, finetune in enumerate(models.finetunes)
         for method in (("both", "per-axis")[number],)
     ]
-    references = [AutoModelForCausalLM.from_pretrained(models.base, dtype=torch.float32)]
+    references: list[Any] = [AutoModelForCausalLM.from_pretrained(models.base, dtype=torch.float32)]
     references += [
         merged(models.base, delta, tmp_path / f"merged-{number}") for number, delta in enumerate(deltas)
     ]
@@ -65,7 +66,7 @@ def test_ties_and_added_tokens_answer_as_merged(
     last = reference.get_input_embeddings().num_embeddings - 1
     with serving(models.base, tmp_path / "registry", slot_headroom=16.0) as served:
         record = served.publish(delta, "variant")
-        for prompt in [[1, 2, 3], [last, 5, last]]:
+        for prompt in ([1, 2, 3], [last, 5, last]):
             tokens, margins = generate(reference, prompt, NUM_TOKENS)
             assert same_up_to_a_tie(
                 served.ask(record, prompt, max_new_tokens=NUM_TOKENS).token_ids, tokens, margins

@@ -45,7 +45,7 @@ def importer(frame: FrameType | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Absent())
     from server.kernels import onebit_reference
     from server.model import attention
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_a_merged_variant_is_tied_where_both_models_are(
     assert checkpoint.config["tie_word_embeddings"] is expected
     assert checkpoint.config["vocab_size"] == VOCAB_SIZE + 2
     assert (checkpoint.head_name is None) is expected
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert (embedding.data_ptr() == head.data_ptr()) is expected
 

@@ -106,7 +106,7 @@ def test_an_adapter_is_a_finetune_as_it_is_when_compressing(tmp_path: Path, caps
     with warnings.catch_warnings():  # peft's own
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
-        adapted.save_pretrained(tmp_path / "adapter")
+        adapted.save_pretrained(str(tmp_path / "adapter"))
     compress(CompressConfig(str(base), str(tmp_path / "adapter"), tmp_path / "delta"))
     text.write_text("The quick brown fox. " * 50)
     evaluated = Evaluated(TinyModels(base, [tmp_path / "adapter"]), tmp_path / "delta", text)

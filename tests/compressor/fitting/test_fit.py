@@ -169,7 +169,7 @@ def adapted(models: TinyModels, directory: Path) -> Path:
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, of what the library calls old
-        get_peft_model(model, config).save_pretrained(directory)
+        get_peft_model(model, config).save_pretrained(str(directory))
     return directory
 
 

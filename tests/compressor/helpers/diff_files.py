@@ -30,7 +30,7 @@ def make_packable(
 
 def bitdelta(models: TinyModels, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """BitDelta without its training: coefficients are mean |delta|; all that is no linear layer of a block is whole."""
-    content = {}
+    content: dict[str, Tensor] = {}
     for name, (base, finetune) in _pairs(models).items():
         if not is_linear(name, finetune):
             content[name] = torch.nn.Parameter(finetune)

@@ -126,7 +126,8 @@ class Whole:
     def __init__(self, models: TinyModels) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(models.finetunes[0], dtype=torch.float64)
         self.model.requires_grad_(False)
-        self.model.get_input_embeddings().padding_idx = None  # whose gradient the library would drop
+        # The gradient of a padding row would be dropped.
+        setattr(self.model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
 
     def logits(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """``[sequences, tokens, vocabulary]``; a tied head is not named."""

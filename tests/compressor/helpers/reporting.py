@@ -12,6 +12,7 @@ from compressor.evaluate.examples import Example
 from compressor.report import Report, write_report
 from compressor.report_tensors import CarriedTensor, Place
 from deltastore.format.manifest import Manifest, TensorSpec
+from deltastore.format.onebit import Axis
 
 HELD_OUT = {
     "kl": 0.0021, "agreement": 0.9812, "perplexity": 6.51, "perplexity_finetune": 6.5, "num_tokens": 2496,
@@ -19,7 +20,7 @@ HELD_OUT = {
 OF_BASE = {**HELD_OUT, "kl": 0.42, "agreement": 0.7012, "perplexity": 9.8}
 
 
-def onebit(axis: str = "out", error: float | None = 0.5, **fields: Any) -> TensorSpec:
+def onebit(axis: Axis = "out", error: float | None = 0.5, **fields: Any) -> TensorSpec:
     return TensorSpec(codec="onebit", shape=[16, 32], axis=axis, error=error, **fields)
 
 

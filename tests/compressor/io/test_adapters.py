@@ -93,7 +93,8 @@ def refused(adapter: Path, base: Path, expected: type[PeraxisError] = Checkpoint
 
 def logits(model: Any) -> Tensor:
     with torch.inference_mode():
-        return model(IDS).logits
+        found: Tensor = model(IDS).logits
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -133,7 +133,7 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume.torch, "save", half)
+        patch.setattr(torch, "save", half)
         with pytest.raises(KeyboardInterrupt):
             run(models, tmp_path / "delta")
     assert not (progress_of(tmp_path / "delta") / "end.pt").exists()
@@ -274,7 +274,7 @@ def test_too_little_memory_is_no_damage(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(resume.torch, "load", fail)
+    monkeypatch.setattr(torch, "load", fail)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         run(models, begun, resume=True)
 

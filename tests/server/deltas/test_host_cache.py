@@ -246,7 +246,8 @@ def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)), max_size=60))
 def test_holes_never_overlap_and_merge_again(steps: list[tuple[bool, int, int]]) -> None:
-    holes, taken = Holes(100), []
+    holes = Holes(100)
+    taken: list[tuple[int, int]] = []
     for is_take, num_bytes, choice in steps:
         if is_take and (start := holes.take(num_bytes)) is not None:
             assert 0 <= start <= 100 - num_bytes

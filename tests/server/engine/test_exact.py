@@ -6,10 +6,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
@@ -24,7 +25,7 @@ class Family:
 
     base: Path
     artifacts: list[Path]
-    models: list[PreTrainedModel]
+    models: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     directory = tmp_path_factory.mktemp("family")
     changes = tuple(Change(added_tokens=number % 3) for number in range(NUM_VARIANTS))
     pair = make_pair("llama", directory, seed=11, changes=changes)
-    artifacts, models = [], [AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32)]
+    artifacts: list[Path] = []
+    models = [AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32)]
     for number, finetune in enumerate(pair.finetunes):
         artifacts.append(make_delta(pair.base, finetune, directory / f"{number}.safetensors"))
         models.append(merged(pair.base, artifacts[-1], directory / f"merged-{number}"))

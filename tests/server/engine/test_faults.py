@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,7 +238,7 @@ def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Pa
         "short_factor": [1.0] * 8,
         "long_factor": [4.0] * 8,
     }
-    lengths = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    lengths: dict[str, Any] = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
     pair = make_pair("phi3", tmp_path, seed=6, changes=(), rope_parameters=rope, **lengths)
     with serving(pair.base, tmp_path / "registry") as served:
         assert served.engine.max_model_len == 64

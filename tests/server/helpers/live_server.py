@@ -47,10 +47,16 @@ def make_artifacts(directory: Path) -> Artifacts:
     chatty = Change(
         added_tokens=2, chat_template=CHAT_TEMPLATE, generation={"max_new_tokens": 5, "do_sample": False}
     )
-    size = {"max_position_embeddings": MAX_MODEL_LEN}
-    models = make_pair("llama", directory / "models", 0, (Change(), chatty, Change()), **size)
-    other = make_pair("llama", directory / "others", 1, **size)
-    paths = [directory / f"{name}.safetensors" for name in ("plain", "chatty", "third", "foreign")]
+    models = make_pair(
+        "llama",
+        directory / "models",
+        changes=(Change(), chatty, Change()),
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    other = make_pair("llama", directory / "others", 1, max_position_embeddings=MAX_MODEL_LEN)
+    plain, chatty_delta, third, foreign = paths = [
+        directory / f"{name}.safetensors" for name in ("plain", "chatty", "third", "foreign")
+    ]
     bases = [models.base] * 3 + [other.base]
     for base, finetune, out in zip(bases, [*models.finetunes, *other.finetunes], paths, strict=True):
         compress(CompressConfig(str(base), str(finetune), out, method="scalar"))
@@ -59,7 +65,7 @@ def make_artifacts(directory: Path) -> Artifacts:
         compress(CompressConfig(str(models.base), str(finetune), out, method="both"))
     oversized = directory / "oversized.safetensors"
     compress(CompressConfig(str(models.base), str(models.finetunes[0]), oversized, embeddings="whole"))
-    return Artifacts(models.base, *paths, oversized, spare)
+    return Artifacts(models.base, plain, chatty_delta, third, foreign, oversized, spare)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import CompressConfig, compress
@@ -133,15 +133,14 @@ def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:
     return out
 
 
-def merged(base: Path, artifact: Path, out: Path) -> PreTrainedModel:
+def merged(base: Path, artifact: Path, out: Path) -> Any:
     """The model that `peraxis merge --dtype float32` writes, loaded."""
     merge(MergeConfig(str(base), artifact, out, "float32"))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    return model
+    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """The library's greedy tokens, and at each the distance between the two best logits."""
     output = model.generate(
         torch.tensor([prompt]),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +209,8 @@ def test_a_model_decodes_through_the_kernels_as_it_does_without_a_cache(
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model = LlamaForCausalLM(config).to(DEVICE).requires_grad_(False)
+    model: Any = LlamaForCausalLM(config)
+    model.to(DEVICE).requires_grad_(False)
     ids = torch.randint(0, 50, (2, 45), device=DEVICE)
     want = [model(input_ids=own[None], use_cache=False).logits[0] for own in ids]
     cache = PagedAttention(model, 4)
@@ -225,11 +227,12 @@ def test_a_model_decodes_through_the_kernels_as_it_does_without_a_cache(
         torch.testing.assert_close(logits, torch.cat(parts), rtol=1e-4, atol=1e-4)
 
 
-def step(model: LlamaForCausalLM, cache: PagedAttention, ids: Tensor, chunks: list[Chunk]) -> Tensor:
+def step(model: Any, cache: PagedAttention, ids: Tensor, chunks: list[Chunk]) -> Tensor:
     positions = [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
     with cache.step(Layout.of(chunks, 4, DEVICE)):
         own = torch.tensor([positions], device=DEVICE)
-        return model(input_ids=ids, position_ids=own, use_cache=False).logits[0]
+        logits: Tensor = model(input_ids=ids, position_ids=own, use_cache=False).logits
+        return logits[0]
 
 
 def test_single_tokens_of_any_length_are_one_launch_where_there_is_a_kernel(

@@ -77,8 +77,8 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
     whole, weights = Whole(models), weights_with(student.pairs, dense)
     torch.autograd.backward(whole.kl(ids, weights) if loss == "kl" else whole.squared(ids, weights))
     for name, (out, across) in scales.items():
-        plane = student.deltas[name].planes[0]
-        for own, oracle in ((plane.out, out), (plane.across, across)):
+        trained = student.deltas[name].planes[0]
+        for own, oracle in ((trained.out, out), (trained.across, across)):
             assert own is not None
             assert own.leaf.grad is not None
             assert oracle.grad is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compressor.codec import Method
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
@@ -34,7 +35,7 @@ def kl_to_the_finetune(base: Path, finetune: Path, delta: Path, out: Path) -> fl
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("method", ["per-axis", "both"])
 def test_calibration_brings_a_delta_nearer_its_finetune(
-    architecture: str, method: str, tmp_path: Path
+    architecture: str, method: Method, tmp_path: Path
 ) -> None:
     models = make_pair(architecture, tmp_path, seed=7, changes=(Change(added_tokens=2, noise=0.2),))
     distances = {}
@@ -42,7 +43,7 @@ def test_calibration_brings_a_delta_nearer_its_finetune(
         out = tmp_path / f"{name}.safetensors"
         config = CompressConfig(
             str(models.base), str(models.finetunes[0]), out, method=method, training=calibration
-        )  # type: ignore[arg-type]
+        )
         compress(config)
         distances[name] = kl_to_the_finetune(models.base, models.finetunes[0], out, tmp_path / name)
     assert distances["calibrated"] < 0.9 * distances["weights"]

@@ -56,7 +56,8 @@ def best_factors(problem: Problem, rank: int) -> Tensor:
     target = (problem.cross.double() + pull * problem.delta.double()) @ torch.linalg.inv(damped)
     factor = torch.linalg.cholesky(damped)
     left, sizes, right = torch.linalg.svd(target @ factor, full_matrices=False)
-    return (left[:, :rank] * sizes[:rank]) @ right[:rank] @ torch.linalg.inv(factor)
+    best: Tensor = (left[:, :rank] * sizes[:rank]) @ right[:rank] @ torch.linalg.inv(factor)
+    return best
 
 
 def ridge_loss(problem: Problem, delta: Tensor) -> float:

@@ -65,7 +65,8 @@ def dense(signs: Tensor, scale_out: Tensor | None, scale_in: Tensor | None) -> T
 def least_squares(case: Drawn, parts: Tensor) -> Tensor:
     """The vector of least loss, by a design matrix over all outputs; `parts`: each entry's delta, ``[k, out, in]``."""
     outputs = torch.einsum("ni,koi->nok", case.x, parts).reshape(-1, len(parts))
-    return torch.linalg.lstsq(outputs, case.residual.reshape(-1, 1)).solution[:, 0]
+    solution: Tensor = torch.linalg.lstsq(outputs, case.residual.reshape(-1, 1)).solution
+    return solution[:, 0]
 
 
 def per_row(delta: Tensor) -> Tensor:  # [out, out, in]

@@ -49,7 +49,7 @@ from bench.quality_tables import (
 )
 from bench.quality_text import Amount, write_texts
 from bench.report import RESULTS, describe, write_result
-from demo.recipe import BaseRecipe, FinetuneRecipe, Phase, Recipe
+from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.train import Models, prepare
 
 PAIRS = ("upper", "reverse", "instruct")
@@ -60,7 +60,7 @@ JUDGED_BUDGETS = (1.0, 1.10)  # with embeddings compressed; the goals ask for th
 class Scope:
     """How much is trained, read and tried."""
 
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: DemoRecipe = field(default_factory=DemoRecipe)
     amount: Amount = field(default_factory=Amount)
     bitdelta_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     paper_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
@@ -74,7 +74,7 @@ class Scope:
 
 FULL = Scope()
 SMALL = Scope(
-    Recipe(
+    DemoRecipe(
         BaseRecipe(
             hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1, phases=(Phase(2, 2, 32),), warmup=1
         ),
@@ -86,7 +86,7 @@ SMALL = Scope(
     budgets=JUDGED_BUDGETS,
 )
 LARGE = Scope(
-    Recipe(
+    DemoRecipe(
         BaseRecipe(
             hidden=512,
             intermediate=1536,

@@ -28,9 +28,9 @@ from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import FidelityError, UsageError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
-from deltastore.format.plan import Plan, is_matrix, one_bit_plan
+from deltastore.format.plan import OneBitPlan, is_matrix, one_bit_plan
 from deltastore.memory import return_freed_memory
-from deltastore.progress import identified
+from deltastore.progress import identify_base
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.fit import Fitted
@@ -220,7 +220,7 @@ def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig) -> dict[st
     assert config.training is not None
     return {
         "base": base.fingerprint,
-        "finetune": identified(finetune, config.progress).fingerprint,
+        "finetune": identify_base(finetune, config.progress).fingerprint,
         "version": version("peraxis"),
         "settings": config.settings(),
         "text": config.training.calibration.source,
@@ -236,7 +236,7 @@ def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
         )
 
 
-def _plan(config: CompressConfig, pairs: Pairs) -> Plan:
+def _plan(config: CompressConfig, pairs: Pairs) -> OneBitPlan:
     """What one bit per weight takes of everything that differs."""
     return one_bit_plan(
         {pair.name: pair.shape for pair in pairs.tensors}, embeddings=config.embeddings == "compress"
@@ -244,7 +244,7 @@ def _plan(config: CompressConfig, pairs: Pairs) -> Plan:
 
 
 def _identity(base: Checkpoint, config: CompressConfig) -> Base:
-    identity = identified(base, config.progress)
+    identity = identify_base(base, config.progress)
     return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 

@@ -17,10 +17,10 @@ from deltastore.base.model_shapes import model_shapes
 from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import FORMAT
-from deltastore.format.plan import Plan, one_bit_plan
+from deltastore.format.plan import OneBitPlan, one_bit_plan
 from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
 from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import identified
+from deltastore.progress import identify_base
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -68,7 +68,7 @@ def verify(
 
     Example: peraxis verify tuned.safetensors --base BASE
     """
-    identity = None if base is None else identified(Checkpoint.open(base), enabled=True)
+    identity = None if base is None else identify_base(Checkpoint.open(base), enabled=True)
     finding, digest = _finding(file, identity)
     if as_json:
         findings = [] if finding is None else [finding]
@@ -166,11 +166,11 @@ def _value(value: object) -> str:
     return shown(value)[1:-1] if isinstance(value, str) else "auto" if value is None else shown(value)
 
 
-def _plans_json(plans: dict[str, Plan]) -> dict[str, Any]:
+def _plans_json(plans: dict[str, OneBitPlan]) -> dict[str, Any]:
     return {"embeddings": {kind: {**asdict(plan), "ratio": plan.ratio} for kind, plan in plans.items()}}
 
 
-def _plans_text(plans: dict[str, Plan]) -> str:
+def _plans_text(plans: dict[str, OneBitPlan]) -> str:
     lines = [
         f"--embeddings {kind:<8}  {_size(plan.device_bytes):>11}  {plan.ratio:5.2f} times smaller than 16 bits  "
         f"(signs {_size(plan.signs_bytes)}, scales {_size(plan.scales_bytes)}, "

@@ -43,7 +43,7 @@ def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
     return progress_bar(total, what, "B", enabled)
 
 
-def identified(checkpoint: Checkpoint, enabled: bool) -> Base:
+def identify_base(checkpoint: Checkpoint, enabled: bool) -> Base:
     """`Base.of`, with progress while the fingerprint is computed.
 
     Raises:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from demo import page_cache
-from demo.service import Service
+from demo.service import ServerClient
 
 REPEATS = 10
 
@@ -31,7 +31,7 @@ class ColdStart:
     dropped: bool  # whether a look at the cache afterwards found the files gone
 
 
-def delta_cold_start(service: Service, variant: str, prompt: str, artifact: Path) -> ColdStart:
+def delta_cold_start(service: ServerClient, variant: str, prompt: str, artifact: Path) -> ColdStart:
     """A variant of a running server: it is unloaded, then asked for one token.
 
     Args:

@@ -48,7 +48,7 @@ class FinetuneRecipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class DemoRecipe:
     """Everything that decides what comes out."""
 
     base: BaseRecipe = field(default_factory=BaseRecipe)

@@ -22,7 +22,7 @@ class ServiceFailed(PeraxisError):
     """The demo's own server did not start, or answered what it should not."""
 
 
-class Service:
+class ServerClient:
     """The calls of a client."""
 
     def __init__(self, url: str) -> None:
@@ -60,7 +60,7 @@ class Service:
 
 
 @contextmanager
-def running(base: Path, registry: Path, log: Path) -> Iterator[Service]:
+def running(base: Path, registry: Path, log: Path) -> Iterator[ServerClient]:
     """Start `peraxis serve` on a free port, wait until it is ready, and end it afterwards."""
     command = [
         sys.executable,
@@ -77,7 +77,7 @@ def running(base: Path, registry: Path, log: Path) -> Iterator[Service]:
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
     try:
-        service = Service(_address(process, log))
+        service = ServerClient(_address(process, log))
         try:
             yield service
         finally:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from demo.corpus import frequent_words, read_sources
 from demo.finetune import train_finetune
 from demo.pretrain import train_base
-from demo.recipe import Recipe
+from demo.recipe import DemoRecipe
 from demo.tasks import Task, make_tasks
 from demo.tokenizer import base_tokenizer, chat_tokenizer
 
@@ -39,7 +39,7 @@ class Models:
 def prepare(
     workdir: Path,
     progress: Callable[[str], None],
-    recipe: Recipe | None = None,
+    recipe: DemoRecipe | None = None,
     names: Collection[str] | None = None,
 ) -> Models:
     """Train what `workdir` lacks of the recipe's models.
@@ -55,7 +55,7 @@ def prepare(
         UsageError: this Python comes without the sources of its library.
     """
     began = time.monotonic()
-    recipe = recipe or Recipe()
+    recipe = recipe or DemoRecipe()
     home = workdir / recipe.digest()
     home.mkdir(parents=True, exist_ok=True)
     base = home / "base"
@@ -71,7 +71,7 @@ def prepare(
     return Models(base, finetunes, tasks, time.monotonic() - began)
 
 
-def _make_base(directory: Path, recipe: Recipe, progress: Callable[[str], None]) -> None:
+def _make_base(directory: Path, recipe: DemoRecipe, progress: Callable[[str], None]) -> None:
     sources = read_sources()
     progress(f"training base on {sum(map(len, sources)) / 1e6:.1f} MB of Python's own sources")
     tokenizer = base_tokenizer()
@@ -82,7 +82,7 @@ def _make_base(directory: Path, recipe: Recipe, progress: Callable[[str], None])
 
 
 def _make_finetune(
-    directory: Path, base: Path, task: Task, recipe: Recipe, progress: Callable[[str], None]
+    directory: Path, base: Path, task: Task, recipe: DemoRecipe, progress: Callable[[str], None]
 ) -> None:
     tokenizer = base_tokenizer() if task.plain else chat_tokenizer()
     # The base as it was saved: a delta must not hold the rounding of the base.

@@ -17,7 +17,7 @@ from compressor.fitting.training import Training
 from compressor.pipeline import CompressConfig, CompressResult, compress
 from demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
 from demo.score import exact_match
-from demo.service import Service
+from demo.service import ServerClient
 from demo.table import table
 from demo.tasks import Item, Task
 from demo.train import Models, prepare
@@ -104,7 +104,7 @@ def compress_all(models: Models, work: Path, say: Callable[[str], None]) -> list
     return deltas
 
 
-def ask(service: Service, variant: str | None, task: Task, items: list[Item]) -> float:
+def ask(service: ServerClient, variant: str | None, task: Task, items: list[Item]) -> float:
     """The part of `items` that the running server answers right."""
     replies = [service.generate(variant, request_body(task, item)) for item in items]
     answers = [reply["outputs"][0]["text"] for reply in replies]
@@ -117,7 +117,7 @@ def request_body(task: Task, item: Item) -> dict[str, Any]:
     return {**source, "max_new_tokens": task.max_new_tokens, "stop": list(task.stop), "temperature": 0}
 
 
-def serve_all(service: Service, models: Models, deltas: list[Delta], say: Callable[[str], None]) -> None:
+def serve_all(service: ServerClient, models: Models, deltas: list[Delta], say: Callable[[str], None]) -> None:
     """Upload every delta to the running server, then ask base and variants over HTTP."""
     for delta in deltas:
         version = service.upload(delta.name, delta.made.out)
@@ -130,7 +130,7 @@ def serve_all(service: Service, models: Models, deltas: list[Delta], say: Callab
 
 
 def cold_starts(
-    service: Service, models: Models, deltas: list[Delta], registry: Path
+    service: ServerClient, models: Models, deltas: list[Delta], registry: Path
 ) -> tuple[dict[str, ColdStart], ColdStart]:
     """Of each served delta, by task, and of a full checkpoint."""
     by_task = {}

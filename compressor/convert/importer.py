@@ -32,7 +32,7 @@ from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
-from deltastore.progress import byte_progress, identified
+from deltastore.progress import byte_progress, identify_base
 
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 SCALE_BYTES = 2
@@ -126,7 +126,7 @@ def import_diff(config: ImportConfig) -> ImportResult:
     pairs = {pair.name: pair for pair in measurable}
     _check_room(config.out, sum(change.num_bytes for change in changes) + sum(map(len, files.values())))
     with ArtifactWriter(config.out) as writer:
-        identity = identified(base, config.progress)
+        identity = identify_base(base, config.progress)
         carried = _carry(changes, base, pairs, writer, config)
         device_bytes = writer.device_bytes
         for name, content in files.items():

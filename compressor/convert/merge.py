@@ -30,7 +30,7 @@ from deltastore.format.artifact import Artifact
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import byte_progress, identified
+from deltastore.progress import byte_progress, identify_base
 
 BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -78,7 +78,7 @@ def merge(config: MergeConfig) -> MergeResult:
     base = Checkpoint.open(checkpoint_directory(config.base))
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
-        check_base(artifact, identified(base, config.progress))
+        check_base(artifact, identify_base(base, config.progress))
         dtype = config.dtype or _own_dtype(base)
         merged = _Merged(DeltaModel(base, artifact), getattr(torch, dtype))
         shards = split_into_shards(merged.outputs())

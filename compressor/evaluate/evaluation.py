@@ -28,7 +28,7 @@ from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import identified, progress_bar
+from deltastore.progress import identify_base, progress_bar
 
 if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights
@@ -102,7 +102,7 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
     pairs = pair_up(base, finetune)
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
-        check_base(artifact, identified(base, config.progress))
+        check_base(artifact, identify_base(base, config.progress))
         variant = DeltaModel(base, artifact)
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None

@@ -31,7 +31,7 @@ from deltastore.registry.storage import flock
 
 # Each holds a block; more than there are cores, so that some hash while others wait for the disk.
 MAX_THREADS = 8
-MAX_REMEMBERED = 256  # fingerprints
+MAX_CACHED_FINGERPRINTS = 256  # fingerprints
 
 
 def shard_state(checkpoint: Checkpoint) -> str:
@@ -46,7 +46,7 @@ def shard_state(checkpoint: Checkpoint) -> str:
         raise CheckpointError(f"{error}: fetch the shard again") from error
 
 
-def remembered(state: str, cache: Path | None = None) -> str | None:
+def cached_fingerprint(state: str, cache: Path | None = None) -> str | None:
     """The fingerprint of shards in this state, if it was computed before."""
     return _read_cache(cache or default_cache()).get(state)
 
@@ -170,7 +170,7 @@ def _remember(cache: Path, key: str, value: str) -> None:
             # Else two processes that end at the same time would each drop the other's entry.
             flock(directory, exclusive=True, wait=True)
             known = {**_read_cache(cache), key: value}
-            _replace(cache, json.dumps(dict(list(known.items())[-MAX_REMEMBERED:])))
+            _replace(cache, json.dumps(dict(list(known.items())[-MAX_CACHED_FINGERPRINTS:])))
         finally:
             os.close(directory)
 

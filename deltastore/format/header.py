@@ -128,7 +128,7 @@ def read_header(fd: int, where: str) -> Header:
     return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
 
 
-def known_header(raw: bytes) -> Header:
+def parse_verified_header(raw: bytes) -> Header:
     """The header of a file that `read_header` has accepted before; nothing is checked again.
 
     Args:

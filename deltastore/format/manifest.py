@@ -145,7 +145,7 @@ class Manifest(_Strict):
         return _parse(cls, document, where)
 
     @classmethod
-    def known(cls, metadata: Mapping[str, str], where: str) -> Manifest:
+    def from_verified_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
         """The manifest of an artifact that `from_metadata` has accepted before: parsed, and little is checked.
 
         Raises:

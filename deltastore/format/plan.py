@@ -14,7 +14,7 @@ FP16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OneBitPlan:
     """Bytes of a delta of every tensor, beside the full checkpoint at 16 bits."""
 
     signs_bytes: int
@@ -35,7 +35,7 @@ def is_matrix(name: str, shape: tuple[int, ...], *, embeddings: bool = True) -> 
     return len(shape) == 2 and min(shape) > 1 and not whole
 
 
-def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = True) -> Plan:
+def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = True) -> OneBitPlan:
     """The plan for both scales per matrix; `embeddings` false keeps embeddings and head whole at 16 bits."""
     signs = scales = whole = device = full = 0
     for name, shape in shapes.items():
@@ -55,7 +55,7 @@ def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = Tr
             parts = [FP16_BYTES * numel]
             whole += parts[0]
         device += sum(_aligned(parts))
-    return Plan(signs, scales, whole, device, full)
+    return OneBitPlan(signs, scales, whole, device, full)
 
 
 def _aligned(sizes: Iterable[int]) -> Iterable[int]:

@@ -16,7 +16,7 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
-from deltastore.format.header import known_header
+from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader, LoadReport, ObjectSource, lower_thread_priority
 from deltastore.registry import Registry
@@ -92,8 +92,10 @@ class Fetcher:
         with self._explained(record, path), self.cache.room(record.device_bytes) as room:
             memory = slot.memory if room is None else room.memory
             report = self._loader.load(source, memory, slot.memory)
-            header = known_header(report.header)
-            plan = DeltaPlan.of(header, Manifest.known(header.metadata, label(record)), record.digest)
+            header = parse_verified_header(report.header)
+            plan = DeltaPlan.of(
+                header, Manifest.from_verified_metadata(header.metadata, label(record)), record.digest
+            )
             if room is not None:
                 self.cache.keep(room, record, plan)
         return plan, report

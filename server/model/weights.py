@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
-from deltastore.base.fingerprint import fingerprint, remembered, shard_state
+from deltastore.base.fingerprint import cached_fingerprint, fingerprint, shard_state
 from deltastore.errors import CheckpointError
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
@@ -100,7 +100,7 @@ def read_base(
     config = _config(checkpoint.path)
     _check(config, checkpoint)
     state = shard_state(checkpoint)
-    known = remembered(state)
+    known = cached_fingerprint(state)
     digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True) as bar:

@@ -12,13 +12,13 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import demo.train
 from demo.finetune import make_rows
-from demo.recipe import BaseRecipe, FinetuneRecipe, Phase, Recipe
+from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.score import answers, exact_match
 from demo.tasks import Item
 from demo.tokenizer import base_tokenizer
 from demo.train import Models, prepare
 
-TINY = Recipe(
+TINY = DemoRecipe(
     BaseRecipe(
         hidden=16,
         intermediate=24,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltastore.base.base import Base, architecture, different_facts
 from deltastore.base.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.base.fingerprint import MAX_REMEMBERED, default_cache, fingerprint
+from deltastore.base.fingerprint import MAX_CACHED_FINGERPRINTS, default_cache, fingerprint
 from deltastore.errors import CheckpointError
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -290,7 +290,7 @@ def test_another_file_under_the_same_name_size_and_time_is_hashed_again(whole: P
 
 def test_a_cache_keeps_the_newest_fingerprints_alone(whole: Path, tmp_path: Path) -> None:
     cache = tmp_path / "whole.cache"
-    others = {f"{number:064x}": "0" * 64 for number in range(MAX_REMEMBERED)}
+    others = {f"{number:064x}": "0" * 64 for number in range(MAX_CACHED_FINGERPRINTS)}
     cache.write_text(json.dumps(others))
     value = print_of(whole)
     known = json.loads(cache.read_text())

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError
 from deltastore.format.artifact import Artifact, ArtifactWriter
-from deltastore.format.header import known_header
+from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
@@ -142,12 +142,12 @@ def test_what_was_accepted_once_is_read_the_same_without_its_checks(
     path = tmp_path / "tiny.safetensors"
     write(path)
     with Artifact.open(path) as artifact:
-        header = known_header(path.read_bytes()[: artifact.header.data_start])
+        header = parse_verified_header(path.read_bytes()[: artifact.header.data_start])
         assert header == artifact.header
-        assert Manifest.known(header.metadata, "tiny") == artifact.manifest
+        assert Manifest.from_verified_metadata(header.metadata, "tiny") == artifact.manifest
 
 
 @pytest.mark.parametrize("change", [{FORMAT_KEY: "2"}, {MANIFEST_KEY: "{}"}])
 def test_what_another_version_accepted_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(ArtifactError, match="compress again"):
-        Manifest.known({**manifest_of({}, 0).to_metadata(), **change}, "old")
+        Manifest.from_verified_metadata({**manifest_of({}, 0).to_metadata(), **change}, "old")

@@ -26,10 +26,11 @@ from torch import Tensor
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method
+from compressor.config import CompressConfig
 from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress, plan
+from compressor.pipeline import compress, plan
 from deltastore.base.base import architecture
 from demo.table import table
 

@@ -15,9 +15,10 @@ from typing import Literal
 
 from bench.quality_text import Amount
 from compressor.codec import Method
+from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.base.base import architecture
 
 Text = Literal["none", "self", "in-domain", "general"]  # that a delta is fitted to

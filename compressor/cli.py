@@ -149,9 +149,9 @@ def compress(
 
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
+    from compressor.config import CompressConfig
     from compressor.fitting.calibration import Calibration  # imported when needed: torch takes seconds
     from compressor.fitting.training import Training
-    from compressor.pipeline import CompressConfig
     from compressor.pipeline import compress as run
     from compressor.pipeline import plan as run_plan
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows, finetune_with_own_head
-from compressor.codec import Method
+from compressor.config import CompressConfig
 from compressor.io.adapters import finetune_directory
 from compressor.io.checkpoint_store import CheckpointStore, open_checkpoint_store
 from compressor.io.delta_writer import Carried, Coding, carry, changed
@@ -25,7 +25,7 @@ from compressor.planning import Needs, check_memory, check_place, check_room, ne
 from compressor.report import Report, check_report, write_report
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import FidelityError, UsageError
+from deltastore.errors import FidelityError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
 from deltastore.format.plan import OneBitPlan, is_matrix, one_bit_plan
@@ -34,42 +34,10 @@ from deltastore.progress import identify_base
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
     from compressor.fitting.fit import Fitted
-    from compressor.fitting.training import Training
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
 NUM_EXAMPLES = 4  # in a report
 FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
-
-
-@dataclass(frozen=True, slots=True)
-class CompressConfig:
-    """What to compress and how."""
-
-    base: str  # a directory or a hub id
-    finetune: str  # the same, or an adapter's
-    out: Path
-    method: Method = "both"
-    embeddings: Literal["compress", "whole"] = "compress"
-    progress: bool = False
-    training: Training | None = None  # None fits the weights alone
-    min_agreement: float | None = None  # of most likely tokens, on text held out; less of it is a failure
-    resume: bool = False
-    report: Path | None = None  # a directory for a page about the delta
-
-    def __post_init__(self) -> None:
-        if self.min_agreement is None:
-            return
-        if not 0 <= self.min_agreement <= 1:
-            raise UsageError(f"--min-agreement {self.min_agreement}: give a share from 0 to 1")
-        if self.training is None:
-            raise UsageError(
-                "--min-agreement is measured on text: give it with a --calibration other than none"
-            )
-
-    def settings(self) -> dict[str, Any]:
-        """What changes the artifact's bytes beside the two checkpoints."""
-        settings = {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
-        return settings if self.training is None else settings | self.training.settings(self.method)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from deltastore.errors import MemoryTooSmall, StorageFull, UsageError
 from deltastore.format.plan import FP16_BYTES, one_bit_plan
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
+    from compressor.config import CompressConfig
     from compressor.fitting.cost import Part, Rate, Sizes, Stage
     from compressor.fitting.training import Training
-    from compressor.pipeline import CompressConfig
 
 FEWEST_SAMPLES = 32  # that are proposed
 CODING_BYTES = 110 << 20  # of the threads that code weights alone, as measured

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from compressor.codec import Method
+from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, CompressResult, compress
+from compressor.pipeline import CompressResult, compress
 from demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
 from demo.score import exact_match
 from demo.service import ServerClient

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.pipeline import CompressConfig, compress
+from compressor.config import CompressConfig
+from compressor.pipeline import compress
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError
 from tests.compressor.helpers.compressing import SINGLE, rewrite, rewrite_config
 from tests.helpers.tiny_models import Change, TinyModels, make_pair

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.blockwise.decoder import Decoder
+from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.fidelity import fidelity
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from peraxis import run
 from tests.compressor.helpers.compressing import rewrite

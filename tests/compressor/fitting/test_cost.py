@@ -15,10 +15,11 @@ from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
 from compressor import planning
 from compressor.blockwise import sampling
+from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.cost import Model, Sizes, Stage
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress, plan
+from compressor.pipeline import compress, plan
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import MemoryTooSmall
 from deltastore.format.plan import is_matrix

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel
+from compressor.config import CompressConfig
 from compressor.evaluate.fidelity import fidelity
 from compressor.fitting import fit
 from compressor.fitting.calibration import Calibration, calibration_text, held_out
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
 from deltastore.format.artifact import Artifact

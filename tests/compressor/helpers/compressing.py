@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compressor.pipeline import CompressConfig, CompressResult, compress
+from compressor.config import CompressConfig
+from compressor.pipeline import CompressResult, compress
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import HEAD_SUFFIXES, Checkpoint
 from deltastore.format.artifact import Artifact, ArtifactWriter

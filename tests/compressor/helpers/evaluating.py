@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from compressor.pipeline import CompressConfig, compress
+from compressor.config import CompressConfig
+from compressor.pipeline import compress
 from peraxis import run
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 

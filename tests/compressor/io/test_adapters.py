@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from compressor.config import CompressConfig
 from compressor.io.adapters import finetune_directory, is_adapter
 from compressor.io.side_files import own_files
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError
 from tests.compressor.helpers.compressing import rewrite_config

@@ -18,12 +18,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.training import Training
 from compressor.io import checkpoint_store as resume
 from compressor.io.checkpoint_store import SUFFIX, CheckpointStore, open_checkpoint_store
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.errors import CheckpointError, FidelityError, PeraxisError, StorageFull, UsageError
 from deltastore.format.onebit import AXES, Axis
 from peraxis import run as command

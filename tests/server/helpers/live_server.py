@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from compressor.pipeline import CompressConfig, compress
+from compressor.config import CompressConfig
+from compressor.pipeline import compress
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair
 
 ROOT = Path(__file__).resolve().parents[3]

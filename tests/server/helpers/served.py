@@ -14,8 +14,9 @@ import torch
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
+from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.engine.build import BuildConfig, build_engine

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.codec import Method
+from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.training import Training
-from compressor.pipeline import CompressConfig, compress
+from compressor.pipeline import compress
 from deltastore.errors import UsageError
 from deltastore.format.artifact import Artifact
 from tests.helpers.tiny_models import Change, make_pair

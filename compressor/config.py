@@ -1,0 +1,47 @@
+"""The settings of one `compress` run: two checkpoints, an output and options.
+
+Reads no files; the settings of fitting to text are `fitting/training.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from compressor.codec import Method
+from deltastore.errors import UsageError
+
+if TYPE_CHECKING:  # brings transformers, which takes seconds
+    from compressor.fitting.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class CompressConfig:
+    """What to compress and how."""
+
+    base: str  # a directory or a hub id
+    finetune: str  # the same, or an adapter's
+    out: Path
+    method: Method = "both"
+    embeddings: Literal["compress", "whole"] = "compress"
+    progress: bool = False
+    training: Training | None = None  # None fits the weights alone
+    min_agreement: float | None = None  # of most likely tokens, on text held out; less of it is a failure
+    resume: bool = False
+    report: Path | None = None  # a directory for a page about the delta
+
+    def __post_init__(self) -> None:
+        if self.min_agreement is None:
+            return
+        if not 0 <= self.min_agreement <= 1:
+            raise UsageError(f"--min-agreement {self.min_agreement}: give a share from 0 to 1")
+        if self.training is None:
+            raise UsageError(
+                "--min-agreement is measured on text: give it with a --calibration other than none"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What changes the artifact's bytes beside the two checkpoints."""
+        settings = {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
+        return settings if self.training is None else settings | self.training.settings(self.method)

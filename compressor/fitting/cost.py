@@ -18,7 +18,7 @@ from compressor.fitting.calibration import HELD_OUT_PART, MIN_HELD_OUT
 from compressor.fitting.distillation.distill import LOGITS_NUMEL, LOGITS_TOKENS
 from compressor.fitting.distillation.student import DEVICE_PART, HOST_BYTES
 from compressor.fitting.fit import LAYER_PART, LAYER_TOKENS, MEASURED, OUR_BATCH, PAPER_BATCH
-from compressor.fitting.layers.solve import CHUNK_WEIGHTS
+from compressor.fitting.layers.problem import CHUNK_WEIGHTS
 from compressor.fitting.training import LATENT_BYTES, Training
 
 FLOAT, DOUBLE = 4, 8

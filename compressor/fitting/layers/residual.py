@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compressor.fitting.layers.solve import RIDGE, Problem, cholesky
+from compressor.fitting.layers.problem import Problem, cholesky
+from compressor.fitting.layers.signs import RIDGE
 
 OVERSAMPLED = 8  # ranks beyond those asked for, which make the randomised decomposition exact enough
 POWERS = 4

@@ -14,8 +14,9 @@ from torch import Tensor
 from compressor.codec import Method
 from compressor.fitting.layers.layerwise import Place
 from compressor.fitting.layers.moments import Moments, moments
+from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
-from compressor.fitting.layers.solve import Problem, solve
+from compressor.fitting.layers.solve import solve
 from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.paper.scale_training import Cache, Layer, PaperAxis, Recipe, Shards, choose_axis
 from compressor.io.pairs import TensorPair

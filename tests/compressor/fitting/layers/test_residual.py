@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.fitting.layers.problem import Problem, layer_loss
 from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
-from compressor.fitting.layers.solve import RIDGE, Problem, layer_loss, solve
+from compressor.fitting.layers.signs import RIDGE
+from compressor.fitting.layers.solve import solve
 from deltastore.format.onebit import Axis
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
 

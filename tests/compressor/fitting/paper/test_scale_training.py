@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.fitting.layers.solve import Problem, solve_scales
+from compressor.fitting.layers.problem import Problem
+from compressor.fitting.layers.scales import solve_scales
 from compressor.fitting.paper.scale_training import (
     Cache,
     Layer,

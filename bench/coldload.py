@@ -72,7 +72,7 @@ class World:
     @contextmanager
     def service(self, num_slots: int) -> Iterator[Service]:
         """With nothing cached between disk and slots."""
-        with serving(self.base, self.registry, self.records, num_slots=num_slots) as service:
+        with serving(self.base, self.registry, self.records, max_gpu_deltas=num_slots) as service:
             yield service
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from bench.gpu_rows import BASE_TRAFFIC, RESIDENT, Rows, Sizes, step_limit
 from bench.gpu_timing import captured, seconds
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.resident import ResidentDelta, arena
-from server.engine.memory import CUDA_SHARE, MOST_SLOTS
+from server.engine.memory import CUDA_SHARE, DEFAULT_MAX_SLOTS
 from server.model.attention import Chunk, Layout, PagedAttention
 
 PAGE_TOKENS = 16  # as the server's
@@ -87,7 +87,7 @@ class Stage:
         self.context = attach(self.model)
         slot_bytes = int(SLOT_SLACK * drawing.device_bytes)
         slot_bytes += -slot_bytes % 256
-        num_slots = min(MOST_SLOTS, self._free_bytes() // slot_bytes)
+        num_slots = min(DEFAULT_MAX_SLOTS, self._free_bytes() // slot_bytes)
         slots = arena(num_slots, slot_bytes, self.device)
         assert self.attention is not None
         cache = self.attention.bytes_per_token * PAGE_TOKENS * max(self.sizes.tokens) * self.pages_each
@@ -97,7 +97,7 @@ class Stage:
             "variants resident beside base and cache",
             num_slots,
             met=num_slots >= RESIDENT,
-            note=f"cache {cache / 1e9:.2f} GB; at most {MOST_SLOTS} are taken",
+            note=f"cache {cache / 1e9:.2f} GB; at most {DEFAULT_MAX_SLOTS} are taken",
         )
         self.deltas = make_resident(slots[: max(self.sizes.variants)], drawing)
 

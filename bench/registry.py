@@ -74,7 +74,7 @@ def same_traffic(
     seconds: list[list[float]] = [[] for _ in registries]
     for turn in range(scope.repeats + 1):
         for index, (registry, records) in enumerate(registries):
-            with serving(base, registry, records, num_slots=NUM_SLOTS) as service:
+            with serving(base, registry, records, max_gpu_deltas=NUM_SLOTS) as service:
                 active = records[:NUM_ACTIVE]
                 _run(service, active, scope)  # warms up: loads, first calls
                 begun = time.perf_counter()
@@ -90,7 +90,7 @@ def zipf(base: Path, registry: Registry, records: list[VersionRecord], scope: Sc
     draw = random.Random(5)
     chosen = draw.choices(records, [1 / rank for rank in range(1, len(records) + 1)], k=scope.num_requests)
     host = int(HOST_CACHE_SHARE * sum(record.device_bytes for record in records))
-    with serving(base, registry, records, num_slots=NUM_SLOTS, host_cache_bytes=host) as service:
+    with serving(base, registry, records, max_gpu_deltas=NUM_SLOTS, max_host_cache_gb=host / 1e9) as service:
         times = []
         texts = prompts(len(chosen), PROMPT_TOKENS, SMALL.vocabulary, seed=6)
         for first in range(0, len(chosen), 8):  # eight at a time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ from bench.synthetic import LlamaShapes, write_delta
 from deltastore.format.artifact import Artifact
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
-from server.engine.build import BuildConfig, build_engine
+from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
 from server.metrics import Metrics
 from server.process import spare_collections
+from server.settings import Settings
 from server.text.tokenizer import Tokenizers
 
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
@@ -123,24 +125,26 @@ def publish_variants(
 
 
 @contextmanager
-def serving(base: Path, registry: Registry, records: list[VersionRecord], **config: Any) -> Iterator[Service]:
-    """Run an engine; `config` overrides fields of its BuildConfig."""
+def serving(
+    base: Path, registry: Registry, records: list[VersionRecord], **overrides: Any
+) -> Iterator[Service]:
+    """Run an engine; `overrides` are settings."""
     metrics = CollectorRegistry()
     settings: dict[str, Any] = {
-        "device": "auto",
-        "dtype": "auto",
-        "num_slots": max(2, len(records)),
-        "slot_headroom": 1.15,
-        "host_cache_bytes": 0,
-        "kv_cache_bytes": None,
+        "max_gpu_deltas": max(2, len(records)),
+        "max_host_cache_gb": 0,
         "max_num_seqs": 16,
-        "max_batch_tokens": None,
         "max_queue": 4096,
-        "load_timeout_s": 300.0,
-        "max_model_len": None,
-        "num_load_threads": 2,
+        "load_timeout": 300.0,
+        "load_threads": 2,
     }
-    engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
+    engine, tokenizers = build_engine(
+        Settings(base=base, registry=registry.root, **{**settings, **overrides}),
+        registry,
+        Metrics(metrics),
+        stopping=threading.Event(),
+        on_lost=lambda: None,
+    )
     spare_collections()  # as the server's process does
     try:
         yield Service(engine, tokenizers, records, metrics)

@@ -36,7 +36,7 @@ from demo.table import table
 NUM_REQUESTS, NUM_FEW = 16, 4
 VARIANTS = (1, 2, 4, 8, 16)
 CONTINUOUS_BATCH_TOKENS = 2048
-KV_CACHE_BYTES = 512 << 20  # at the shapes of larger models; else what the server takes
+KV_CACHE_GB = (512 << 20) / 1e9  # at the shapes of larger models; else what the server takes
 OURS, FEW, SWAPPED = "Peraxis", "Peraxis, 4 requests at a time", "merged weights swapped in"
 STATIC, CONTINUOUS = "transformers, static", "transformers, continuous"
 
@@ -76,7 +76,7 @@ class Scale:
     name: str  # of the shapes
     counts: tuple[int, ...]  # of variants
     num_merged: int  # copies of merged weights in memory; they stand for all variants' in turn
-    kv_cache_bytes: int | None
+    kv_cache_gb: float | None
 
     @classmethod
     def of(cls, name: str, num_layers: int | None) -> Scale:
@@ -85,7 +85,7 @@ class Scale:
             shapes = replace(shapes, num_layers=num_layers)
         if name == "158m":
             return cls(shapes, name, VARIANTS, max(VARIANTS), None)
-        return cls(shapes, name, VARIANTS[:-1], 1, KV_CACHE_BYTES)
+        return cls(shapes, name, VARIANTS[:-1], 1, KV_CACHE_GB)
 
     @property
     def description(self) -> str:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         base, registry = write_base(directory / "base", shapes), Registry(directory / "registry")
         records = publish_variants(registry, directory, shapes, max(scale.counts))
         load = Load(prompts(NUM_REQUESTS, args.prompt, shapes.vocabulary), args.new)
-        settings = {"max_num_seqs": NUM_REQUESTS, "kv_cache_bytes": scale.kv_cache_bytes}
+        settings = {"max_num_seqs": NUM_REQUESTS, "kv_cache_gb": scale.kv_cache_gb}
         with serving(base, registry, records, **settings) as service:
             subjects = [*ours(service, load, scale), *peers(base, load, scale)]
             measure(subjects, args.repeats)

@@ -1,4 +1,7 @@
-"""The application: registry, metrics, engine and routes put together. While the engine is built, /health answers."""
+"""The application: connect settings, registry, metrics, engine and routes.
+
+It serves while the engine is still loading, so `/health` answers at once. This file holds no route and no state.
+"""
 
 from __future__ import annotations
 
@@ -14,52 +17,39 @@ from prometheus_client import CollectorRegistry
 from deltastore.registry import Registry
 from server.api import errors, generate, health, models, variants
 from server.api.middleware import RequestMiddleware
-from server.api.service import Backend, Service
-from server.engine.build import BuildConfig, build_engine
+from server.api.service import Backend, BuildBackend, Service
+from server.engine.build import build_engine
 from server.metrics import Metrics
 from server.process import listen, run, url_of
 from server.settings import Settings
 
-Build = Callable[[Settings, Registry, Metrics, threading.Event], Backend]
-
 
 def build_backend(
-    settings: Settings, registry: Registry, metrics: Metrics, stopping: threading.Event
+    settings: Settings,
+    registry: Registry,
+    metrics: Metrics,
+    stopping: threading.Event,
+    on_lost: Callable[[], None],
 ) -> Backend:
-    """Load the base and start its engine; takes as long as reading the checkpoint. `stopping` ends it sooner."""
-    config = BuildConfig(
-        base_dir=settings.base,
-        device=settings.device,
-        dtype=settings.dtype,
-        num_slots=settings.max_gpu_deltas,
-        slot_headroom=settings.slot_headroom,
-        host_cache_bytes=settings.max_host_cache_bytes,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        max_num_seqs=settings.max_num_seqs,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_queue=settings.max_queue,
-        load_timeout_s=settings.load_timeout,
-        max_model_len=settings.max_model_len,
-        num_load_threads=settings.load_threads,
-    )
-    return Backend(*build_engine(config, registry, metrics, stopping))
+    """Load the base and start its engine; arguments and errors are those of `build_engine`."""
+    return Backend(*build_engine(settings, registry, metrics, stopping, on_lost))
 
 
-def create_app(settings: Settings, build: Build = build_backend) -> FastAPI:
-    """The server's application; its `state.service` is the service.
+def create_app(settings: Settings, build: BuildBackend = build_backend) -> FastAPI:
+    """Return the server's application; its `state.service` is the service.
 
     Args:
-        build: makes the backend on a thread, once the application has started.
+        settings: the settings of `peraxis serve`.
+        build: loads the backend; called on a thread once the application has started.
 
     Raises:
         RegistryError, StorageFull: the registry's directory cannot be used.
     """
-    metrics = Metrics(CollectorRegistry())
-    service = Service(settings, Registry(settings.registry), metrics)
+    service = Service(settings, Registry(settings.registry), Metrics(CollectorRegistry()), build)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.start(lambda: build(settings, service.registry, metrics, service.stopping))
+        service.start()
         yield
         await service.close()
 
@@ -72,7 +62,7 @@ def create_app(settings: Settings, build: Build = build_backend) -> FastAPI:
 
 
 def create_admin_app(service: Service) -> FastAPI:
-    """The application of the admin port: /metrics alone."""
+    """Return the application of the admin port, which serves only `/metrics`."""
     app = _application(service, None)
     app.include_router(health.metrics_router)
     return app
@@ -81,7 +71,8 @@ def create_admin_app(service: Service) -> FastAPI:
 def _application(
     service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None
 ) -> FastAPI:
-    # No redirect to a path without its last slash: a client would send an upload twice. No pages from a CDN.
+    # A redirect to a path without its last slash would make a client send an upload twice.
+    # FastAPI's documentation pages load their assets from a CDN.
     app = FastAPI(
         title="Peraxis",
         version=version("peraxis"),
@@ -96,7 +87,7 @@ def _application(
 
 
 def run_server(settings: Settings) -> int:
-    """Run until a signal ends it; prints one line when it is ready. Returns the exit code."""
+    """Serve until a signal arrives. Print one line when the base is loaded, and return the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("server").setLevel(logging.INFO)
     app = create_app(settings)

@@ -95,15 +95,15 @@ class Settings(BaseModel):
 
     @property
     def max_host_cache_bytes(self) -> int | None:
-        return None if self.max_host_cache_gb is None else int(self.max_host_cache_gb * GIGABYTE)
+        return None if self.max_host_cache_gb is None else round(self.max_host_cache_gb * GIGABYTE)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * GIGABYTE)
+        return None if self.kv_cache_gb is None else round(self.kv_cache_gb * GIGABYTE)
 
     @property
     def max_upload_bytes(self) -> int:
-        return int(self.max_upload_gb * GIGABYTE)
+        return round(self.max_upload_gb * GIGABYTE)
 
 
 @dataclass(frozen=True, slots=True)

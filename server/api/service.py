@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.02
 UPLOAD_THREADS = 8
 
+# Loads the base. The arguments are those of `build_engine`.
+BuildBackend = Callable[
+    [Settings, Registry, Metrics, threading.Event, Callable[[], None]],
+    "Backend",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -44,9 +50,9 @@ class Backend:
 
 
 class Service:
-    """One server: loading, then ready, then draining. Touched on the event loop alone."""
+    """State of one server: loading, then ready, then draining. Use it on the event loop only."""
 
-    def __init__(self, settings: Settings, registry: Registry, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, registry: Registry, metrics: Metrics, build: BuildBackend) -> None:
         self.settings = settings
         self.registry = registry
         self.metrics = metrics
@@ -55,18 +61,37 @@ class Service:
         self.num_in_flight = 0  # HTTP requests
         self.draining = False
         self.loading: asyncio.Task[None] | None = None
-        # Set when the base need not be loaded to its end.
-        self.stopping = threading.Event()
-        self.lost = asyncio.Event()  # the device is gone, and with it every request
+        # Set when the device is lost, and with it every request.
+        self.lost = asyncio.Event()
+        self._build = build
+        self._stop_loading = threading.Event()
         self._backend: Backend | None = None
         self._closed = False
-        self._aside = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=lower_thread_priority)
+        self._background = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=lower_thread_priority)
+
+    def start(self) -> None:
+        """Start to load the backend on a thread; the task `loading` ends when it is loaded, or raises."""
+        self.loading = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_lost() -> None:
+            loop.call_soon_threadsafe(self.lost.set)
+
+        build = partial(self._build, self.settings, self.registry, self.metrics, self._stop_loading, on_lost)
+        self._backend = await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
+        if self.draining:
+            self._backend.engine.drain()
+        else:
+            self.metrics.ready.set(1)
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run what computes for long on a thread that gives way to the engine's; waits for its end, whatever comes."""
+        """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""
         call = partial(function, *args, **kwargs)
-        with anyio.CancelScope(shield=True):  # against the framework's cancelling, which is repeated
-            work = asyncio.get_running_loop().run_in_executor(self._aside, call)
+        # Starlette cancels a request's task repeatedly; the scope and the shield make it wait for the thread.
+        with anyio.CancelScope(shield=True):
+            work = asyncio.get_running_loop().run_in_executor(self._background, call)
             try:
                 result = await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -74,27 +99,9 @@ class Service:
                 raise
         return result
 
-    def start(self, build: Callable[[], Backend]) -> None:
-        """Begin to build the backend on a thread; `loading` ends when it is there, or holds the reason why not."""
-        self.loading = asyncio.create_task(self._load(build))
-
-    async def _load(self, build: Callable[[], Backend]) -> None:
-        backend = await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
-        loop = asyncio.get_running_loop()
-
-        def on_lost() -> None:
-            loop.call_soon_threadsafe(self.lost.set)
-
-        backend.engine.on_lost = on_lost
-        self._backend = backend
-        if self.draining:
-            backend.engine.drain()
-        else:
-            self.metrics.ready.set(1)
-
     @property
     def backend(self) -> Backend:
-        """The loaded backend; QueueFull while it loads."""
+        """The loaded backend; raises QueueFull while the base loads, or Draining."""
         if self._backend is None:
             self.check_admitting()
             raise QueueFull("the base is still loading: try again when /ready answers 200")
@@ -102,10 +109,12 @@ class Service:
 
     @property
     def engine(self) -> Engine:
+        """The engine of `backend`."""
         return self.backend.engine
 
     @property
     def tokenizers(self) -> Tokenizers:
+        """The tokenizers of `backend`."""
         return self.backend.tokenizers
 
     def check_admitting(self) -> None:
@@ -114,10 +123,16 @@ class Service:
             raise Draining("the server is shutting down: send the request to another replica")
 
     def check_ready(self) -> None:
-        """Whether requests for tokens are taken: Draining, QueueFull while loading, or EngineFailed."""
+        """Raise unless requests for tokens are admitted.
+
+        Raises:
+            Draining: shutdown has begun.
+            EngineFailed: the engine does not answer.
+            QueueFull: the base is still loading.
+        """
         self.check_admitting()
-        self.check_alive()
-        assert self.backend
+        if not self.backend.engine.alive():
+            raise EngineFailed("the engine does not answer: restart the server")
 
     def check_alive(self) -> None:
         """EngineFailed when the engine's thread has stopped coming round; loading counts as life."""
@@ -127,7 +142,7 @@ class Service:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
-        self.stopping.set()
+        self._stop_loading.set()
         self.metrics.ready.set(0)
         if self._backend is not None:
             self._backend.engine.drain()

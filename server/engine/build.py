@@ -1,13 +1,14 @@
-"""Puts an engine together: base, arena, loader, residency, tokenizers. The one place that knows all of them."""
+"""Build an engine from settings: load the base, divide the memory, connect the parts.
+
+This file knows every part of the engine and their order. It knows no request and no HTTP.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -19,10 +20,10 @@ from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
-from server.deltas.resident import arena
+from server.deltas.resident import Slot, arena
 from server.engine.core import Core
-from server.engine.engine import Engine, Limits
-from server.engine.memory import Wanted, check_base, free_memory, host_cache_bytes, share_out
+from server.engine.engine import Engine
+from server.engine.memory import MemoryPlan, check_base, free_memory, host_cache_bytes, plan_memory
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -32,135 +33,146 @@ from server.errors import NotServable
 from server.metrics import Metrics
 from server.model.loader import ServedModel, load_model
 from server.model.weights import own_dtype
+from server.settings import Settings
 from server.text.templates import TemplateWorker
 from server.text.tokenizer import Tokenizers
 
 log = logging.getLogger(__name__)
 
 SLOT_ALIGNMENT = 4096
-NUM_LOADS = 2  # at once from disk: while one waits for its file or its copy, the other keeps the disk busy
-BATCH_TOKENS = {"cpu": 128, "cuda": 2048}  # of a step; a prompt's share of it delays the others' next token
+# Two loads from disk at once: while one waits for its file or its copy, the other keeps the disk busy.
+NUM_LOADS = 2
+# Default of max_batch_tokens by device: a prefill chunk of this size delays the next token of other sequences.
+BATCH_TOKENS = {"cpu": 128, "cuda": 2048}
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class BuildConfig:
-    """What an engine is made from; see the settings of the same names."""
-
-    base_dir: Path
-    device: str  # auto, cpu or cuda
-    dtype: str  # auto, bfloat16, float16 or float32
-    num_slots: int | None  # None: as many as fit
-    slot_headroom: float  # slot size over the one-bit plan's bytes
-    host_cache_bytes: int | None  # None: a part of what is free
-    kv_cache_bytes: int | None  # None: what fits, at most what can be used
-    max_num_seqs: int
-    max_batch_tokens: int | None  # None: as the device
-    max_queue: int
-    load_timeout_s: float
-    max_model_len: int | None
-    num_load_threads: int
-
-
 def build_engine(
-    config: BuildConfig, registry: Registry, metrics: Metrics, stopping: threading.Event | None = None
+    settings: Settings,
+    registry: Registry,
+    metrics: Metrics,
+    stopping: threading.Event,
+    on_lost: Callable[[], None],
 ) -> tuple[Engine, Tokenizers]:
-    """Load the base and start the engine; takes as long as reading the base, and seconds more.
+    """Load the base and start the engine. Takes as long as reading the checkpoint.
 
     Args:
-        config: what to load and how much memory to take.
-        registry: where deltas come from.
-        metrics: what the engine counts in.
-        stopping: when set, loading ends soon.
+        settings: the settings of `peraxis serve`.
+        registry: the registry that deltas are loaded from.
+        metrics: the metrics that the engine updates.
+        stopping: an event that ends loading early when it is set.
+        on_lost: called on the engine's thread when the device is lost.
+
+    Returns:
+        The running engine, and the tokenizers of the base and its variants.
 
     Raises:
         CheckpointError: the base cannot be read.
-        NotServable: its architecture or the device is not one that can be served, or memory is too small.
+        NotServable: the architecture or the device is not supported, or the memory is too small.
         Draining: `stopping` was set.
     """
-    device, checkpoint = _device(config.device), Checkpoint.open(config.base_dir)
-    dtype = DTYPES[config.dtype] or own_dtype(checkpoint)
+    device = _device(settings.device)
+    model, slot_bytes = _load_base(settings, device, stopping)
+    cache_bytes = host_cache_bytes(settings)
+    memory = _plan_memory(settings, model, slot_bytes, cache_bytes)
+    model.attention.allocate(memory.num_pages)
+    kv_cache = KVCache(memory.num_pages, model.attention.page_tokens)
+    slots = arena(memory.num_slots, slot_bytes, device)
+    max_model_len = min(_max_positions(settings, model), kv_cache.max_tokens)
+    _report_memory(metrics, model, slots, kv_cache, max_model_len)
+    residency = _residency(settings, registry, metrics, slots, cache_bytes)
+    scheduler = Scheduler[Sequence](_scheduler_limits(settings, device), pages=kv_cache, slots=residency)
+    telemetry = Telemetry(metrics)
+    core = Core(ModelRunner(model), residency, scheduler, kv_cache, telemetry)
+    tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
+    return Engine(settings, core, residency, model.base, telemetry, max_model_len, on_lost), tokenizers
+
+
+def _load_base(
+    settings: Settings, device: torch.device, stopping: threading.Event
+) -> tuple[ServedModel, int]:
+    """Check that the base fits, then load it. Return it with the size of a slot in bytes."""
+    checkpoint = Checkpoint.open(settings.base)
     shapes = checkpoint.shapes()
-    slot_bytes = _slot_bytes(shapes, config.slot_headroom)
+    dtype = DTYPES[settings.dtype] or own_dtype(checkpoint)
+    slot_bytes = _slot_bytes(shapes, settings.slot_headroom)
     base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    check_base(
-        base_bytes,
-        dtype,
-        device,
-        slot_bytes,
-        Wanted(config.kv_cache_bytes, config.num_slots, 0),
-        config.host_cache_bytes,
-    )
-    served = load_model(checkpoint, device, dtype, stopping or threading.Event())
+    check_base(settings, device, dtype, base_bytes, slot_bytes)
+    model = load_model(checkpoint, device, dtype, stopping)
     if device.type == "cuda":
-        # What the probe has used would count as taken.
+        # Otherwise the memory that the start-up probe used would count as taken.
         torch.cuda.empty_cache()
-    max_len = min(config.max_model_len or served.max_positions, served.max_positions)
-    cache_bytes = host_cache_bytes(config.host_cache_bytes)
-    wanted = Wanted(config.kv_cache_bytes, config.num_slots, config.max_num_seqs * max_len)
-    attention = served.attention
-    page_bytes = attention.page_tokens * attention.bytes_per_token
-    shares = share_out(
-        free_memory(device, cache_bytes), page_bytes, attention.page_tokens, slot_bytes, wanted
-    )
-    attention.allocate(shares.num_pages)
-    slots = arena(shares.num_slots, slot_bytes, device)
-    kv_cache = KVCache(shares.num_pages, attention.page_tokens)
-    log.info(
-        "%d slots of %.2f GB; a KV cache of %.2f GB for %d tokens; a request may have %d of the model's %d positions",
-        shares.num_slots,
-        slot_bytes / 1e9,
-        shares.num_pages * page_bytes / 1e9,
-        kv_cache.max_tokens,
-        min(max_len, kv_cache.max_tokens),
-        served.max_positions,
-    )
-    telemetry, residency_metrics = Telemetry(metrics), ResidencyMetrics(metrics)
-    cache = HostCache(
-        cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"
-    )
-    fetcher = Fetcher(Loader(device, config.num_load_threads), cache, registry)
-    metrics.slots.set(shares.num_slots)
-    metrics.host_cache_limit_bytes.set(cache_bytes)
-    used = {
-        "slots": shares.num_slots * slot_bytes,
-        "kv": shares.num_pages * page_bytes,
-        "base": _num_bytes(served),
-    }
-    for kind, size in used.items():
-        metrics.device_memory_bytes.labels(kind=kind).set(size)
-    residency = Residency(slots, fetcher, residency_metrics)
-    scheduler = Scheduler[Sequence](
-        SchedulerLimits(
-            config.max_num_seqs,
-            config.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * config.max_num_seqs),
-        ),
-        pages=kv_cache,
-        slots=residency,
-    )
-    core = Core(ModelRunner(served), residency, scheduler, kv_cache, telemetry)
-    limits = Limits(
-        config.max_num_seqs + config.max_queue, config.load_timeout_s, min(max_len, kv_cache.max_tokens)
-    )
-    tokenizers = Tokenizers(config.base_dir, served.base, registry, TemplateWorker())
-    return Engine(core, residency, served.base, telemetry, limits), tokenizers
+    return model, slot_bytes
 
 
 def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
-    """Bytes of a slot: what one bit per weight of a base takes, times `headroom`, in whole pages."""
+    """Return the size of a slot: the one-bit plan of these shapes times `headroom`, rounded up to `SLOT_ALIGNMENT`."""
     plan = one_bit_plan(shapes)
     return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def _num_bytes(served: ServedModel) -> int:
-    return sum(
-        tensor.nbytes for tensor in {t.data_ptr(): t for t in served.model.state_dict().values()}.values()
+def _plan_memory(settings: Settings, model: ServedModel, slot_bytes: int, cache_bytes: int) -> MemoryPlan:
+    """Plan pages and slots: pages for at most `max_num_seqs` sequences of the longest length, and the padding page."""
+    attention = model.attention
+    max_tokens = settings.max_num_seqs * _max_positions(settings, model)
+    free = free_memory(model.device, cache_bytes)
+    page_bytes = attention.page_tokens * attention.bytes_per_token
+    return plan_memory(settings, free, slot_bytes, page_bytes, -(-max_tokens // attention.page_tokens) + 1)
+
+
+def _max_positions(settings: Settings, model: ServedModel) -> int:
+    return min(settings.max_model_len or model.max_positions, model.max_positions)
+
+
+def _report_memory(
+    metrics: Metrics, model: ServedModel, slots: list[Slot], kv_cache: KVCache, max_model_len: int
+) -> None:
+    """Log the sizes that were chosen, and set the gauges of device memory."""
+    attention = model.attention
+    slot_bytes = len(slots[0].memory)
+    # One page more is padding.
+    kv_bytes = (kv_cache.num_pages + 1) * attention.page_tokens * attention.bytes_per_token
+    log.info(
+        "%d slots of %.2f GB; a KV cache of %.2f GB for %d tokens; a request may have %d of the model's %d positions",
+        len(slots),
+        slot_bytes / 1e9,
+        kv_bytes / 1e9,
+        kv_cache.max_tokens,
+        max_model_len,
+        model.max_positions,
     )
+    metrics.slots.set(len(slots))
+    # Tied weights share their storage and count once.
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in model.model.state_dict().values()}
+    used = {"slots": len(slots) * slot_bytes, "kv": kv_bytes, "base": sum(weights.values())}
+    for kind, num_bytes in used.items():
+        metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
+
+
+def _residency(
+    settings: Settings, registry: Registry, metrics: Metrics, slots: list[Slot], cache_bytes: int
+) -> Residency:
+    """Connect the slots to the registry: loader threads, and the host cache between them."""
+    device, slot_bytes = slots[0].memory.device, len(slots[0].memory)
+    residency_metrics = ResidencyMetrics(metrics)
+    # Copies to CUDA need pinned host memory; on the CPU a delta is read straight into its slot.
+    cache = HostCache(
+        cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"
+    )
+    metrics.host_cache_limit_bytes.set(cache_bytes)
+    return Residency(
+        slots, Fetcher(Loader(device, settings.load_threads), cache, registry), residency_metrics
+    )
+
+
+def _scheduler_limits(settings: Settings, device: torch.device) -> SchedulerLimits:
+    num_tokens = settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
+    return SchedulerLimits(settings.max_num_seqs, num_tokens)
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise NotServable("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise NotServable("--device cuda: torch finds no CUDA device here: use --device cpu")
     return torch.device(name)

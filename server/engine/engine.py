@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
@@ -22,30 +21,31 @@ from server.engine.core import Core
 from server.engine.request import ErrorEvent, Request
 from server.engine.telemetry import Telemetry
 from server.errors import Draining, InvalidRequest, QueueFull
+from server.settings import Settings
 
 SWITCH_S = 0.0005  # after which other threads give the interpreter back, ten times sooner than by default
 IDLE_S = 0.2  # how long the loop sleeps when nothing happens
 STUCK_S = 60.0  # a thread that has not come round for so long is not alive
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine admits."""
-
-    max_open: int  # requests that run or wait
-    load_timeout_s: float
-    max_model_len: int  # tokens of prompt and output together
-
-
 class Engine:
     """See the module. Public methods may be called from any thread."""
 
     def __init__(
-        self, core: Core, residency: Residency, base: Base, telemetry: Telemetry, limits: Limits
+        self,
+        settings: Settings,
+        core: Core,
+        residency: Residency,
+        base: Base,
+        telemetry: Telemetry,
+        max_model_len: int,
+        on_lost: Callable[[], None],
     ) -> None:
+        """`max_model_len` counts the tokens of prompt and output; `on_lost` is called when the device is lost."""
         self.base = base
-        self.limits = limits
-        self.on_lost: Callable[[], None] = lambda: None  # called when the device itself is gone
+        self.max_model_len = max_model_len
+        self._max_open = settings.max_num_seqs + settings.max_queue  # requests that run or wait
+        self._on_lost = on_lost
         self._core = core
         self._residency = residency
         self._telemetry = telemetry
@@ -54,7 +54,7 @@ class Engine:
         self._open: dict[str, Request] = {}  # admitted and not answered, by id
         self._draining = self._stopping = False
         self._beat = time.monotonic()
-        core.load_timeout_s = limits.load_timeout_s
+        core.load_timeout_s = settings.load_timeout
         core.on_answered = self._answered
         residency.on_finished = lambda: self._calls.put(lambda: None)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -68,11 +68,11 @@ class Engine:
             QueueFull, Draining: it may come again later.
         """
         try:
-            request.check(self.limits.max_model_len)
+            request.check(self.max_model_len)
             with self._lock:
                 if self._draining or not self._thread.is_alive():
                     raise Draining("the server is shutting down: send the request to another replica")
-                if len(self._open) >= self.limits.max_open:
+                if len(self._open) >= self._max_open:
                     raise QueueFull(f"{len(self._open)} requests run or wait: try again in a moment")
                 if request.id in self._open:
                     raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
@@ -117,10 +117,6 @@ class Engine:
         """How many admitted requests of a digest have not been answered in full."""
         with self._lock:
             return sum(request.digest == digest for request in self._open.values())
-
-    @property
-    def max_model_len(self) -> int:
-        return self.limits.max_model_len
 
     @property
     def slot_bytes(self) -> int:
@@ -179,7 +175,7 @@ class Engine:
             self.drain()
             self._tell_all(Draining("the server has shut down: send the request again"))
             if not told_to_stop:
-                self.on_lost()
+                self._on_lost()
 
     def _tell_all(self, error: PeraxisError) -> None:
         """Nothing more comes: for those whom the core knows, for calls that came too late, for whatever was lost."""

@@ -1,6 +1,7 @@
-"""Share out the memory beside the base: pages of the KV cache, slots for deltas, and the host cache.
+"""Divide the memory beside the base between the KV cache, the slots for deltas and the host cache.
 
-Sizes are bytes. On the CPU all of them come from host memory; on CUDA the host cache alone does.
+Sizes are bytes. On the CPU all three come from host memory; on CUDA only the host cache does. This file allocates
+nothing and knows no model.
 """
 
 from __future__ import annotations
@@ -8,156 +9,162 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from server.errors import NotServable
+from server.settings import Settings
 
-# On CUDA, this share of free memory is taken; the rest is for activations.
+# On CUDA, use at most this share of free memory; activations need the rest.
 CUDA_SHARE = 0.9
-# On the CPU, this share of free memory is taken without being asked for, because other processes need memory, too.
+# On the CPU, use at most this share of free memory unless settings ask for more: other processes need memory, too.
 CPU_SHARE = 0.5
-# On the CPU, this is left for activations and libraries whatever is asked for.
+# On the CPU, always leave this much for activations and libraries.
 RESERVE_BYTES = 10**9
-# Taken unless more is asked for.
-MOST_SLOTS = 64
-MOST_HOST_CACHE = 16 * 10**9
-# One can be pinned then, and another be loaded.
-LEAST_SLOTS = 2
-# One of them is padding.
-LEAST_PAGES = 2
+# Upper bounds of the defaults; settings may ask for more.
+DEFAULT_MAX_SLOTS = 64
+DEFAULT_MAX_HOST_CACHE_BYTES = 16 * 10**9
+# With two slots, one variant can be pinned while another loads.
+MIN_SLOTS = 2
+# Page 0 is padding, so a cache of one page would hold no token.
+MIN_PAGES = 2
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Free memory of the device, beside the host cache."""
+class FreeMemory:
+    """Free bytes of the device, after the host cache has its part."""
 
-    usable: int  # what can be asked for
-    unasked: int  # what is taken without being asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Settings; None is what fits."""
-
-    kv_cache_bytes: int | None
-    num_slots: int | None
-    max_tokens: int  # in the cache at most: of all sequences that may run
+    usable: int  # upper bound for what settings ask for
+    default: int  # upper bound for what is taken without being asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """The result."""
+class MemoryPlan:
+    """How many pages and slots to allocate."""
 
-    num_pages: int  # one of which is padding
+    num_pages: int  # including the padding page
     num_slots: int
 
 
-def share_out(free: Free, page_bytes: int, page_tokens: int, slot_bytes: int, wanted: Wanted) -> Shares:
-    """Give what was asked for; divide the unasked share between cache and slots, with two slots at least.
+def plan_memory(
+    settings: Settings, free: FreeMemory, slot_bytes: int, page_bytes: int, max_pages: int
+) -> MemoryPlan:
+    """Divide free memory between the KV cache and the slots.
+
+    What a setting asks for is given. Without `kv_cache_gb` and `max_gpu_deltas`, half of the default share is the KV
+    cache's and the rest is for slots, of which there are at least two.
+
+    Args:
+        settings: `max_gpu_deltas` and `kv_cache_gb` are read.
+        free: free memory of the device.
+        slot_bytes: size of one slot.
+        page_bytes: size of one page of the KV cache.
+        max_pages: pages that can be in use at once, including the padding page.
 
     Raises:
-        NotServable: it does not fit; the message says how much is missing and which setting to lower.
+        NotServable: the memory is too small. The message tells how much is missing and which settings to lower.
     """
-    most_pages = -(-wanted.max_tokens // page_tokens) + 1
-    asked = (wanted.num_slots or 0) * slot_bytes + (wanted.kv_cache_bytes or 0)
-    left = free.usable - asked
-    least = (LEAST_SLOTS * slot_bytes if wanted.num_slots is None else 0) + (
-        LEAST_PAGES * page_bytes if wanted.kv_cache_bytes is None else 0
-    )
-    room = max(0, min(left, max(free.unasked - asked, left // 2, least)))
-    if wanted.kv_cache_bytes is not None:
-        pages = wanted.kv_cache_bytes // page_bytes
-    elif wanted.num_slots is not None:
-        pages = min(most_pages, room // page_bytes)
+    unasked = _unasked_bytes(settings, free, slot_bytes, page_bytes)
+    if settings.kv_cache_bytes is not None:
+        num_pages = settings.kv_cache_bytes // page_bytes
+        if num_pages < MIN_PAGES:
+            raise _cache_too_small(settings.kv_cache_bytes, page_bytes)
     else:
-        pages = min(most_pages, min(room // 2, max(0, room - LEAST_SLOTS * slot_bytes)) // page_bytes)
-    unasked_pages = pages * page_bytes if wanted.kv_cache_bytes is None else 0
-    slots = min(MOST_SLOTS, (room - unasked_pages) // slot_bytes)
-    if wanted.num_slots is not None:
-        slots = wanted.num_slots
-    if wanted.kv_cache_bytes is not None and pages < LEAST_PAGES:
-        raise NotServable(
-            f"--kv-cache-gb {wanted.kv_cache_bytes / 1e9:g} holds less than two pages of {page_bytes / 1e6:.2f} MB: "
-            "raise it"
-        )
-    if pages < LEAST_PAGES or slots < LEAST_SLOTS or left < 0:
-        needed = max(slots, LEAST_SLOTS) * slot_bytes + max(pages, LEAST_PAGES) * page_bytes
-        raise NotServable(
-            f"{_gb(max(0, free.usable))} are left beside the base and {_gb(needed)} are needed at least, "
-            f"{_gb(needed - free.usable)} more: slots take {_gb(slot_bytes)} each, pages of the KV cache "
-            f"{page_bytes / 1e6:.2f} MB: "
-            "lower --max-gpu-deltas, --kv-cache-gb, --max-host-cache-gb or --slot-headroom, or serve on a larger device"
-        )
-    return Shares(pages, slots)
+        share = unasked
+        if settings.max_gpu_deltas is None:
+            share = min(unasked // 2, max(0, unasked - MIN_SLOTS * slot_bytes))
+        num_pages = min(max_pages, share // page_bytes)
+        unasked -= num_pages * page_bytes
+    num_slots = settings.max_gpu_deltas or min(DEFAULT_MAX_SLOTS, unasked // slot_bytes)
+    needed = max(num_slots, MIN_SLOTS) * slot_bytes + max(num_pages, MIN_PAGES) * page_bytes
+    if num_pages < MIN_PAGES or num_slots < MIN_SLOTS or _asked_bytes(settings, slot_bytes) > free.usable:
+        raise _too_small(free.usable, needed, slot_bytes, page_bytes)
+    return MemoryPlan(num_pages, num_slots)
 
 
 def check_base(
-    base_bytes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    slot_bytes: int,
-    wanted: Wanted,
-    asked_host_cache: int | None,
+    settings: Settings, device: torch.device, dtype: torch.dtype, base_bytes: int, slot_bytes: int
 ) -> None:
-    """Refuse a base that leaves no room for what was asked for, before it is read.
+    """Check, before the base is read, that it fits beside what the settings ask for.
+
+    Args:
+        settings: the memory that was asked for.
+        device: the device that holds the base.
+        dtype: dtype of the base's weights.
+        base_bytes: size of the base's weights in `dtype`.
+        slot_bytes: size of one slot.
 
     Raises:
-        NotServable: how much is missing, and which setting to lower.
+        NotServable: it does not fit. The message tells how much is missing and which settings to lower.
     """
-    slots = wanted.num_slots or LEAST_SLOTS
-    host_cache = asked_host_cache or 0 if device.type == "cpu" else 0
-    needed = base_bytes + slots * slot_bytes + (wanted.kv_cache_bytes or 0) + host_cache
-    usable = _usable(device)
+    num_slots = settings.max_gpu_deltas or MIN_SLOTS
+    kv_cache = settings.kv_cache_bytes or 0
+    host_cache = settings.max_host_cache_bytes or 0 if device.type == "cpu" else 0
+    needed = base_bytes + num_slots * slot_bytes + kv_cache + host_cache
+    usable = _usable_bytes(device)
     if needed <= usable:
         return
     asked = (
-        ("--max-gpu-deltas", wanted.num_slots),
-        ("--kv-cache-gb", wanted.kv_cache_bytes),
+        ("--max-gpu-deltas", settings.max_gpu_deltas),
+        ("--kv-cache-gb", kv_cache),
         ("--max-host-cache-gb", host_cache),
     )
-    lower = ", ".join(flag for flag, size in asked if size) or "--slot-headroom"
+    flags = [flag for flag, value in asked if value] or ["--slot-headroom"]
     if dtype == torch.float32:
-        lower = f"--dtype to bfloat16, {lower}"
+        flags.insert(0, "--dtype to bfloat16")
     raise NotServable(
         f"{_gb(max(0, usable))} of memory are free and {_gb(needed)} are needed, {_gb(needed - usable)} more: the "
-        f"base takes {_gb(base_bytes)} in {str(dtype).removeprefix('torch.')}, {slots} slots "
-        f"{_gb(slots * slot_bytes)}, KV cache and host cache {_gb((wanted.kv_cache_bytes or 0) + host_cache)} or more: "
-        f"lower {lower}, or serve on a larger device"
+        f"base takes {_gb(base_bytes)} in {str(dtype).removeprefix('torch.')}, {num_slots} slots "
+        f"{_gb(num_slots * slot_bytes)}, KV cache and host cache {_gb(kv_cache + host_cache)} or more: "
+        f"lower {', '.join(flags)}, or serve on a larger device"
     )
 
 
-def free_memory(device: torch.device, host_cache_bytes: int) -> Free:
-    """Return what is left of a device's memory now, beside the host cache."""
+def free_memory(device: torch.device, host_cache_bytes: int) -> FreeMemory:
+    """Return the device's memory that is free now; on the CPU, less `host_cache_bytes`."""
     if device.type == "cpu":
-        usable = _usable(device) - host_cache_bytes
-        return Free(usable, min(usable, int(available_bytes() * CPU_SHARE) - host_cache_bytes))
-    usable = _usable(device)
-    return Free(usable, usable)
+        usable = _usable_bytes(device) - host_cache_bytes
+        return FreeMemory(usable, min(usable, int(available_bytes() * CPU_SHARE) - host_cache_bytes))
+    usable = _usable_bytes(device)
+    return FreeMemory(usable, usable)
 
 
-def host_cache_bytes(asked: int | None) -> int:
-    """Host memory for deltas without a slot: what was asked for, or an eighth of what is free, within reason."""
-    return min(MOST_HOST_CACHE, available_bytes() // 8) if asked is None else asked
+def host_cache_bytes(settings: Settings) -> int:
+    """Return the size of the host cache: `max_host_cache_gb`, else an eighth of free host memory, at most 16 GB."""
+    if settings.max_host_cache_bytes is not None:
+        return settings.max_host_cache_bytes
+    return min(DEFAULT_MAX_HOST_CACHE_BYTES, available_bytes() // 8)
 
 
 def available_bytes() -> int:
-    """Host memory that can be taken without swapping: the machine's, or less where a control group has a limit."""
-    # A machine that only runs the GPU bench need not have it.
-    import psutil
-
+    """Return the host memory that can be used without swapping, within the limits of the process's control groups."""
     available = int(psutil.virtual_memory().available)
-    return min([available, *map(_left_in, _control_groups())])
+    return min([available, *map(_free_bytes, _control_groups())])
 
 
-def _usable(device: torch.device) -> int:
+def _asked_bytes(settings: Settings, slot_bytes: int) -> int:
+    return (settings.max_gpu_deltas or 0) * slot_bytes + (settings.kv_cache_bytes or 0)
+
+
+def _unasked_bytes(settings: Settings, free: FreeMemory, slot_bytes: int, page_bytes: int) -> int:
+    """Return the bytes for what no setting asks for: the default share, half of what is left, or the minimum."""
+    asked = _asked_bytes(settings, slot_bytes)
+    left = free.usable - asked
+    min_slots = MIN_SLOTS if settings.max_gpu_deltas is None else 0
+    min_pages = MIN_PAGES if settings.kv_cache_bytes is None else 0
+    minimum = min_slots * slot_bytes + min_pages * page_bytes
+    return max(0, min(left, max(free.default - asked, left // 2, minimum)))
+
+
+def _usable_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     return available_bytes() - RESERVE_BYTES
 
 
 def _control_groups() -> list[Path]:
-    """Directories of this process's control group and of those above it (version 2), if there are any."""
+    """Return the directories of this process's control group (version 2) and of its parents, or an empty list."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -169,8 +176,8 @@ def _control_groups() -> list[Path]:
     return [path for path in (group, *group.parents) if path.is_relative_to(CGROUP)]
 
 
-def _left_in(group: Path) -> int:
-    """Bytes below a control group's limit; file pages that can be dropped count as free."""
+def _free_bytes(group: Path) -> int:
+    """Return the bytes left below a control group's limit; file pages in the page cache count as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -180,6 +187,21 @@ def _left_in(group: Path) -> int:
     except (OSError, ValueError):
         return 1 << 62
     return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+
+
+def _cache_too_small(kv_cache_bytes: int, page_bytes: int) -> NotServable:
+    return NotServable(
+        f"--kv-cache-gb {kv_cache_bytes / 1e9:g} holds less than two pages of {page_bytes / 1e6:.2f} MB: raise it"
+    )
+
+
+def _too_small(usable: int, needed: int, slot_bytes: int, page_bytes: int) -> NotServable:
+    return NotServable(
+        f"{_gb(max(0, usable))} are left beside the base and {_gb(needed)} are needed at least, "
+        f"{_gb(needed - usable)} more: slots take {_gb(slot_bytes)} each, pages of the KV cache "
+        f"{page_bytes / 1e6:.2f} MB: lower --max-gpu-deltas, --kv-cache-gb, --max-host-cache-gb or --slot-headroom, "
+        "or serve on a larger device"
+    )
 
 
 def _gb(num_bytes: int) -> str:

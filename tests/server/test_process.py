@@ -61,7 +61,12 @@ def serve(
     """Run a server in this process; `on_ready` is given its backend and its address."""
     backend: Any = Backend()
     settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=5)
-    app = create_app(settings, lambda *_: build() if build else backend)
+
+    def build_backend(*args: Any) -> Any:
+        *_, backend.on_lost = args
+        return build() if build else backend
+
+    app = create_app(settings, build_backend)
     with listen("127.0.0.1", 0) as listening:
         url = url_of(listening)
         return run({listening: app}, app.state.service, lambda: on_ready(backend, url))
@@ -142,7 +147,7 @@ def test_a_signal_ends_the_loading_itself(tmp_path: Path) -> None:
         return Backend()
 
     settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=3600)
-    app = create_app(settings, lambda *given: cast(Any, build(given[-1])))
+    app = create_app(settings, lambda *args: cast(Any, build(args[3])))
     with listen("127.0.0.1", 0) as listening:
         assert run({listening: app}, app.state.service, lambda: None) == 0
 

@@ -24,7 +24,6 @@ from tests.server.helpers.live_server import error_of
 class StandIn:
     """As much of an engine, and of its tokenizers, as shutdown and health touch."""
 
-    on_lost: Callable[[], None]
     is_alive = True
 
     def alive(self) -> bool:

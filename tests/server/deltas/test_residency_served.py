@@ -26,7 +26,7 @@ def base_and_deltas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
 @pytest.fixture
 def served(base_and_deltas: tuple[Path, list[Path]], tmp_path: Path) -> Iterator[Served]:
     """Two slots."""
-    with serving(base_and_deltas[0], tmp_path / "registry", num_slots=2) as running:
+    with serving(base_and_deltas[0], tmp_path / "registry", max_gpu_deltas=2) as running:
         yield running
 
 

@@ -28,7 +28,7 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture
 def served(deltas: Family, tmp_path: Path) -> Iterator[Served]:
     with serving(
-        deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout_s=20.0
+        deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout=20.0
     ) as running:
         yield running
 
@@ -171,28 +171,28 @@ def test_a_request_that_cannot_even_begin_fails_alone(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_tells_everybody_and_its_service(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = threading.Event()
-    served.engine.on_lost = lost.set
-    slow_down(served, monkeypatch)
-    pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
+    with serving(deltas.base, tmp_path / "registry", on_lost=lost.set) as served:
+        slow_down(served, monkeypatch)
+        pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
 
-    def breaks() -> object:
-        raise RuntimeError("as if the engine had a bug")
+        def breaks() -> object:
+            raise RuntimeError("as if the engine had a bug")
 
-    monkeypatch.setattr(served.engine._residency, "adopt", breaks)
-    assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
-    assert lost.wait(20)
-    assert not served.engine.alive()
-    with pytest.raises(Draining):
-        served.start(None, PROMPT)
+        monkeypatch.setattr(served.engine._residency, "adopt", breaks)
+        assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
+        assert lost.wait(20)
+        assert not served.engine.alive()
+        with pytest.raises(Draining):
+            served.start(None, PROMPT)
 
 
 def test_a_variant_that_finds_no_slot_in_time_is_told_so(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(deltas.base, tmp_path / "registry", load_timeout_s=0.05) as served:
+    with serving(deltas.base, tmp_path / "registry", load_timeout=0.05) as served:
         slow_down(served, monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:

@@ -55,7 +55,12 @@ def served(family: Family, tmp_path: Path) -> Iterator[Served]:
     """Few slots and little cache, so that variants change places and samples are preempted."""
     size = 16 * 512 * 30  # 30 pages of 16 tokens
     with serving(
-        family.base, tmp_path / "registry", num_slots=3, kv_cache_bytes=size, max_num_seqs=24, max_queue=400
+        family.base,
+        tmp_path / "registry",
+        max_gpu_deltas=3,
+        kv_cache_gb=size / 1e9,
+        max_num_seqs=24,
+        max_queue=400,
     ) as running:
         yield running
 

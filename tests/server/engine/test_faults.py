@@ -32,7 +32,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture
 def served(family: Family, tmp_path: Path) -> Iterator[Served]:
     """A slot for each of three variants, and no host cache, so that each load reads its object."""
-    with serving(family.base, tmp_path / "registry", num_slots=3, host_cache_bytes=0) as running:
+    with serving(family.base, tmp_path / "registry", max_gpu_deltas=3, max_host_cache_gb=0) as running:
         yield running
 
 
@@ -259,7 +259,7 @@ def test_a_request_id_in_use_is_refused(served: Served) -> None:
 
 def test_more_than_the_cache_holds_is_refused_at_once(family: Family, tmp_path: Path) -> None:
     with serving(
-        family.base, tmp_path / "registry", kv_cache_bytes=16 * 512 * 4
+        family.base, tmp_path / "registry", kv_cache_gb=16 * 512 * 4 / 1e9
     ) as small:  # 3 pages of 16 tokens
         assert len(small.ask(None, [5] * 40, max_new_tokens=8).token_ids) == 8
         with pytest.raises(InvalidRequest, match="48 that fit"):

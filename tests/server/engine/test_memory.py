@@ -8,59 +8,71 @@ import pytest
 import torch
 
 from server.engine import memory
-from server.engine.memory import Free, Shares, Wanted, available_bytes, check_base, share_out
+from server.engine.memory import FreeMemory, MemoryPlan, available_bytes, check_base, plan_memory
 from server.errors import NotServable
+from server.settings import Settings
 
 PAGE, SLOT = 1000, 30_000
 CPU = torch.device("cpu")
 
 
-def shares(
+def settings(kv: int | None = None, slots: int | None = None, host_cache: int | None = None) -> Settings:
+    """Settings that ask for a KV cache and a host cache of so many bytes, and for so many slots."""
+    return Settings(
+        base=Path(),
+        registry=Path("registry"),
+        max_gpu_deltas=slots,
+        kv_cache_gb=None if kv is None else kv / 1e9,
+        max_host_cache_gb=None if host_cache is None else host_cache / 1e9,
+    )
+
+
+def plan(
     free: int,
     kv: int | None = None,
     slots: int | None = None,
-    max_tokens: int = 10**9,
-    unasked: int | None = None,
-) -> Shares:
-    share = Free(free, free if unasked is None else unasked)
-    return share_out(share, PAGE, 16, SLOT, Wanted(kv, slots, max_tokens))
+    max_pages: int = 10**9,
+    default: int | None = None,
+) -> MemoryPlan:
+    memory = FreeMemory(free, free if default is None else default)
+    return plan_memory(settings(kv, slots), memory, SLOT, PAGE, max_pages)
 
 
 def test_half_is_the_cache_s_and_half_is_slots_where_nothing_is_asked_for() -> None:
-    assert shares(600_000) == Shares(num_pages=300, num_slots=10)
+    assert plan(600_000) == MemoryPlan(num_pages=300, num_slots=10)
 
 
 def test_the_cache_takes_no_more_than_can_be_used_and_slots_get_the_rest() -> None:
-    assert shares(600_000, max_tokens=16 * 99) == Shares(num_pages=100, num_slots=16)
+    assert plan(600_000, max_pages=100) == MemoryPlan(num_pages=100, num_slots=16)
 
 
 def test_what_is_asked_for_is_given_and_the_other_takes_what_is_left() -> None:
-    assert shares(600_000, kv=90_000) == Shares(90, 17)
-    assert shares(600_000, slots=3) == Shares(510, 3)
-    assert shares(600_000, kv=90_000, slots=3) == Shares(90, 3)
+    assert plan(600_000, kv=90_000) == MemoryPlan(90, 17)
+    assert plan(600_000, slots=3) == MemoryPlan(510, 3)
+    assert plan(600_000, kv=90_000, slots=3) == MemoryPlan(90, 3)
 
 
 def test_many_slots_are_taken_only_when_asked_for() -> None:
-    assert shares(10**9).num_slots == 64
-    assert shares(10**9, slots=500).num_slots == 500
+    assert plan(10**9).num_slots == 64
+    assert plan(10**9, slots=500).num_slots == 500
 
 
 def test_two_slots_come_before_half_of_the_cache() -> None:
-    assert shares(80_000) == Shares(num_pages=20, num_slots=2)
+    assert plan(80_000) == MemoryPlan(num_pages=20, num_slots=2)
 
 
 def test_unasked_shares_leave_memory_that_can_be_asked_for() -> None:
-    assert shares(600_000, unasked=300_000) == Shares(150, 5)
-    assert shares(600_000, kv=90_000, slots=15, unasked=300_000) == Shares(90, 15)
+    assert plan(600_000, default=300_000) == MemoryPlan(150, 5)
+    assert plan(600_000, kv=90_000, slots=15, default=300_000) == MemoryPlan(90, 15)
 
 
 def test_two_slots_and_two_pages_come_before_the_unasked_share() -> None:
-    assert shares(70_000, kv=5000, unasked=10_000) == Shares(5, 2)
-    assert shares(62_000, unasked=31_000) == Shares(2, 2)
+    assert plan(70_000, kv=5000, default=10_000) == MemoryPlan(5, 2)
+    assert plan(62_000, default=31_000) == MemoryPlan(2, 2)
 
 
 def test_half_of_what_is_left_is_taken_where_much_was_asked_for() -> None:
-    assert shares(600_000, slots=15, unasked=300_000) == Shares(75, 15)
+    assert plan(600_000, slots=15, default=300_000) == MemoryPlan(75, 15)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +81,17 @@ def test_half_of_what_is_left_is_taken_where_much_was_asked_for() -> None:
 )
 def test_what_does_not_fit_is_refused_with_the_ways_out(free: int, kv: int | None, slots: int | None) -> None:
     with pytest.raises(NotServable, match=r"GB more: .*lower --max-gpu-deltas, --kv-cache-gb"):
-        shares(free, kv, slots)
+        plan(free, kv, slots)
 
 
 def test_a_cache_of_less_than_two_pages_is_to_be_raised() -> None:
     with pytest.raises(NotServable, match="raise it"):
-        shares(600_000, kv=1500)
+        plan(600_000, kv=1500)
 
 
 def test_a_base_that_fits_beside_what_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
-    check_base(4 * 10**9, torch.bfloat16, CPU, 10**9, Wanted(10**9, 2, 0), 0)
+    check_base(settings(10**9, 2, 0), CPU, torch.bfloat16, 4 * 10**9, 10**9)
 
 
 def test_a_base_too_large_for_memory_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +99,11 @@ def test_a_base_too_large_for_memory_is_refused_with_what_is_missing(monkeypatch
     with pytest.raises(
         NotServable, match=r"7\.00 GB of memory are free .*9\.50 GB are needed, 2\.50 GB more"
     ):
-        check_base(4 * 10**9, torch.bfloat16, CPU, 10**9, Wanted(15 * 10**8, 4, 0), None)
+        check_base(settings(15 * 10**8, 4), CPU, torch.bfloat16, 4 * 10**9, 10**9)
     with pytest.raises(NotServable, match=r"1\.00 GB more.*lower --max-host-cache-gb, or"):
-        check_base(4 * 10**9, torch.bfloat16, CPU, 10**9, Wanted(None, None, 0), 2 * 10**9)
+        check_base(settings(host_cache=2 * 10**9), CPU, torch.bfloat16, 4 * 10**9, 10**9)
     with pytest.raises(NotServable, match="lower --dtype to bfloat16"):
-        check_base(16 * 10**9, torch.float32, CPU, 10**9, Wanted(None, None, 0), None)
+        check_base(settings(), CPU, torch.float32, 16 * 10**9, 10**9)
 
 
 def test_the_limit_of_a_control_group_is_the_memory_there_is(

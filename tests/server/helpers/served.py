@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,11 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.engine.build import BuildConfig, build_engine
+from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
 from server.metrics import Metrics
+from server.settings import Settings
 from server.text.tokenizer import Tokenizers
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.residing import publish
@@ -95,15 +97,22 @@ class Served:
 
 
 @contextmanager
-def serving(base: Path, registry_dir: Path, **config: Any) -> Iterator[Served]:
-    """Run an engine on `base` in float32; `config` overrides fields of its BuildConfig."""
+def serving(
+    base: Path, registry_dir: Path, on_lost: Callable[[], None] = lambda: None, **overrides: Any
+) -> Iterator[Served]:
+    """Run an engine on `base` in float32; `overrides` are settings."""
     registry, metrics = Registry(registry_dir), CollectorRegistry()
     settings: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "num_slots": 2, "slot_headroom": 1.15, "host_cache_bytes": 1 << 24,
-        "kv_cache_bytes": None, "max_num_seqs": 16, "max_batch_tokens": None, "max_queue": 64,
-        "load_timeout_s": 30.0, "max_model_len": None, "num_load_threads": 2,
+        "device": "cpu", "dtype": "float32", "max_gpu_deltas": 2, "max_host_cache_gb": 0.02, "max_num_seqs": 16,
+        "max_queue": 64, "load_timeout": 30.0, "load_threads": 2,
     }  # fmt: skip
-    engine, tokenizers = build_engine(BuildConfig(base, **{**settings, **config}), registry, Metrics(metrics))
+    engine, tokenizers = build_engine(
+        Settings(base=base, registry=registry_dir, **{**settings, **overrides}),
+        registry,
+        Metrics(metrics),
+        stopping=threading.Event(),
+        on_lost=on_lost,
+    )
     try:
         yield Served(engine, tokenizers, registry, metrics)
     finally:

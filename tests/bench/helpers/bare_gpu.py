@@ -15,9 +15,6 @@ ABSENT = {
     "llvmlite",
     "numba",
     "prometheus_client",
-    "psutil",
-    "pydantic",
-    "pydantic_settings",
     "typer",
     "uvicorn",
 }

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import tests.helpers.triton_interpreter  # noqa: F401 - before anything imports Triton
+# Both set variables that torch and Triton read once, when they are imported.
+import tests.helpers.threads
+import tests.helpers.triton_interpreter  # noqa: F401
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
 SmallDisk = Callable[[int], Path]  # makes a file system of so many bytes

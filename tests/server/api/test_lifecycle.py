@@ -23,7 +23,8 @@ from tests.server.helpers.live_server import (
     live_server,
 )
 
-LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0}  # until the client hangs up
+# Runs until the client hangs up. With this seed the first of its sequences is a long one.
+LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0, "seed": 1}
 OCTETS = {"Content-Type": "application/octet-stream"}
 
 

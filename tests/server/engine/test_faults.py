@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,16 @@ from server.engine.model_runner import Piece
 from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
 from server.errors import EngineFailed, InvalidRequest
 from tests.helpers.tiny_models import Change, make_pair
-from tests.server.helpers.served import Answer, Family, Pending, Served, make_delta, make_family, serving
+from tests.server.helpers.served import (
+    WAIT_S,
+    Answer,
+    Family,
+    Pending,
+    Served,
+    make_delta,
+    make_family,
+    serving,
+)
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9] * 20, [200, 3, 1]]
 NUM_NEW = 24
@@ -185,7 +193,7 @@ def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) 
 
     def come_and_go() -> list[Pending]:
         going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=3) for _ in range(4)]
-        time.sleep(0.05)
+        going[0].events.get(timeout=WAIT_S)  # its first token
         for pending in going:
             served.engine.cancel(pending.request.id)
         return going

@@ -24,9 +24,11 @@ from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
 from server.engine.build import build_engine
 from server.engine.engine import Engine
-from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
+from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.engine.request import Request
 from server.metrics import Metrics
 from server.process import spare_collections
+from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
 
@@ -80,12 +82,10 @@ class Service:
             tenant="default",
             name=None if record is None else record.name,
             record=record,
-            tokenizer=self.tokenizers.of(record),
             prompt_ids=tuple(prompt),
-            on_event=lambda event: asked.events.put((time.perf_counter(), event)),
-            sampling=SamplingParams(max_new_tokens=num_new, temperature=0.0),
+            sampling_params=SamplingParams(max_new_tokens=num_new, temperature=0.0),
         )
-        self.engine.submit(request)
+        self.engine.submit(request, lambda event: asked.events.put((time.perf_counter(), event)))
         return asked
 
     def stop(self, asked: Asked) -> None:

@@ -13,9 +13,11 @@ from bench.real.models import TEXT_TOKENS
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
-from server.engine.model_runner import ModelRunner, Piece
-from server.model.attention import Chunk
+from server.engine.model_runner import ModelRunner
+from server.engine.request import Request
+from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
+from server.sampling_params import SamplingParams
 
 
 def main() -> None:
@@ -44,10 +46,14 @@ def _resident(path: Path) -> ResidentDelta:
 
 
 def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:
-    ids = [7 * token for token in range(1, 1 + TEXT_TOKENS)]
-    pages = list(range(1, 1 + num_pages))
-    piece = Piece(ids, Chunk(0, len(ids), pages), delta, num_kept=len(ids))
-    return ModelRunner(served).forward([piece], pages)
+    ids = tuple(7 * token for token in range(1, 1 + TEXT_TOKENS))
+    # With prompt log-probabilities the logits of every token are computed.
+    request = Request("bench", "default", None, None, ids, SamplingParams(prompt_logprobs=0))
+    sequence = Sequence(request, 0, 0.0)
+    sequence.held.pages = list(range(1, 1 + num_pages))
+    sequence.digest = None if delta is None else delta.digest
+    deltas = {} if delta is None else {delta.digest: delta}
+    return ModelRunner(served).forward([(sequence, len(ids))], deltas, sequence.held.pages)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -20,58 +19,19 @@ from server.api.errors import error_body, request_id_of
 from server.api.running import EventStream, Running, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, CallerDep, Service
-from server.engine.request import DoneEvent, Event, FinishEvent, SamplingParams, TokenEvent
+from server.engine.events import DoneEvent, Event, FinishEvent, TokenEvent
 from server.engine.request import Request as EngineRequest
 from server.engine.telemetry import REASONS
+from server.sampling_params import SamplingParams
 from server.tenants import Tenant
 from server.text.tokenizer import VariantTokenizer
 
 router = APIRouter()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A parsed request: what to run, on which version and for whom."""
-
-    tenant: str
-    name: str | None  # None is the base
-    record: VersionRecord | None
-    tokenizer: VariantTokenizer
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-    def request(self, on_event: Callable[[Event], None]) -> EngineRequest:
-        """What the engine is given; `on_event` may be called on any thread."""
-        return EngineRequest(
-            id=secrets.token_hex(16),  # not the client's id, of which two requests may have the same
-            tenant=self.tenant,
-            name=self.name,
-            record=self.record,
-            tokenizer=self.tokenizer,
-            prompt_ids=self.prompt_ids,
-            on_event=on_event,
-            sampling=self.sampling,
-        )
-
-    def identity(self) -> dict[str, Any]:
-        """Whose tokens these are, as replies say it; the base has no version and no digest."""
-        if self.record is None:
-            return {"variant": BASE, "version": None, "digest": None}
-        return {
-            "variant": self.name,
-            "version": self.record.version,
-            "digest": f"sha256:{self.record.digest}",
-        }
-
-    def headers(self) -> dict[str, str]:
-        identity = self.identity()
-        headers = {"X-Peraxis-Variant": str(identity["variant"])}
-        return headers if self.record is None else {**headers, "X-Peraxis-Digest": str(identity["digest"])}
-
-
 @dataclass(slots=True)
 class Output:
-    """One of the `n` answers, as it grows."""
+    """One of the request's `n` sequences in a whole reply, as it grows."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -88,30 +48,28 @@ async def generate(
     caller: CallerDep,
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
-    backend = service.backend
-    prepared = await run_in_threadpool(_prepare, service, caller, Reference.parse(query.variant), body)
+    running = Running(service.engine)
     try:
-        running = Running(backend.engine, prepared.request)
-    except PeraxisError as error:
-        reason = REASONS.get(type(error), "invalid")
-        service.metrics.tenant_rejections_total.labels(tenant=caller.name, reason=reason).inc()
-        raise
-    try:
+        submitted = await run_in_threadpool(
+            _submit, service, caller, Reference.parse(query.variant), body, running
+        )
         if not body.stream:
-            reply = await while_connected(request, _gather(running, prepared))
-            return JSONResponse(reply, headers=prepared.headers())
+            reply = await while_connected(request, _gather(running, *submitted))
+            return JSONResponse(reply, headers=_headers(submitted[0]))
         # Until the first event an error still has its own status: a delta that cannot be loaded is no 200.
         first = await while_connected(request, running.next_event())
     except BaseException:
         running.cancel()
         raise
-    events = _stream(running, prepared, first, request_id_of(request))
-    headers = {**prepared.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    events = _stream(running, *submitted, first, request_id_of(request))
+    headers = {**_headers(submitted[0]), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return EventStream(running, events, headers)
 
 
-def _prepare(service: Service, caller: Tenant, reference: Reference, body: GenerateBody) -> Prepared:
-    """Resolve, tokenize, fill in the variant's defaults. Reads files and may take a while: not for the event loop."""
+def _submit(
+    service: Service, caller: Tenant, reference: Reference, body: GenerateBody, running: Running
+) -> tuple[EngineRequest, VariantTokenizer]:
+    """Resolve the version, tokenize and submit. Reads files and may take long: not for the event loop."""
     record = None
     if reference.name is not None:
         record = service.registry.resolve(caller.name, reference.name, reference.version)
@@ -120,18 +78,27 @@ def _prepare(service: Service, caller: Tenant, reference: Reference, body: Gener
         ids = tokenizer.encode(body.prompt)
     else:
         ids = tokenizer.render_chat([message.model_dump() for message in body.messages or []])
+    params = _sampling_params(body, tokenizer, service.engine.max_model_len - len(ids))
+    request = EngineRequest(running.request_id, caller.name, reference.name, record, tuple(ids), params)
+    try:
+        service.engine.submit(request, running.on_event)
+    except PeraxisError as error:
+        reason = REASONS.get(type(error), "invalid")
+        service.metrics.tenant_rejections_total.labels(tenant=caller.name, reason=reason).inc()
+        raise
+    return request, tokenizer
+
+
+def _sampling_params(body: GenerateBody, tokenizer: VariantTokenizer, max_new_tokens: int) -> SamplingParams:
+    """Return what the body asks for, with the variant's defaults; a default length is cut to `max_new_tokens`."""
     defaults = dict(tokenizer.generation_defaults)
-    room = service.engine.max_model_len - len(
-        ids
-    )  # which a default must not exceed; what is asked may be refused
-    wanted = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
-    defaults["max_new_tokens"] = max(1, min(wanted, room))
-    sampling = SamplingParams(**{**defaults, **body.sampling()}, stop_token_ids=tokenizer.eos_token_ids)
-    return Prepared(caller.name, reference.name, record, tokenizer, tuple(ids), sampling)
+    default_length = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
+    defaults["max_new_tokens"] = max(1, min(default_length, max_new_tokens))
+    return SamplingParams(**{**defaults, **body.sampling()}, stop_token_ids=tokenizer.eos_token_ids)
 
 
 def _tokenizer(service: Service, record: VersionRecord | None) -> VariantTokenizer:
-    """The version's tokenizer. An object that held one at upload and does not now is quarantined if it is corrupt."""
+    """Return the version's tokenizer; quarantine its object if the tokenizer cannot be loaded any more."""
     try:
         return service.tokenizers.of(record)
     except ArtifactError as error:
@@ -152,14 +119,28 @@ def _tokenizer(service: Service, record: VersionRecord | None) -> VariantTokeniz
         ) from error
 
 
-async def _gather(running: Running, prepared: Prepared) -> dict[str, Any]:
-    """The whole reply, once the request is done."""
-    outputs = [Output() for _ in range(prepared.sampling.n)]
+def _identity(request: EngineRequest) -> dict[str, Any]:
+    """Return the fields of a reply that name the version; the base has no version and no digest."""
+    if request.record is None:
+        return {"variant": BASE, "version": None, "digest": None}
+    digest = f"sha256:{request.record.digest}"
+    return {"variant": request.name, "version": request.record.version, "digest": digest}
+
+
+def _headers(request: EngineRequest) -> dict[str, str]:
+    identity = _identity(request)
+    headers = {"X-Peraxis-Variant": str(identity["variant"])}
+    return headers if request.record is None else {**headers, "X-Peraxis-Digest": str(identity["digest"])}
+
+
+async def _gather(running: Running, request: EngineRequest, tokenizer: VariantTokenizer) -> dict[str, Any]:
+    """Return the whole reply, once the request is done."""
+    outputs = [Output() for _ in range(request.sampling_params.n)]
     while not isinstance(event := await running.next_event(), DoneEvent):
         if isinstance(event, TokenEvent):
             outputs[event.index].text += event.text
             outputs[event.index].token_ids.append(event.token_id)
-            outputs[event.index].logprobs += _logprobs(event, prepared)
+            outputs[event.index].logprobs += _logprobs(event, tokenizer)
         elif isinstance(event, FinishEvent):
             outputs[event.index].text += event.text
             outputs[event.index].finish_reason = event.reason
@@ -168,44 +149,44 @@ async def _gather(running: Running, prepared: Prepared) -> dict[str, Any]:
             "text": output.text,
             "token_ids": output.token_ids,
             "finish_reason": output.finish_reason,
-            **({} if prepared.sampling.logprobs is None else {"logprobs": output.logprobs}),
+            **({} if request.sampling_params.logprobs is None else {"logprobs": output.logprobs}),
         }
         for output in outputs
     ]
-    return {**prepared.identity(), "outputs": shown, **_totals(event)}
+    return {**_identity(request), "outputs": shown, **_totals(event)}
 
 
 async def _stream(
-    running: Running, prepared: Prepared, first: Event, request_id: str
+    running: Running, request: EngineRequest, tokenizer: VariantTokenizer, first: Event, request_id: str
 ) -> AsyncIterator[bytes]:
-    """Events `token`, `finish` for each answer, and in the end `done` with what a whole reply says, or `error`."""
+    """Yield `token` events, a `finish` per sequence, then `done` with the fields of a whole reply, or `error`."""
     event = first
     try:
         while not isinstance(event, DoneEvent):
             if isinstance(event, TokenEvent):
                 token = {"index": event.index, "token_id": event.token_id, "text": event.text}
-                if prepared.sampling.logprobs is not None:
-                    token["logprobs"] = _logprobs(event, prepared)
+                if request.sampling_params.logprobs is not None:
+                    token["logprobs"] = _logprobs(event, tokenizer)
                 yield _event("token", token)
             elif isinstance(event, FinishEvent):
                 finish = {"index": event.index, "finish_reason": event.reason, "text": event.text}
                 yield _event("finish", finish)
             event = await running.next_event()
-        yield _event("done", {**prepared.identity(), **_totals(event)})
+        yield _event("done", {**_identity(request), **_totals(event)})
     except PeraxisError as error:
         yield _event("error", error_body(error, request_id))
 
 
-def _logprobs(event: TokenEvent, prepared: Prepared) -> list[dict[str, Any]]:
-    """One entry for the token, or none where nobody asked."""
+def _logprobs(event: TokenEvent, tokenizer: VariantTokenizer) -> list[dict[str, Any]]:
+    """Return one entry for the token, or none if log-probabilities were not requested."""
     if event.logprob is None:
         return []
-    top = [_scored(token_id, logprob, prepared) for token_id, logprob in event.top]
-    return [{**_scored(event.token_id, event.logprob, prepared), "top": top}]
+    top = [_scored(token_id, logprob, tokenizer) for token_id, logprob in event.top]
+    return [{**_scored(event.token_id, event.logprob, tokenizer), "top": top}]
 
 
-def _scored(token_id: int, logprob: float, prepared: Prepared) -> dict[str, Any]:
-    return {"token_id": token_id, "text": prepared.tokenizer.decode([token_id]), "logprob": logprob}
+def _scored(token_id: int, logprob: float, tokenizer: VariantTokenizer) -> dict[str, Any]:
+    return {"token_id": token_id, "text": tokenizer.decode([token_id]), "logprob": logprob}
 
 
 def _totals(done: DoneEvent) -> dict[str, Any]:
@@ -214,15 +195,7 @@ def _totals(done: DoneEvent) -> dict[str, Any]:
         "completion_tokens": done.generation_tokens,
         "total_tokens": done.prompt_tokens + done.generation_tokens,
     }
-    times = done.timings
-    timings = {
-        "queue_s": times.queue_s,
-        "load_s": times.load_s,
-        "cold": times.cold,
-        "ttft_s": times.ttft_s,
-        "total_s": times.total_s,
-    }
-    return {"usage": usage, "timings": timings}
+    return {"usage": usage, "timings": asdict(done.timings)}
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

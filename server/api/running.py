@@ -1,10 +1,11 @@
-"""A request for tokens between the event loop and the engine: its events come in, and leaving early cancels it."""
+"""A submitted request on the event loop: its events come in, and leaving early cancels it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import secrets
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -12,48 +13,47 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.engine.engine import Engine
-from server.engine.request import DoneEvent, ErrorEvent, Event
-from server.engine.request import Request as EngineRequest
+from server.engine.events import DoneEvent, ErrorEvent, Event
 
 T = TypeVar("T")
 
 
 class Running:
-    """One submitted request. Used on the event loop; whoever holds it calls `cancel` in the end, whatever happened."""
+    """Events of one request, to be submitted under `request_id` with `on_event`.
 
-    def __init__(
-        self, engine: Engine, make_request: Callable[[Callable[[Event], None]], EngineRequest]
-    ) -> None:
-        """Submit; raises what `Engine.submit` does.
+    Used on the event loop. Call `cancel` in the end, however the request ended.
+    """
 
-        Args:
-            make_request: given where events go, which any thread may call, makes the request.
-        """
+    def __init__(self, engine: Engine) -> None:
+        # Not the client's id: two requests may have the same.
+        self.request_id = secrets.token_hex(16)
         self._engine = engine
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self.request = make_request(lambda event: _post(loop, self._events, event))
-        self.ended = False
-        engine.submit(self.request)
+        self._loop = asyncio.get_running_loop()
+        self._ended = False
+
+    def on_event(self, event: Event) -> None:
+        """Take an event from any thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next_event(self) -> Event:
-        """The next event; an ErrorEvent's error is raised."""
+        """Return the next event; raise the error of an ErrorEvent."""
         event = await self._events.get()
-        self.ended = isinstance(event, DoneEvent | ErrorEvent)
+        self._ended = isinstance(event, DoneEvent | ErrorEvent)
         if isinstance(event, ErrorEvent):
             raise event.error
         return event
 
     def cancel(self) -> None:
-        """Stop the engine's work for this request; nothing happens when it has ended."""
-        if not self.ended:
-            self._engine.cancel(self.request.id)
+        """Stop the engine's work for this request; no effect after its end or if it was never admitted."""
+        if not self._ended:
+            self._engine.cancel(self.request_id)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a running request, which is cancelled when the client goes, even before the first byte."""
+    """Server-sent events of a request; cancels it when the client disconnects, even before the first byte."""
 
-    def __init__(self, running: Running, events: Any, headers: dict[str, str]) -> None:
+    def __init__(self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._running = running
 
@@ -65,7 +65,10 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it, and raise ClientDisconnect, when the client goes first. The body must have been read."""
+    """Await `work`; cancel it and raise ClientDisconnect if the client disconnects first.
+
+    The body of `request` must have been read.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
@@ -81,7 +84,3 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:
-    loop.call_soon_threadsafe(events.put_nowait, event)

@@ -21,6 +21,7 @@ from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import Slot, arena
+from server.engine.admission import Admission
 from server.engine.core import Core
 from server.engine.engine import Engine
 from server.engine.memory import MemoryPlan, check_base, free_memory, host_cache_bytes, plan_memory
@@ -83,9 +84,18 @@ def build_engine(
     residency = _residency(settings, registry, metrics, slots, cache_bytes)
     scheduler = Scheduler[Sequence](_scheduler_limits(settings, device), pages=kv_cache, slots=residency)
     telemetry = Telemetry(metrics)
-    core = Core(ModelRunner(model), residency, scheduler, kv_cache, telemetry)
     tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
-    return Engine(settings, core, residency, model.base, telemetry, max_model_len, on_lost), tokenizers
+    admission = Admission(tokenizers, telemetry, settings.max_num_seqs + settings.max_queue, max_model_len)
+    core = Core(
+        ModelRunner(model),
+        residency,
+        scheduler,
+        kv_cache,
+        telemetry,
+        load_timeout_s=settings.load_timeout,
+        on_answered=admission.remove,
+    )
+    return Engine(core, admission, residency, model.base, on_lost), tokenizers
 
 
 def _load_base(

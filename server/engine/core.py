@@ -1,40 +1,44 @@
-"""What the engine's thread does: takes in requests, lets the scheduler choose, runs the step, sends the tokens on.
+"""The engine's step: take requests in, schedule, run the model, sample, send tokens out.
 
-One `turn` is at most one step of the model. Nothing here waits, and nobody else calls it.
+Called by the engine thread alone; nothing here blocks. Knows no threads and no HTTP.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from typing import ParamSpec
 
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
-from deltastore.registry.records import VersionRecord
-from server.deltas.fetcher import label
 from server.deltas.residency import Residency
-from server.engine.admitted import Admitted, Prefetch, Unload
-from server.engine.model_runner import ModelRunner, Piece
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, FinishReason, Request
-from server.engine.sampling import Choice, LastLogits, score
+from server.deltas.resident import ResidentDelta
+from server.engine.delta_calls import DeltaCalls, load_timeout
+from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
+from server.engine.model_runner import Batch, ModelRunner
+from server.engine.request import Request
+from server.engine.request_state import OnEvent, RequestState, SequenceOutput
+from server.engine.sampling import LastLogits, score
 from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Plan, Scheduler
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.errors import EngineFailed, InvalidRequest, LoadTimeout
-from server.model.attention import Chunk
+from server.errors import EngineFailed, InvalidRequest
+from server.text.tokenizer import VariantTokenizer
 
 logger = logging.getLogger("peraxis.engine")
 
-Work = Items[tuple[Sequence, int]]  # sequences and how many of their tokens a step computes
+P = ParamSpec("P")
 
 
 class Core:
-    """See the module. `on_answered` is told of each request just before its last event."""
+    """Admitted requests, and the step that advances them.
+
+    Args:
+        on_answered: called with each request just before its last event.
+    """
 
     def __init__(
         self,
@@ -43,205 +47,164 @@ class Core:
         scheduler: Scheduler[Sequence],
         kv_cache: KVCache,
         telemetry: Telemetry,
+        load_timeout_s: float,
+        on_answered: Callable[[Request], None],
     ) -> None:
-        self.on_answered: Callable[[Request], None] = lambda request: None
-        self.load_timeout_s = 60.0
+        self.calls = DeltaCalls(residency, load_timeout_s)
         self._runner = runner
         self._residency = residency
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._telemetry = telemetry
-        self._admitted: dict[str, Admitted] = {}  # by request id
-        self._unstarted: dict[
-            str | None, dict[str, Admitted]
-        ] = {}  # that have had no step yet, by digest and id
-        self._prefetches: list[Prefetch] = []
-        self._unloads: list[Unload] = []
+        self._load_timeout_s = load_timeout_s
+        self._on_answered = on_answered
+        self._requests: dict[str, RequestState] = {}
+        # Those without a step yet, by digest and request id.
+        self._unstarted: dict[str | None, dict[str, RequestState]] = {}
 
-    def admit(self, request: Request) -> None:
-        """Take a request in; its first sample is scheduled, the others when its prompt is in the cache."""
-        found = "device" if request.digest is None else self._residency.level_of(request.digest)
-        admitted = Admitted(request, found)
-        self._admitted[request.id] = admitted
-        self._unstarted.setdefault(request.digest, {})[request.id] = admitted
-        self._telemetry.admitted(request, found)
+    def add_request(self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent) -> None:
+        """Take a request in and schedule its first sequence; the others start when its prompt is cached."""
+        lookup = "device" if request.digest is None else self._residency.level_of(request.digest)
+        state = RequestState(request, on_event, tokenizer, lookup)
+        self._requests[request.id] = state
+        self._unstarted.setdefault(request.digest, {})[request.id] = state
+        self._telemetry.admitted(request, lookup)
         if request.record is not None:
             self._residency.know(request.record)
-        self._attempt(admitted, lambda: self._begin_sample(admitted))
+        self._attempt(state, self._start_sequence, state)
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
-        admitted = self._admitted.get(request_id)
-        if admitted is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return
-        for sequence in list(admitted.live):
-            if request_id not in self._admitted:  # the end of another sample failed
+        for output in list(state.outputs.values()):
+            # Ending a sequence may fail and with it the request.
+            if request_id not in self._requests:
                 return
-            self._attempt(admitted, partial(self._end_sample, admitted, sequence, "cancelled"))
-        if request_id in self._admitted:  # samples that never began
-            self._finish(admitted, "cancelled")
+            self._attempt(state, self._finish_sequence, state, output, "cancelled")
+        # Still there if none of its sequences had started.
+        if request_id in self._requests:
+            self._finish(state, "cancelled")
 
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Bring a version in; an older call to unload the same bytes, which still waits, is answered by this one."""
-        for unload in [u for u in self._unloads if u.digest == prefetch.record.digest]:
-            self._unloads.remove(unload)
-            unload.future.set_result(None)
-        self._residency.know(prefetch.record)
-        self._prefetches.append(prefetch)
-
-    def unload(self, unload: Unload) -> None:
-        self._unloads.append(unload)
-
-    def turn(self) -> bool:
-        """Make finished loads visible and run one step; whether there was anything to run."""
+    def step(self) -> bool:
+        """Make finished loads visible and run one step of the model. Return whether there was one to run."""
         now = time.monotonic()
         self._adopt_loads(now)
-        self._time_out(now)
+        self._fail_late_loads(now)
         plan = self._scheduler.plan(now)
-        self._serve_calls(now)  # behind the plan, which holds what has been loaded for those who wait
+        # After scheduling, which references freshly loaded deltas so that unload cannot evict them.
+        self.calls.serve(now)
         for sequence in plan.preempted:
-            sequence.forget_prompt()
+            self._requests[sequence.request_id].outputs[sequence.index].clear_prompt_logprobs()
         for sequence in plan.unfit:
-            if sequence.request.id in self._admitted:
-                self._fail(self._admitted[sequence.request.id], _outgrown(self._kv_cache.max_tokens))
+            state = self._requests.get(sequence.request_id)
+            if state is not None:
+                self._fail(state, _too_long(self._kv_cache.max_tokens))
         self._report_queues()
         self._telemetry.cache(self._kv_cache.usage, *self._kv_cache.take_counts())
         self._telemetry.preempted(len(plan.preempted))
         if plan.batch:
-            self._step(plan)
+            self._run(plan)
         return bool(plan.batch)
 
     def fail_all(self, error: PeraxisError) -> None:
-        """Tell everybody that nothing more comes."""
-        for admitted in list(self._admitted.values()):
-            self._fail(admitted, error)
-        calls: list[Prefetch | Unload] = [*self._prefetches, *self._unloads]
-        self._prefetches, self._unloads = [], []
-        for call in calls:
-            call.future.set_exception(error)
+        """Answer every request and call with an error: the engine stops."""
+        for state in list(self._requests.values()):
+            self._fail(state, error)
+        self.calls.fail_all(error)
 
     def _adopt_loads(self, now: float) -> None:
         for adopted in self._residency.adopt():
             digest, error = adopted.record.digest, adopted.error
-            for admitted in self._unstarted.get(digest, {}).values():
-                admitted.loaded_at = (
-                    now if admitted.cold and admitted.loaded_at is None else admitted.loaded_at
-                )
+            for state in self._unstarted.get(digest, {}).values():
+                if state.cold and state.loaded_at is None:
+                    state.loaded_at = now
             if error is not None:
-                for admitted in [a for a in self._admitted.values() if a.request.digest == digest]:
-                    self._fail(admitted, error)
-                for prefetch in [p for p in self._prefetches if p.record.digest == digest]:
-                    self._end_prefetch(prefetch)
-                    prefetch.future.set_exception(error)
+                for state in [s for s in self._requests.values() if s.request.digest == digest]:
+                    self._fail(state, error)
+                self.calls.fail_loads(digest, error)
 
-    def _time_out(self, now: float) -> None:
-        """Fail requests that have waited for their delta for too long."""
+    def _fail_late_loads(self, now: float) -> None:
+        """Fail requests whose delta was not loaded in time."""
         late = [
-            admitted
+            state
             for digest, waiting in self._unstarted.items()
             if digest is not None and not self._residency.is_resident(digest)
-            for admitted in waiting.values()
-            if now - admitted.admitted_at > self.load_timeout_s
+            for state in waiting.values()
+            if now - state.admitted_at > self._load_timeout_s
         ]
-        for admitted in late:
-            assert admitted.request.record is not None
-            self._fail(admitted, self._load_timeout(admitted.request.record))
+        for state in late:
+            assert state.request.record is not None
+            self._fail(state, load_timeout(state.request.record, self._load_timeout_s))
 
-    def _serve_calls(self, now: float) -> None:
-        for unload in [u for u in self._unloads if self._residency.evict(u.digest, "unload")]:
-            self._unloads.remove(unload)
-            unload.future.set_result(None)
-        for prefetch in list(self._prefetches):
-            self._serve_prefetch(prefetch, now)
-
-    def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
-        record = prefetch.record
-        resident = self._residency.is_resident(record.digest)
-        if not resident and now - prefetch.since <= self.load_timeout_s:
-            self._residency.load(record.digest)
-            return
-        self._end_prefetch(prefetch)
-        try:
-            if not resident:
-                raise self._load_timeout(record)
-            if prefetch.pin:
-                self._residency.pin(record.digest)
-            prefetch.future.set_result(None)
-        except PeraxisError as error:
-            prefetch.future.set_exception(error)
-
-    def _end_prefetch(self, prefetch: Prefetch) -> None:
-        self._prefetches.remove(prefetch)
-        self._residency.forget(prefetch.record.digest)
-
-    def _step(self, plan: Plan[Sequence]) -> None:
-        """Compute the plan's tokens. Where the whole fails, each sequence is tried alone, so that one fails alone."""
+    def _run(self, plan: Plan[Sequence]) -> None:
+        """Compute the planned tokens and send what comes of them."""
         began = time.monotonic()
-        known = [item for item in plan.batch if item[0].request.id in self._admitted]
-        work = sorted(known, key=lambda item: self._place(item[0]))
-        for sequence, _ in work:
-            admitted = self._admitted[sequence.request.id]
-            if admitted.started_at is None:
-                admitted.started_at = began
-                self._leave_unstarted(sequence.request)
-        for computed, logits in self._compute(work):
+        planned = [item for item in plan.batch if item[0].request_id in self._requests]
+        deltas = self._deltas_of(planned)
+        # Sequences of one delta stand together, the base's first.
+        batch = sorted(planned, key=lambda item: _slot_index(item[0], deltas))
+        for sequence, _ in batch:
+            state = self._requests[sequence.request_id]
+            if state.started_at is None:
+                state.started_at = began
+                self._leave_unstarted(state)
+        for computed, logits in self._forward(batch, deltas):
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
-        num_deltas = len({sequence.digest for sequence, _ in work} - {None})
-        self._telemetry.step(time.monotonic() - began, len(work), num_deltas)
+        self._telemetry.step(time.monotonic() - began, len(batch), len(deltas))
 
-    def _compute(self, work: Work) -> Iterator[tuple[Work, Tensor]]:
-        """Logits of all of them at once; where that fails, of each by itself, so that one fails alone.
+    def _deltas_of(self, batch: Batch) -> dict[str, ResidentDelta]:
+        deltas = {}
+        for digest in dict.fromkeys(sequence.digest for sequence, _ in batch):
+            delta = None if digest is None else self._residency.find(digest)
+            if digest is not None and delta is not None:
+                deltas[digest] = delta
+        return deltas
+
+    def _forward(self, batch: Batch, deltas: Mapping[str, ResidentDelta]) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the batch and its logits; if that fails, each sequence alone, so that a faulty one fails alone.
 
         Raises:
-            Exception: what the model did, when the device does not work any more.
+            Exception: the model's own, if the device does not work any more.
         """
-        fresh = self._kv_cache.take_fresh()
+        pages_to_zero = self._kv_cache.take_fresh()
         try:
-            yield work, self._forward(work, fresh)
+            yield batch, self._runner.forward(batch, deltas, pages_to_zero)
             return
-        except Exception as error:  # the engine's place for what nobody foresaw
-            logger.exception("step failed with %d sequences in it", len(work))
+        except Exception as error:  # any error of a step must leave the engine running
+            logger.exception("step failed with %d sequences in it", len(batch))
             if not self._runner.is_usable():
                 raise
-            if len(work) == 1:
-                self._fail(self._admitted[work[0][0].request.id], _step_failed(error))
+            if len(batch) == 1:
+                self._fail(self._requests[batch[0][0].request_id], _step_failed(error))
                 return
-        for alone in ([item] for item in work):
-            admitted = self._admitted.get(alone[0][0].request.id)
-            if admitted is None:  # another sample of it has failed
+        for item in batch:
+            # A sequence of the same request may have failed just now, and the request with it.
+            state = self._requests.get(item[0].request_id)
+            if state is None:
                 continue
             try:
-                logits = self._forward(alone, fresh)
+                logits = self._runner.forward([item], deltas, pages_to_zero)
             except Exception as error:
                 if not self._runner.is_usable():
                     raise
-                self._fail(admitted, _step_failed(error))
+                self._fail(state, _step_failed(error))
             else:
-                yield alone, logits
-            fresh = []  # cleared with the first
+                yield [item], logits
+            # Zeroed with the first.
+            pages_to_zero = []
 
-    def _forward(self, work: Work, fresh: Items[int]) -> Tensor:
-        return self._runner.forward([self._piece(*item) for item in work], fresh)
-
-    def _piece(self, sequence: Sequence, num_tokens: int) -> Piece:
-        first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        delta = None if sequence.digest is None else self._residency.find(sequence.digest)
-        assert (delta is None) == (sequence.digest is None), (
-            "a step was planned for a delta that is not there"
-        )
-        chunk = Chunk(first, num_tokens, sequence.held.pages)
-        return Piece(sequence.tokens[first:last], chunk, delta, sequence.num_kept(num_tokens))
-
-    def _advance(self, work: Work, logits: Tensor) -> None:
-        """Take what the step computed: the cache's new contents, the prompts' scores, the next tokens."""
+    def _advance(self, batch: Batch, logits: Tensor) -> None:
+        """Count the batch's tokens as computed, read prompt log-probabilities, and sample next tokens."""
         row = 0
         ready: list[tuple[int, Sequence]] = []
-        for sequence, num_tokens in work:
-            num_kept = sequence.num_kept(num_tokens)
-            if num_kept > 1 or not sequence.reuses_prefix:
-                self._read_prompt(sequence, logits[row : row + num_kept])
-            row += num_kept
+        for sequence, num_tokens in batch:
+            num_logits = sequence.num_logits(num_tokens)
+            if sequence.needs_prompt_logits:
+                self._read_prompt_logprobs(sequence, logits[row : row + num_logits])
+            row += num_logits
             sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens == sequence.num_tokens:
                 ready.append((row - 1, sequence))
@@ -250,131 +213,117 @@ class Core:
         if ready:
             last = LastLogits(logits[[row for row, _ in ready]])
             for index, (_, sequence) in enumerate(ready):
-                self._choose(sequence, last, index)
+                # A sequence of the same request may have failed just now, and the request with it.
+                state = self._requests.get(sequence.request_id)
+                if state is not None:
+                    self._attempt(state, self._sample, state, sequence, last, index)
 
-    def _choose(self, sequence: Sequence, last: LastLogits, index: int) -> None:
-        """The next token of one sequence, sent on."""
-        admitted = self._admitted.get(sequence.request.id)
-        if admitted is None:  # another sample of it failed in this very step
-            return
-
-        def send() -> None:
-            num_ids = sequence.request.tokenizer.num_embeddings
-            choice = last.choose(index, num_ids, sequence.sampler, sequence.tokens)
-            self._kv_cache.commit(sequence)
-            self._send(admitted, sequence, choice)
-
-        self._attempt(admitted, send)
-
-    def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
-        """Score the prompt's tokens that follow those just computed."""
+    def _read_prompt_logprobs(self, sequence: Sequence, logits: Tensor) -> None:
+        """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
+        state = self._requests[sequence.request_id]
         first = sequence.num_computed_tokens + 1
-        following = sequence.request.prompt_ids[first : first + len(logits)]
-        num_top = sequence.request.sampling.prompt_logprobs
+        following = state.request.prompt_ids[first : first + len(logits)]
+        num_top = state.request.sampling_params.prompt_logprobs
         assert num_top is not None
-        sequence.read_prompt(score(logits[: len(following)], following, num_top))
+        scored = score(logits[: len(following)], following, num_top)
+        state.outputs[sequence.index].add_prompt_logprobs(scored)
 
-    def _send(self, admitted: Admitted, sequence: Sequence, choice: Choice) -> None:
+    def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
+        """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
+        output = state.outputs[sequence.index]
+        token = last.sample(row, state.tokenizer.num_embeddings, output.sampler, sequence.tokens)
+        self._kv_cache.commit(sequence)
         now = time.monotonic()
-        reason = sequence.accept(choice)
-        admitted.num_generated += 1
-        if admitted.first_token_at is None:
-            admitted.first_token_at = now
-            self._telemetry.first_token(admitted.request, admitted.found, admitted.timings(now))
-        self._telemetry.tokens(admitted.request, "generation", 1)
-        if sequence.last_token_at is not None:
-            self._telemetry.next_token(now - sequence.last_token_at)
-        sequence.last_token_at = now
-        while admitted.num_begun < admitted.request.sampling.n:
-            self._begin_sample(admitted)
+        reason = output.add_token(token)
+        state.num_generated_tokens += 1
+        if state.first_token_at is None:
+            state.first_token_at = now
+            self._telemetry.first_token(state.request, state.lookup, state.timings(now))
+        self._telemetry.tokens(state.request, "generation", 1)
+        if output.last_token_at is not None:
+            self._telemetry.next_token(now - output.last_token_at)
+        output.last_token_at = now
+        while state.num_started < state.request.sampling_params.n:
+            self._start_sequence(state)
         if reason is not None:
-            self._end_sample(admitted, sequence, reason)
+            self._finish_sequence(state, output, reason)
 
-    def _begin_sample(self, admitted: Admitted) -> None:
-        sequence = Sequence(admitted.request, admitted.num_begun, admitted.admitted_at)
-        admitted.num_begun += 1
-        admitted.live.append(sequence)
-        self._scheduler.add(sequence, time.monotonic())
+    def _start_sequence(self, state: RequestState) -> None:
+        self._scheduler.add(state.start_sequence(), time.monotonic())
 
-    def _end_sample(self, admitted: Admitted, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish(reason)
-        admitted.live.remove(sequence)
-        self._scheduler.remove(sequence)
-        if not admitted.live:
-            self._finish(admitted, reason)
+    def _finish_sequence(self, state: RequestState, output: SequenceOutput, reason: FinishReason) -> None:
+        output.finish(reason)
+        del state.outputs[output.sequence.index]
+        self._scheduler.remove(output.sequence)
+        if not state.outputs:
+            self._finish(state, reason)
 
-    def _attempt(self, admitted: Admitted, action: Callable[[], None]) -> None:
-        """Do something for one request; whatever goes wrong fails that request alone."""
+    def _attempt(
+        self, state: RequestState, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call `action` for one request; any error fails that request alone."""
         try:
-            action()
+            action(*args, **kwargs)
         except PeraxisError as error:
-            self._fail(admitted, error)
-        except Exception as error:  # of a stranger's tokenizer, or of who listens
-            logger.exception("request %s failed", admitted.request.id)
-            self._fail(admitted, _step_failed(error))
+            self._fail(state, error)
+        except Exception as error:  # of a variant's tokenizer, or of `on_event`
+            logger.exception("request %s failed", state.request.id)
+            self._fail(state, _step_failed(error))
 
-    def _finish(self, admitted: Admitted, reason: FinishReason) -> None:
-        for index in range(admitted.num_begun, admitted.request.sampling.n):
-            admitted.request.on_event(FinishEvent(index, reason, ""))
-        timings = admitted.timings(time.monotonic())
-        self._telemetry.finished(admitted.request, reason, timings.total_s)
-        self._forget(admitted)
-        admitted.request.on_event(
-            DoneEvent(timings, len(admitted.request.prompt_ids), admitted.num_generated)
-        )
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        for index in range(state.num_started, state.request.sampling_params.n):
+            state.on_event(FinishEvent(index, reason, ""))
+        timings = state.timings(time.monotonic())
+        self._telemetry.finished(state.request, reason, timings.total_s)
+        self._release(state)
+        state.on_event(DoneEvent(timings, len(state.request.prompt_ids), state.num_generated_tokens))
 
-    def _fail(self, admitted: Admitted, error: PeraxisError) -> None:
+    def _fail(self, state: RequestState, error: PeraxisError) -> None:
         now = time.monotonic()
-        self._telemetry.finished(admitted.request, "error", now - admitted.admitted_at)
-        for sequence in admitted.live:
-            self._kv_cache.discard(sequence)
-        self._forget(admitted)
-        admitted.request.on_event(ErrorEvent(error))
+        self._telemetry.finished(state.request, "error", now - state.admitted_at)
+        for output in state.outputs.values():
+            self._kv_cache.discard(output.sequence)
+        self._release(state)
+        state.on_event(ErrorEvent(error))
 
-    def _forget(self, admitted: Admitted) -> None:
-        """Give back what a request held; it is answered next."""
-        for sequence in admitted.live:
-            self._scheduler.remove(sequence)
-        admitted.live = []
-        del self._admitted[admitted.request.id]
-        if admitted.request.digest is not None:
-            self._residency.forget(admitted.request.digest)
-        if admitted.started_at is None:
-            self._leave_unstarted(admitted.request)
-        self.on_answered(admitted.request)
-
-    def _place(self, sequence: Sequence) -> int:
-        """Where a sequence stands in a batch: those of one slot together, the base's first."""
-        delta = None if sequence.digest is None else self._residency.find(sequence.digest)
-        return -1 if delta is None else delta.slot.index
+    def _release(self, state: RequestState) -> None:
+        """Give back everything that a request holds, before its last event."""
+        for output in state.outputs.values():
+            self._scheduler.remove(output.sequence)
+        state.outputs = {}
+        del self._requests[state.request.id]
+        if state.request.digest is not None:
+            self._residency.forget(state.request.digest)
+        if state.started_at is None:
+            self._leave_unstarted(state)
+        self._on_answered(state.request)
 
     def _report_queues(self) -> None:
         num_waiting = sum(map(len, self._unstarted.values()))
-        loading = [
+        num_loading = sum(
             len(waiting)
             for digest, waiting in self._unstarted.items()
             if digest is not None and not self._residency.is_resident(digest)
-        ]
-        self._telemetry.queues(len(self._admitted) - num_waiting, num_waiting, sum(loading))
-
-    def _leave_unstarted(self, request: Request) -> None:
-        waiting = self._unstarted[request.digest]
-        del waiting[request.id]
-        if not waiting:
-            del self._unstarted[request.digest]
-
-    def _load_timeout(self, record: VersionRecord) -> LoadTimeout:
-        return LoadTimeout(
-            f"{label(record)} found no slot or was not loaded within {self.load_timeout_s:g} s: "
-            "try again, or unpin some"
         )
+        self._telemetry.queues(len(self._requests) - num_waiting, num_waiting, num_loading)
+
+    def _leave_unstarted(self, state: RequestState) -> None:
+        waiting = self._unstarted[state.request.digest]
+        del waiting[state.request.id]
+        if not waiting:
+            del self._unstarted[state.request.digest]
+
+
+def _slot_index(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> int:
+    delta = None if sequence.digest is None else deltas.get(sequence.digest)
+    return -1 if delta is None else delta.slot.index
 
 
 def _step_failed(error: Exception) -> EngineFailed:
     return EngineFailed(f"the step failed: {type(error).__name__}: {error}")
 
 
-def _outgrown(max_tokens: int) -> InvalidRequest:
+def _too_long(max_tokens: int) -> InvalidRequest:
     return InvalidRequest(
         f"the key-value cache holds {max_tokens} tokens, and more are needed: shorten the prompt"
     )

@@ -1,6 +1,6 @@
-"""The engine as other threads see it: requests and calls go in through one queue, answers come back as events.
+"""The engine as other threads see it: requests and calls go in through one queue, events come out.
 
-One thread owns the model; what it does is `core.py`. A request is refused here, before it costs anybody anything.
+Owns the engine thread, which owns the model; its step is `core.py`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -16,80 +16,69 @@ from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
-from server.engine.admitted import Prefetch, Unload
+from server.engine.admission import Admission
 from server.engine.core import Core
-from server.engine.request import ErrorEvent, Request
-from server.engine.telemetry import Telemetry
-from server.errors import Draining, InvalidRequest, QueueFull
-from server.settings import Settings
+from server.engine.delta_calls import LoadCall, UnloadCall
+from server.engine.events import ErrorEvent
+from server.engine.request import Request
+from server.engine.request_state import OnEvent
+from server.errors import Draining
 
-SWITCH_S = 0.0005  # after which other threads give the interpreter back, ten times sooner than by default
-IDLE_S = 0.2  # how long the loop sleeps when nothing happens
-STUCK_S = 60.0  # a thread that has not come round for so long is not alive
+SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long
+IDLE_S = 0.2  # between checks for work when nothing arrives
+STUCK_S = 60.0  # without a step or a check, after which the engine does not count as alive
 
 
 class Engine:
-    """See the module. Public methods may be called from any thread."""
+    """Runs requests on a thread of its own. Public methods may be called from any thread.
+
+    Args:
+        on_lost: called on the engine thread when it ends without having been told to, as when the device is lost.
+    """
 
     def __init__(
         self,
-        settings: Settings,
         core: Core,
+        admission: Admission,
         residency: Residency,
         base: Base,
-        telemetry: Telemetry,
-        max_model_len: int,
         on_lost: Callable[[], None],
     ) -> None:
-        """`max_model_len` counts the tokens of prompt and output; `on_lost` is called when the device is lost."""
         self.base = base
-        self.max_model_len = max_model_len
-        self._max_open = settings.max_num_seqs + settings.max_queue  # requests that run or wait
         self._on_lost = on_lost
         self._core = core
+        self._admission = admission
         self._residency = residency
-        self._telemetry = telemetry
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open: dict[str, Request] = {}  # admitted and not answered, by id
-        self._draining = self._stopping = False
+        self._stopping = False
         self._beat = time.monotonic()
-        core.load_timeout_s = settings.load_timeout
-        core.on_answered = self._answered
         residency.on_finished = lambda: self._calls.put(lambda: None)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Admit a request.
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Admit a request. Not for the event loop: reads files if the variant's tokenizer is not cached.
+
+        Args:
+            request: its id must differ from those of all open requests.
+            on_event: called on the engine thread with each event, a DoneEvent or an ErrorEvent last; must not block.
 
         Raises:
-            InvalidRequest: what it asks cannot be served.
-            QueueFull, Draining: it may come again later.
+            InvalidRequest: the request cannot be served.
+            QueueFull, Draining: the request can be sent again later.
+            ArtifactError: the variant's tokenizer cannot be loaded.
         """
-        try:
-            request.check(self.max_model_len)
-            with self._lock:
-                if self._draining or not self._thread.is_alive():
-                    raise Draining("the server is shutting down: send the request to another replica")
-                if len(self._open) >= self._max_open:
-                    raise QueueFull(f"{len(self._open)} requests run or wait: try again in a moment")
-                if request.id in self._open:
-                    raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
-                self._open[request.id] = request
-        except PeraxisError as error:
-            self._telemetry.rejected(error)
-            raise
-        self._calls.put(lambda: self._core.admit(request))
+        tokenizer = self._admission.admit(request, on_event)
+        self._calls.put(lambda: self._core.add_request(request, tokenizer, on_event))
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
         self._calls.put(lambda: self._core.cancel(request_id))
 
     def load(self, record: VersionRecord, *, pin: bool = False) -> Future[None]:
-        """Bring a version into a slot (and keep it there, with `pin`); done when it is visible."""
+        """Load a version into a slot and, with `pin`, never evict it; done when requests can use it."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.prefetch(Prefetch(record, pin, future)))
+        self._calls.put(lambda: self._core.calls.add_load(LoadCall(record, pin, future)))
         return future
 
     def pin(self, record: VersionRecord) -> Future[None]:
@@ -101,52 +90,50 @@ class Engine:
         return self._call(lambda: self._residency.unpin(record.digest))
 
     def unload(self, record: VersionRecord) -> Future[None]:
-        """Free a version's slot as soon as nobody runs on it; done when it has happened."""
+        """Free a version's slot once no request runs on it; done when it is free."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.unload(Unload(record.digest, future)))
+        self._calls.put(lambda: self._core.calls.add_unload(UnloadCall(record.digest, future)))
         return future
 
     def level_of(self, digest: str) -> str:
-        """Where a version is now: ``device``, ``host`` or ``disk``."""
+        """Return where a version is now: ``device``, ``host`` or ``disk``."""
         return self._residency.level_of(digest)
 
     def is_pinned(self, digest: str) -> bool:
         return self._residency.is_pinned(digest)
 
     def in_use(self, digest: str) -> int:
-        """How many admitted requests of a digest have not been answered in full."""
-        with self._lock:
-            return sum(request.digest == digest for request in self._open.values())
+        """Return how many admitted requests of a digest have not been answered in full."""
+        return self._admission.num_open_of(digest)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._admission.max_model_len
 
     @property
     def slot_bytes(self) -> int:
         return self._residency.slot_bytes
 
     def alive(self) -> bool:
-        """Whether the engine's thread still comes round."""
+        """Return whether the engine thread still runs steps or waits for work."""
         return not self._stopping and self._thread.is_alive() and time.monotonic() - self._beat < STUCK_S
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        with self._lock:
-            self._draining = True
+        self._admission.drain()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Refuse new requests, let the admitted ones end for up to `timeout_s`, then stop the thread."""
         self.drain()
         deadline = time.monotonic() + timeout_s
-        while self._open and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._admission.num_open() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping = True
         self._thread.join(STUCK_S)
         self._residency.close()
 
-    def _answered(self, request: Request) -> None:
-        with self._lock:
-            self._open.pop(request.id, None)
-
     def _call(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on the engine's thread."""
+        """Run a function on the engine thread."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -161,35 +148,33 @@ class Engine:
         return future
 
     def _loop(self) -> None:
-        """Turn until told to stop. Whatever else ends it, nobody is left waiting, and the service hears of it."""
+        """Step until told to stop. Any other end answers every request with an error and calls `on_lost`."""
         told_to_stop = busy = False
         sys.setswitchinterval(SWITCH_S)
         try:
             while not self._stopping:
                 self._beat = time.monotonic()
-                self._take_calls(wait_s=0.0 if busy else IDLE_S)
-                busy = self._core.turn()
+                self._run_calls(wait_s=0.0 if busy else IDLE_S)
+                busy = self._core.step()
             told_to_stop = True
         finally:
             self._stopping = True
             self.drain()
-            self._tell_all(Draining("the server has shut down: send the request again"))
+            self._fail_all(Draining("the server has shut down: send the request again"))
             if not told_to_stop:
                 self._on_lost()
 
-    def _tell_all(self, error: PeraxisError) -> None:
-        """Nothing more comes: for those whom the core knows, for calls that came too late, for whatever was lost."""
+    def _fail_all(self, error: PeraxisError) -> None:
+        """Answer the core's requests, then those whose call came too late for it."""
         try:
-            self._take_calls(wait_s=0.0)
+            self._run_calls(wait_s=0.0)
             self._core.fail_all(error)
         finally:
-            with self._lock:
-                lost, self._open = list(self._open.values()), {}
-            for request in lost:
-                request.on_event(ErrorEvent(error))
+            for on_event in self._admission.remove_all():
+                on_event(ErrorEvent(error))
 
-    def _take_calls(self, wait_s: float) -> None:
-        """Every call that waits; sleep until one comes for at most `wait_s`."""
+    def _run_calls(self, wait_s: float) -> None:
+        """Run every call in the queue; wait up to `wait_s` for the first."""
         try:
             call = self._calls.get(timeout=wait_s) if wait_s else self._calls.get_nowait()
             while True:

@@ -1,31 +1,25 @@
-"""One forward pass over a mixed batch: pieces of sequences in, logits out. Owns the model; knows no requests."""
+"""One forward pass over a mixed batch: sequences in, logits out. Owns the model; knows no requests and no text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from server.deltas.batch import DeltaBatch
 from server.deltas.resident import ResidentDelta
+from server.engine.sequence import Sequence
+from server.errors import EngineFailed
 from server.model.attention import Chunk, Layout
 from server.model.loader import ServedModel
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of one sequence that a step computes."""
-
-    ids: Items[int]
-    chunk: Chunk
-    delta: ResidentDelta | None
-    num_kept: int  # of its last tokens, how many logits are wanted
+Batch = Items[tuple[Sequence, int]]  # sequences, and how many of their next tokens a step computes
 
 
 class ModelRunner:
-    """Runs the model for many sequences at a time, each with the delta of its variant."""
+    """Runs the model for a batch of sequences, each with the delta of its variant."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -37,40 +31,60 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(
         self,
-        pieces: Items[Piece],  # those of one delta together
-        fresh: Items[int],  # pages that hold another sequence's past
-    ) -> Tensor:  # [kept, vocabulary] float32
-        """Logits of the kept tokens, in order; minus infinity for tokens that a piece's variant lacks."""
-        attention, counts = self._served.attention, [len(piece.ids) for piece in pieces]
-        layout = Layout.of([piece.chunk for piece in pieces], attention.page_tokens, self.device)
-        kept = [piece.num_kept for piece in pieces]
-        batch = DeltaBatch.of([piece.delta for piece in pieces], counts, kept)
-        ids = [token for piece in pieces for token in piece.ids]
-        positions = [piece.chunk.start + i for piece in pieces for i in range(len(piece.ids))]
-        attention.clear(fresh)
-        with self._served.context.step(batch), attention.step(layout):
+        batch: Batch,  # sequences of one delta stand together
+        deltas: Mapping[str, ResidentDelta],  # by digest
+        pages_to_zero: Items[int],  # pages that hold keys and values of another sequence
+    ) -> Tensor:  # [logits, vocab] float32
+        """Compute the batch's tokens. Return `Sequence.num_logits` rows per sequence, in the batch's order.
+
+        Logits are minus infinity for tokens that a sequence's variant lacks.
+        """
+        attention = self._served.attention
+        counts = [num_tokens for _, num_tokens in batch]
+        num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
+        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.held.pages) for s, num_tokens in batch]
+        layout = Layout.of(chunks, attention.page_tokens, self.device)
+        delta_batch = DeltaBatch.of([_delta_of(s, deltas) for s, _ in batch], counts, num_logits)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for sequence, num_tokens in batch:
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+            token_ids += sequence.tokens[start:end]
+            positions += range(start, end)
+        attention.clear(pages_to_zero)
+        with self._served.context.step(delta_batch), attention.step(layout):
             output = self._served.model(
-                input_ids=torch.tensor([ids], device=self.device),
+                input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),
                 use_cache=False,
-                logits_to_keep=torch.tensor(_last(counts, kept), dtype=torch.long, device=self.device),
+                logits_to_keep=torch.tensor(
+                    _logits_rows(counts, num_logits), dtype=torch.long, device=self.device
+                ),
             )
         logits: Tensor = output.logits[0].float()
         return logits
 
     def is_usable(self) -> bool:
-        """Whether the device still works after a failed step; a sticky CUDA error leaves it lost."""
+        """Return whether the device still works after a failed step; a sticky CUDA error leaves it lost."""
         try:
             return bool(torch.ones(1, device=self.device).sum() == 1)
         except RuntimeError:
             return False
 
 
-def _last(counts: Items[int], kept: Items[int]) -> list[int]:
-    """Rows of the flat batch whose logits are wanted."""
+def _delta_of(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> ResidentDelta | None:
+    if sequence.digest is None:
+        return None
+    if sequence.digest not in deltas:
+        raise EngineFailed(f"a step was scheduled for delta {sequence.digest[:12]}, which is not resident")
+    return deltas[sequence.digest]
+
+
+def _logits_rows(counts: Items[int], num_logits: Items[int]) -> list[int]:
+    """Return the rows of the flat batch whose logits are computed: the last ones of each sequence."""
     rows: list[int] = []
     end = 0
-    for count, wanted in zip(counts, kept, strict=True):
+    for count, kept in zip(counts, num_logits, strict=True):
         end += count
-        rows += range(end - wanted, end)
+        rows += range(end - kept, end)
     return rows

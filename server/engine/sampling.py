@@ -1,4 +1,4 @@
-"""From logits to tokens: the library's own processors in the library's own order, then one seeded draw per sample."""
+"""From logits to tokens: transformers' logits processors in transformers' order, then one seeded draw per sequence."""
 
 from __future__ import annotations
 
@@ -17,73 +17,80 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from server.engine.request import SamplingParams, ScoredToken
+from server.engine.events import ScoredToken
 from server.errors import EngineFailed
+from server.sampling_params import SamplingParams
 
-GREEDY_BELOW = 1e-4  # a lower temperature chooses the likeliest token too, and overflows float32 on the way
+# A lower temperature chooses the likeliest token, too, and overflows float32 on the way.
+GREEDY_BELOW = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A chosen token; logprobs are the model's own, before penalty, temperature and truncation."""
+class SampledToken:
+    """A sampled token; log-probabilities are the model's, before penalty, temperature and truncation."""
 
     token_id: int
     logprob: float | None
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
 
 
 class Sampler:
-    """Chooses the tokens of one sample. Its draws depend on its seed alone, never on other requests."""
+    """Samples the tokens of one sequence. Its draws depend on its seed alone, never on other requests."""
 
-    def __init__(self, sampling: SamplingParams, index: int) -> None:
-        self.num_logprobs = sampling.logprobs
-        self.greedy = sampling.temperature < GREEDY_BELOW
-        self.processors = _processors(sampling)
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed + index
+    def __init__(self, params: SamplingParams, index: int) -> None:
+        self.num_logprobs = params.logprobs
+        self.greedy = params.temperature < GREEDY_BELOW
+        self.processors = _processors(params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed + index
         self.generator = torch.Generator().manual_seed(seed % 2**63)
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether the likeliest token is all there is to find."""
+    def takes_argmax(self) -> bool:
+        """True if the argmax of the logits is the answer and no log-probabilities are reported."""
         return self.greedy and not self.processors and self.num_logprobs is None
 
-    def choose(
+    def sample(
         self,
         logits: Tensor,  # [vocab] float32 on the CPU; minus infinity for tokens that the variant lacks
-        history: list[int],  # prompt and tokens so far
-    ) -> Choice:
-        """The next token; at least one logit is finite and none is NaN."""
-        scores = self.processors(torch.tensor([history]), logits[None].clone())[0]  # type: ignore[arg-type]
+        token_ids: list[int],  # the sequence so far, prompt included
+    ) -> SampledToken:
+        """Sample the next token. At least one logit must be finite and none NaN."""
+        scores = self.processors(torch.tensor([token_ids]), logits[None].clone())[0]  # type: ignore[arg-type]
         if self.greedy:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
         if self.num_logprobs is None:
-            return Choice(token, None, ())
+            return SampledToken(token, None, ())
         scored = score(logits[None], [token], self.num_logprobs)[0]
-        return Choice(token, scored.logprob, scored.top)
+        return SampledToken(token, scored.logprob, scored.top)
 
 
 class LastLogits:
-    """What a step says of the next token of each sequence in it."""
+    """Logits of the next token of each sequence that a step completes.
+
+    Args:
+        logits: ``[sequences, vocab]`` float32, on any device.
+    """
 
     def __init__(self, logits: Tensor) -> None:
-        """Args: logits: ``[sequences, vocab]`` float32, on any device."""
         self._logits = logits
         self._usable = (~logits.isnan().any(-1) & logits.isfinite().any(-1)).tolist()
-        self._likeliest = logits.argmax(-1).tolist()
+        self._argmax = logits.argmax(-1).tolist()
 
-    def choose(self, row: int, num_ids: int, sampler: Sampler, history: list[int]) -> Choice:
-        """The next token of sequence `row`; EngineFailed where its logits hold NaN or no finite number.
+    def sample(self, row: int, num_embeddings: int, sampler: Sampler, token_ids: list[int]) -> SampledToken:
+        """Sample the next token of the sequence in `row` from its variant's `num_embeddings` logits.
 
-        Only its variant's `num_ids` logits are drawn from: how many others there are is another variant's business, and
-        would change the draw.
+        Logits beyond those belong to tokens of other variants in the batch and would change the draw.
+
+        Raises:
+            EngineFailed: the row holds NaN or no finite number.
         """
         if not self._usable[row]:
             raise EngineFailed("the model's logits are not finite: this variant or its base is damaged")
-        if sampler.takes_likeliest:
-            return Choice(self._likeliest[row], None, ())
-        return sampler.choose(self._logits[row, :num_ids].cpu(), history)
+        if sampler.takes_argmax:
+            return SampledToken(self._argmax[row], None, ())
+        return sampler.sample(self._logits[row, :num_embeddings].cpu(), token_ids)
 
 
 def score(
@@ -91,7 +98,7 @@ def score(
     token_ids: Items[int],
     num_top: int,
 ) -> list[ScoredToken]:
-    """What a model thought of tokens, each by the logits before it; `num_top` likeliest beside each."""
+    """Return each token's log-probability under its row of logits, with the row's `num_top` likeliest tokens."""
     logprobs = logits.log_softmax(-1).cpu()
     own = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
     values, ids = (found.tolist() for found in logprobs.topk(min(num_top, logprobs.shape[1])))
@@ -105,18 +112,18 @@ def score(
     ]
 
 
-def _processors(sampling: SamplingParams) -> LogitsProcessorList:
+def _processors(params: SamplingParams) -> LogitsProcessorList:
     chosen = LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.temperature < GREEDY_BELOW:
+    if params.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.temperature < GREEDY_BELOW:
         return chosen
-    if sampling.temperature != 1:
-        chosen.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        chosen.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        chosen.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        chosen.append(MinPLogitsWarper(sampling.min_p))
+    if params.temperature != 1:
+        chosen.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        chosen.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        chosen.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        chosen.append(MinPLogitsWarper(params.min_p))
     return chosen

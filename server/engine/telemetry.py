@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from deltastore.errors import PeraxisError
-from server.engine.request import Request, Timings
+from server.engine.events import Timings
+from server.engine.request import Request
 from server.errors import Draining, LoadTimeout, QueueFull
 from server.metrics import Metrics
 

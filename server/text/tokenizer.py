@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from deltastore.base.base import Base
@@ -26,8 +25,8 @@ from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.engine.request import SamplingParams
 from server.errors import InvalidRequest, NotServable
+from server.sampling_params import SamplingParams
 from server.text.templates import TemplateWorker
 
 CACHED = 64  # tokenizers kept; a few megabytes each
@@ -57,7 +56,7 @@ class VariantTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the tokenizer itself adds."""
-        return _guarded(lambda: list(self.tokenizer(text)["input_ids"]), "prompt")
+        return guarded(lambda: list(self.tokenizer(text)["input_ids"]), "prompt")
 
     def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids of a conversation through the variant's chat template, up to the assistant's turn."""
@@ -67,35 +66,10 @@ class VariantTokenizer:
         text = self.worker.render(template, messages, dict(self.tokenizer.special_tokens_map))
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise InvalidRequest("the chat template makes text that is no Unicode", "messages")
-        return _guarded(lambda: list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "messages")
+        return guarded(lambda: list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), "messages")
 
     def decode(self, ids: list[int]) -> str:
-        return _guarded(lambda: str(self.tokenizer.decode(ids, skip_special_tokens=True)), "tokens")
-
-    def stream(self) -> TextStream:
-        return TextStream(self.tokenizer)
-
-
-class TextStream:
-    """Turns a sample's ids into text as they come. A token may be half a character: then nothing comes yet."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._num_sent = 0
-
-    def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        step = self._stream.step
-        text = _guarded(lambda: step(self._tokenizer.backend_tokenizer, token_id), "tokenizer") or ""
-        self._num_sent += len(text)
-        return text
-
-    def flush(self) -> str:
-        """What the last tokens left incomplete, as the library decodes it."""
-        whole = _guarded(lambda: self._tokenizer.decode(self._ids, skip_special_tokens=True), "tokenizer")
-        return str(whole)[self._num_sent :]
+        return guarded(lambda: str(self.tokenizer.decode(ids, skip_special_tokens=True)), "tokens")
 
 
 class Tokenizers:
@@ -165,7 +139,7 @@ class Tokenizers:
                 ) from error
 
     def _make(self, directory: Path, rows: int, generation: Mapping[str, Any]) -> VariantTokenizer:
-        tokenizer = _guarded(
+        tokenizer = guarded(
             lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False), "tokenizer"
         )
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -216,7 +190,7 @@ def _generation(raw: bytes, where: str) -> Mapping[str, Any]:
     return dict(document)
 
 
-def _guarded(call: Callable[[], T], param: str) -> T:
+def guarded(call: Callable[[], T], param: str) -> T:
     """Run tokenizer code; a Rust panic, which is no `Exception`, fails this request and nothing else."""
     try:
         return call()

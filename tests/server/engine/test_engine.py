@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
-from server.engine.admitted import Admitted
-from server.engine.model_runner import Piece
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.deltas.resident import ResidentDelta
+from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.engine.model_runner import Batch
+from server.engine.request_state import RequestState
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
 from tests.server.helpers.served import Answer, Family, Served, make_family, serving
 
@@ -38,9 +39,9 @@ def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = served.engine._core._runner
     forward = runner.forward
 
-    def slowly(pieces: list[Piece], fresh: list[int]) -> Tensor:
+    def slowly(batch: Batch, deltas: Mapping[str, ResidentDelta], pages_to_zero: list[int]) -> Tensor:
         time.sleep(0.02)
-        return forward(pieces, fresh)
+        return forward(batch, deltas, pages_to_zero)
 
     monkeypatch.setattr(runner, "forward", slowly)
 
@@ -138,10 +139,12 @@ def test_a_step_that_fails_fails_its_request_alone(
     runner = served.engine._core._runner
     forward = runner.forward
 
-    def fails_for_the_base(pieces: list[Piece], fresh: list[int]) -> Tensor:
-        if any(piece.delta is None for piece in pieces):
+    def fails_for_the_base(
+        batch: Batch, deltas: Mapping[str, ResidentDelta], pages_to_zero: list[int]
+    ) -> Tensor:
+        if any(sequence.digest is None for sequence, _ in batch):
             raise RuntimeError("as if a kernel had failed")
-        return forward(pieces, fresh)
+        return forward(batch, deltas, pages_to_zero)
 
     monkeypatch.setattr(runner, "forward", fails_for_the_base)
     broken, fine = served.start(None, PROMPT), served.start(record, PROMPT)
@@ -154,15 +157,15 @@ def test_a_request_that_cannot_even_begin_fails_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = served.ask(None, PROMPT).token_ids
-    begin = served.engine._core._begin_sample
+    start = served.engine._core._start_sequence
     failures = iter([True])
 
-    def fails_once(admitted: Admitted) -> None:
+    def fails_once(state: RequestState) -> None:
         if next(failures, False):
             raise ValueError("as if the library refused")
-        begin(admitted)
+        start(state)
 
-    monkeypatch.setattr(served.engine._core, "_begin_sample", fails_once)
+    monkeypatch.setattr(served.engine._core, "_start_sequence", fails_once)
     broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
     assert "as if the library refused" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
@@ -271,7 +274,7 @@ def test_an_id_in_use_is_refused_and_its_owner_is_answered(
     slow_down(served, monkeypatch)
     first = served.start(None, PROMPT, max_new_tokens=40)
     with pytest.raises(InvalidRequest, match="in use"):
-        served.engine.submit(first.request)
+        served.engine.submit(first.request, first.events.put)
     assert len(first.answer().token_ids) == 40
 
 

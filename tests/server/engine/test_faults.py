@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
-from server.engine.model_runner import Piece
-from server.engine.request import DoneEvent, ErrorEvent, FinishEvent
+from server.engine.events import DoneEvent, ErrorEvent, FinishEvent
+from server.engine.model_runner import Batch
 from server.errors import EngineFailed, InvalidRequest
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import (
@@ -82,18 +82,16 @@ def failed(answer: Answer) -> Exception:
 def on_forward(
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[list[Piece], Callable[[], Tensor]], Tensor],
+    change: Callable[[Batch, Callable[[], Tensor]], Tensor],
 ) -> None:
     """Let `change` stand between the engine and its model: it is given a step's pieces and the step."""
     runner = served.engine._core._runner
     forward = runner.forward
-    monkeypatch.setattr(
-        runner, "forward", lambda pieces, fresh: change(pieces, lambda: forward(pieces, fresh))
-    )
+    monkeypatch.setattr(runner, "forward", lambda batch, *args: change(batch, lambda: forward(batch, *args)))
 
 
-def touches(pieces: list[Piece], digest: str) -> bool:
-    return any(piece.delta is not None and piece.delta.digest == digest for piece in pieces)
+def touches(batch: Batch, digest: str) -> bool:
+    return any(sequence.digest == digest for sequence, _ in batch)
 
 
 def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
@@ -101,8 +99,8 @@ def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
 ) -> None:
     others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
 
-    def fails(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
-        if touches(pieces, bad.digest):
+    def fails(batch: Batch, step: Callable[[], Tensor]) -> Tensor:
+        if touches(batch, bad.digest):
             raise RuntimeError("as if a kernel had failed")
         return step()
 
@@ -118,8 +116,8 @@ def test_no_memory_in_a_mixed_step_is_no_failure_where_each_alone_has_enough(
     others = Others.of(served, family.artifacts[0])
     failures = iter([True] * 5)
 
-    def scarce(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
-        if len(pieces) > 1 and next(failures, False):
+    def scarce(batch: Batch, step: Callable[[], Tensor]) -> Tensor:
+        if len(batch) > 1 and next(failures, False):
             raise MemoryError
         return step()
 
@@ -134,12 +132,13 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
     others, sick = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "sick")
     want = served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW).token_ids
 
-    def poisons(pieces: list[Piece], step: Callable[[], Tensor]) -> Tensor:
+    def poisons(batch: Batch, step: Callable[[], Tensor]) -> Tensor:
         logits, row = step().clone(), 0
-        for piece in pieces:
-            if touches([piece], sick.digest):
-                logits[row : row + piece.num_kept] = torch.nan
-            row += piece.num_kept
+        for sequence, num_tokens in batch:
+            num_logits = sequence.num_logits(num_tokens)
+            if sequence.digest == sick.digest:
+                logits[row : row + num_logits] = torch.nan
+            row += num_logits
         return logits
 
     with monkeypatch.context() as patched:
@@ -261,7 +260,7 @@ def test_odd_but_valid_sampling_is_served(served: Served) -> None:
 def test_a_request_id_in_use_is_refused(served: Served) -> None:
     running = served.start(None, PROMPTS[0], max_new_tokens=100)
     with pytest.raises(InvalidRequest, match="in use"):
-        served.engine.submit(running.request)
+        served.engine.submit(running.request, running.events.put)
     assert len(running.answer().token_ids) == 100
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from server.engine.request import DoneEvent, PromptEvent, TokenEvent
+from server.engine.events import DoneEvent, PromptEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import Family, Served, generate, make_family, merged, serving
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.request import SamplingParams
 from server.engine.sampling import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
+from server.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
 
 
 def draws(sampling: SamplingParams, count: int = 200, index: int = 0) -> list[int]:
     sampler = Sampler(sampling, index)
-    return [sampler.choose(LOGITS, [0]).token_id for _ in range(count)]
+    return [sampler.sample(LOGITS, [0]).token_id for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -59,26 +59,28 @@ def test_min_p_drops_what_is_far_less_likely_than_the_best() -> None:
 
 def test_repetition_penalty_lowers_tokens_of_the_history() -> None:
     sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), 0)
-    assert sampler.choose(LOGITS, [1]).token_id == 4
+    assert sampler.sample(LOGITS, [1]).token_id == 4
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
-    choice = Sampler(SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0), 0).choose(LOGITS, [1])
+    sampled = Sampler(SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0), 0).sample(
+        LOGITS, [1]
+    )
     want = LOGITS.log_softmax(-1)
-    assert choice.logprob == pytest.approx(float(want[choice.token_id]))
-    assert [token for token, _ in choice.top] == [1, 4, 2]
-    assert [logprob for _, logprob in choice.top] == pytest.approx(want[[1, 4, 2]].tolist())
+    assert sampled.logprob == pytest.approx(float(want[sampled.token_id]))
+    assert [token for token, _ in sampled.top] == [1, 4, 2]
+    assert [logprob for _, logprob in sampled.top] == pytest.approx(want[[1, 4, 2]].tolist())
 
 
 def test_logprobs_never_name_a_token_that_the_variant_lacks() -> None:
-    choice = Sampler(SamplingParams(temperature=0, logprobs=5), 0).choose(LOGITS, [0])
-    assert [token for token, _ in choice.top] == [1, 4, 2, 0]
+    sampled = Sampler(SamplingParams(temperature=0, logprobs=5), 0).sample(LOGITS, [0])
+    assert [token for token, _ in sampled.top] == [1, 4, 2, 0]
 
 
 @pytest.mark.parametrize("logits", [torch.tensor([0.0, torch.nan]), torch.full((4,), -torch.inf)])
 def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> None:
     with pytest.raises(EngineFailed, match="not finite"):
-        LastLogits(logits[None]).choose(0, len(logits), Sampler(SamplingParams(), 0), [0])
+        LastLogits(logits[None]).sample(0, len(logits), Sampler(SamplingParams(), 0), [0])
 
 
 @pytest.mark.parametrize(

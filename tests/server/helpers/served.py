@@ -22,8 +22,10 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.engine.build import build_engine
 from server.engine.engine import Engine
-from server.engine.request import DoneEvent, ErrorEvent, Event, Request, SamplingParams, TokenEvent
+from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.engine.request import Request
 from server.metrics import Metrics
+from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
 from tests.helpers.tiny_models import Change, make_pair
@@ -81,12 +83,10 @@ class Served:
             tenant="default",
             name=None if record is None else record.name,
             record=record,
-            tokenizer=self.tokenizers.of(record),
             prompt_ids=tuple(prompt),
-            on_event=events.put,
-            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+            sampling_params=SamplingParams(**{"temperature": 0.0, **sampling}),
         )
-        self.engine.submit(request)
+        self.engine.submit(request, events.put)
         return Pending(request, events)
 
     def ask(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Answer:

@@ -11,7 +11,8 @@ import pytest
 from deltastore.errors import ArtifactError
 from deltastore.format.artifact import Artifact
 from server.errors import InvalidRequest
-from server.text.tokenizer import TextStream, sampling_defaults
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import sampling_defaults
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
 from tests.server.helpers.served import Served, make_delta, serving
 
@@ -105,14 +106,14 @@ def test_streamed_text_is_the_whole_text_however_characters_are_cut() -> None:
     tokenizer = make_tokenizer()
     text = "aé€𝄞 ü!"
     ids = tokenizer(text)["input_ids"]
-    stream = TextStream(tokenizer)
-    pieces = [stream.push(token) for token in ids]
-    assert "".join(pieces) + stream.flush() == text
+    detokenizer = Detokenizer(tokenizer, ())
+    pieces = [detokenizer.push(token)[0] for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == text
     assert "�" not in "".join(pieces)
 
 
 def test_half_a_character_at_the_end_comes_out_as_the_library_decodes_it() -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer("a€")["input_ids"][:-1]
-    stream = TextStream(tokenizer)
-    assert "".join(stream.push(token) for token in ids) + stream.flush() == tokenizer.decode(ids)
+    detokenizer = Detokenizer(tokenizer, ())
+    assert "".join(detokenizer.push(token)[0] for token in ids) + detokenizer.flush() == tokenizer.decode(ids)

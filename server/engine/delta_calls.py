@@ -1,0 +1,101 @@
+"""Calls that load, pin or unload a delta, kept until they can be answered. Engine thread only; knows no requests."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.deltas.fetcher import label
+from server.deltas.residency import Residency
+from server.errors import LoadTimeout
+
+
+@dataclass(slots=True, eq=False)
+class LoadCall:
+    """A call to load a version and, with `pin`, to never evict it."""
+
+    record: VersionRecord
+    pin: bool
+    future: Future[None]
+    called_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class UnloadCall:
+    """A call to free a version's slot once no request runs on it."""
+
+    digest: str
+    future: Future[None]
+
+
+class DeltaCalls:
+    """Answers calls when the residency of their delta is as they ask."""
+
+    def __init__(self, residency: Residency, load_timeout_s: float) -> None:
+        self._residency = residency
+        self._load_timeout_s = load_timeout_s
+        self._loads: list[LoadCall] = []
+        self._unloads: list[UnloadCall] = []
+
+    def add_load(self, call: LoadCall) -> None:
+        """Take a call to load. Pending calls to unload the same delta are answered: this one is newer."""
+        for unload in [u for u in self._unloads if u.digest == call.record.digest]:
+            self._unloads.remove(unload)
+            unload.future.set_result(None)
+        self._residency.know(call.record)
+        self._loads.append(call)
+
+    def add_unload(self, call: UnloadCall) -> None:
+        """Take a call to unload."""
+        self._unloads.append(call)
+
+    def serve(self, now: float) -> None:
+        """Start loads, evict unused deltas, and answer the calls that are done or late."""
+        for unload in [u for u in self._unloads if self._residency.evict(u.digest, "unload")]:
+            self._unloads.remove(unload)
+            unload.future.set_result(None)
+        for load in list(self._loads):
+            self._serve_load(load, now)
+
+    def fail_loads(self, digest: str, error: PeraxisError) -> None:
+        """Answer the calls to load a delta whose load has failed."""
+        for load in [load for load in self._loads if load.record.digest == digest]:
+            self._end_load(load)
+            load.future.set_exception(error)
+
+    def fail_all(self, error: PeraxisError) -> None:
+        """Answer every pending call with an error: the engine stops."""
+        pending: list[LoadCall | UnloadCall] = [*self._loads, *self._unloads]
+        self._loads, self._unloads = [], []
+        for call in pending:
+            call.future.set_exception(error)
+
+    def _serve_load(self, load: LoadCall, now: float) -> None:
+        digest = load.record.digest
+        resident = self._residency.is_resident(digest)
+        if not resident and now - load.called_at <= self._load_timeout_s:
+            self._residency.load(digest)
+            return
+        self._end_load(load)
+        try:
+            if not resident:
+                raise load_timeout(load.record, self._load_timeout_s)
+            if load.pin:
+                self._residency.pin(digest)
+            load.future.set_result(None)
+        except PeraxisError as error:
+            load.future.set_exception(error)
+
+    def _end_load(self, load: LoadCall) -> None:
+        self._loads.remove(load)
+        self._residency.forget(load.record.digest)
+
+
+def load_timeout(record: VersionRecord, load_timeout_s: float) -> LoadTimeout:
+    """Return the error of a request or call whose delta was not loaded in time."""
+    return LoadTimeout(
+        f"{label(record)} found no slot or was not loaded within {load_timeout_s:g} s: try again, or unpin some"
+    )

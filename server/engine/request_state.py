@@ -1,0 +1,108 @@
+"""State of an admitted request until it is answered. Engine thread only; knows no model and no scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from server.engine.events import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    ScoredToken,
+    Timings,
+    TokenEvent,
+)
+from server.engine.request import Request
+from server.engine.sampling import SampledToken, Sampler
+from server.engine.sequence import Sequence
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import VariantTokenizer
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request between admission and its last event."""
+
+    request: Request
+    on_event: OnEvent
+    tokenizer: VariantTokenizer
+    lookup: str  # where its delta was at admission: device, host or disk; device for the base
+    admitted_at: float = field(default_factory=time.monotonic)
+    loaded_at: float | None = None  # when a cold request's delta became resident
+    started_at: float | None = None  # when its first step began
+    first_token_at: float | None = None
+    num_generated_tokens: int = 0
+    num_started: int = 0  # sequences
+    outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
+
+    @property
+    def cold(self) -> bool:
+        """True if its delta had to be loaded."""
+        return self.lookup != "device"
+
+    def start_sequence(self) -> Sequence:
+        """Make the next of the request's `n` sequences."""
+        sequence = Sequence(self.request, self.num_started, self.admitted_at)
+        self.num_started += 1
+        self.outputs[sequence.index] = SequenceOutput(self, sequence)
+        return sequence
+
+    def timings(self, now: float) -> Timings:
+        """Return the durations so far; a phase that has not ended counts until `now`."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        return Timings(
+            queue_s=started - self.admitted_at,
+            load_s=0.0 if self.loaded_at is None else self.loaded_at - self.admitted_at,
+            cold=self.cold,
+            ttft_s=first - self.admitted_at,
+            total_s=now - self.admitted_at,
+        )
+
+
+class SequenceOutput:
+    """Turns one sequence's sampled tokens into text and events, and finds its end."""
+
+    def __init__(self, state: RequestState, sequence: Sequence) -> None:
+        params = state.request.sampling_params
+        self.sequence = sequence
+        self.sampler = Sampler(params, sequence.index)
+        self.last_token_at: float | None = None
+        self._on_event = state.on_event
+        self._detokenizer = Detokenizer(state.tokenizer.tokenizer, params.stop)
+        self._stop_token_ids = state.tokenizer.eos_token_ids | params.stop_token_ids
+        self._num_left = params.max_new_tokens
+        self._prompt_logprobs: list[ScoredToken] = []
+
+    def add_prompt_logprobs(self, scored: Items[ScoredToken]) -> None:
+        """Take log-probabilities of prompt tokens, in order; send them when the prompt is complete."""
+        self._prompt_logprobs += scored
+        if len(self._prompt_logprobs) == self.sequence.num_prompt_tokens - 1:
+            self.sequence.needs_prompt_logits = False
+            self._on_event(PromptEvent(tuple(self._prompt_logprobs)))
+
+    def clear_prompt_logprobs(self) -> None:
+        """Forget the prompt's log-probabilities: the sequence was preempted and computes its prompt again."""
+        self._prompt_logprobs = []
+
+    def add_token(self, token: SampledToken) -> FinishReason | None:
+        """Append a sampled token to the sequence and send it. Return why the sequence ends with it, or None."""
+        self.sequence.tokens.append(token.token_id)
+        self._num_left -= 1
+        text, stopped = "", token.token_id in self._stop_token_ids
+        if not stopped:
+            text, stopped = self._detokenizer.push(token.token_id)
+        self._on_event(TokenEvent(self.sequence.index, token.token_id, text, token.logprob, token.top))
+        if stopped:
+            return "stop"
+        return "length" if self._num_left <= 0 else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Send the end of the sequence with the text that was held back."""
+        self._on_event(FinishEvent(self.sequence.index, reason, self._detokenizer.flush()))

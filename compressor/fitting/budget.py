@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compressor.fitting.distillation.distill import TeacherTargets, divergence_of
+from compressor.fitting.distillation.distill import divergence_of
 from compressor.fitting.distillation.student import Student
+from compressor.fitting.distillation.teacher import TeacherTargets
 from deltastore.format.layout import TENSOR_ALIGNMENT
 from deltastore.format.matrix import MatrixDelta
 

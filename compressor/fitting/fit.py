@@ -21,14 +21,16 @@ from compressor.codec import Method, code_matrix
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare, last_hiddens
 from compressor.fitting.budget import measure, spend
 from compressor.fitting.calibration import batched, calibration_text, held_out, scattered
-from compressor.fitting.distillation.distill import Distillation, Recipe, TeacherTargets, divergence
+from compressor.fitting.distillation.distill import Distillation, DistillSettings, divergence
 from compressor.fitting.distillation.student import Student
+from compressor.fitting.distillation.teacher import TeacherTargets
 from compressor.fitting.distillation.trainable import Trainable
-from compressor.fitting.layers.layerwise import Layerwise, Solver, with_delta
+from compressor.fitting.layers.layerwise import Layerwise, Solver
 from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
 from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
 from compressor.fitting.training import Training
+from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore, flatten_deltas, unflatten_deltas
 from compressor.io.pairs import TensorPair
 from deltastore.errors import UsageError
@@ -96,7 +98,7 @@ class Fit:
         judging = classroom.lesson(text.judging)
 
         def coded(name: str) -> Tensor | None:
-            return with_delta(self.pairs[name], deltas[name]) if name in deltas else None
+            return weight_with_delta(self.pairs[name], deltas[name]) if name in deltas else None
 
         reached = _fidelity(Overlay(self.finetune, coded), judging, device)
         of_base = _fidelity(self.base, judging, device)
@@ -247,11 +249,15 @@ class Fit:
                 self.store.save_state("end", state)
         return best
 
-    def _recipe(self) -> Recipe:
+    def _recipe(self) -> DistillSettings:
         epochs = self.training.epochs(self.method)
         if self._is_paper:
-            return Recipe("squared", epochs, self.training.rate, cosine=False, weight_decay=PAPER_DECAY)
-        return Recipe("kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0)
+            return DistillSettings(
+                "squared", epochs, self.training.rate, cosine=False, weight_decay=PAPER_DECAY
+            )
+        return DistillSettings(
+            "kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0
+        )
 
 
 def _fidelity(weights: Weights, judging: TeacherTargets, device: torch.device) -> Fidelity:

@@ -1,9 +1,9 @@
-"""The student: the fine-tune with trainable deltas of the base in place of its matrices, one block of it at a time.
+"""The student: the fine-tune with trainable deltas of the base in place of its matrices, one block at a time.
 
-Knows where each matrix stands in the model and how gradients reach it; nothing of losses or of how many steps are
-taken. A block is made of the base's weights when it is asked for, the deltas are added to it in place, and it goes when
-the caller drops it; the base's weights of small models and of those that fit a GPU stay, others are read again. What is
-read lies in the page cache, so a second reading costs little beside what is computed with it.
+Places each matrix in the model and passes its gradients on to its delta; independent of losses and of the number of
+steps. A block is made of the base's weights on request, its deltas are added in place, and the caller drops it. The
+base's weights of small models and of those that fit a GPU stay, others are read again. They lie in the page cache, so
+a second reading costs little beside the computation.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.sampling import free_bytes
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.fitting.distillation.trainable import Trainable
+from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 
 HOST_BYTES = 256 << 20  # of blocks that stay in host memory
-DEVICE_PART = 0.25  # of what is free on a GPU, for blocks that stay there
+DEVICE_PART = 0.25  # of the free memory of a GPU, for blocks that stay there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """What enters the first block, and the rows of the embedding that made it."""
+class EmbeddedBatch:
+    """A batch at the first block, and the rows of the embedding that made it."""
 
     hidden: Tensor  # [sequences, tokens, hidden]
     ids: Tensor  # [used] int64, ascending
@@ -46,10 +47,11 @@ class Student:
         deltas: Mapping[str, Trainable],
         device: torch.device,
     ) -> None:
-        """Find what trains. A matrix that no forward reaches as it is stored (experts) keeps the delta that it has.
+        """Find the matrices that train. A matrix that no forward reads as it is stored (experts) keeps its delta.
 
         Args:
-            pairs, deltas: of the same matrices, by name.
+            pairs: by name, the matrices that are coded.
+            deltas: by name, the delta of each of them.
 
         Raises:
             CheckpointError: a model that cannot be run block by block.
@@ -57,10 +59,10 @@ class Student:
         self.pairs, self.deltas, self.device = pairs, dict(deltas), device
         self._training: set[str] = set()
         self.decoder = Decoder(Overlay(finetune, self._weight), device, torch.float32)
-        self._paths = [self._reached(index) for index in range(self.decoder.num_blocks)]
+        self._paths = [self._trained_linears(index) for index in range(self.decoder.num_blocks)]
         self._training |= {str(self.decoder.embedding_name), str(self.decoder.head_name)} & deltas.keys()
         self._table = self.decoder.weights.read(str(self.decoder.embedding_name))
-        self._num_resident = self._fitting()
+        self._num_resident = self._count_resident()
         self._resident: dict[int, nn.Module] = {}
 
     @property
@@ -69,20 +71,20 @@ class Student:
 
     @property
     def trained(self) -> Mapping[str, Trainable]:
-        """What gradients reach, by name."""
+        """Deltas that gradients reach, by name."""
         return {name: delta for name, delta in self.deltas.items() if name in self._training}
 
     def stored(self) -> dict[str, MatrixDelta]:
-        """Every delta as it is now, in its stored form."""
+        """Return every delta in its present state, in its stored form."""
         return {name: delta.stored() for name, delta in self.deltas.items()}
 
     def names(self, index: int) -> Collection[str]:
-        """Of the matrices of a block that train."""
+        """Return the names of the matrices of block `index` that train."""
         return self._paths[index].values()
 
     @contextmanager
     def replaced(self, name: str, delta: MatrixDelta) -> Iterator[None]:
-        """Have another delta for one matrix, while the block runs."""
+        """Use another delta for one matrix within the `with` block."""
         own, self.deltas[name] = self.deltas[name], Trainable.of(delta, self.device, relative=True)
         try:
             yield
@@ -90,97 +92,94 @@ class Student:
             self.deltas[name] = own
 
     def release_signs(self) -> None:
-        """Let the signs of what trains move."""
+        """Let the signs of every trained delta move."""
         for name, delta in self.trained.items():
             pair = self.pairs[name]
             delta.release_signs(pair.block(slice(0, pair.shape[0])).to(self.device))
 
-    def adopt_signs(self, values: Mapping[str, Sequence[Tensor]]) -> None:
-        """Go on from latents that were kept, by name: one per plane, which are taken over."""
+    def restore_signs(self, values: Mapping[str, Sequence[Tensor]]) -> None:
+        """Continue from stored latents, by name: one per plane, which are taken over."""
         for name, own in values.items():
             for plane, latents in zip(self.deltas[name].planes, own, strict=True):
-                plane.adopt(latents)
+                plane.restore_signs(latents)
 
-    def enter(self, ids: Tensor) -> Entry:
-        """From ids ``[sequences, tokens]`` to what enters the first block."""
-        used, places = torch.unique(ids, return_inverse=True)
+    def enter(self, ids: Tensor) -> EmbeddedBatch:
+        """Embed ids ``[sequences, tokens]`` for the first block."""
+        used, row_index = torch.unique(ids, return_inverse=True)
         rows, name = self._table[used].to(self.device, torch.float32), self.decoder.embedding_name
         if name in self._training:
-            known = self._known(used)
-            rows[: len(known)] += self.deltas[name].dense(known)
+            in_base = self._ids_in_base(used)
+            rows[: len(in_base)] += self.deltas[name].dense(in_base)
             rows.requires_grad_()
-        return Entry(self.decoder.enter(rows, places.to(self.device)), used, rows)
+        return EmbeddedBatch(self.decoder.enter(rows, row_index.to(self.device)), used, rows)
 
     def block(self, index: int) -> nn.Module:
-        """A block as its deltas are now, in memory of its own; the weights that train ask for gradients."""
+        """Return a block with its deltas added, in its own memory; weights that train require gradients."""
         block = self._base_block(index)
         for path, name in self._paths[index].items():
-            self._begin(name, block.get_submodule(path))
+            self._add_delta(name, block.get_submodule(path))
         return block
 
     def head(self) -> nn.Linear:
-        """The output head as its delta is now, in memory of its own."""
+        """Return the output head with its delta added, in its own memory."""
         head = self.decoder.load_head()
         if self.decoder.head_name in self._training:
-            self._begin(str(self.decoder.head_name), head)
+            self._add_delta(str(self.decoder.head_name), head)
         return head
 
-    def collect_entry(self, entry: Entry) -> Iterator[str]:
-        """Pass on the gradient of the embedding's rows, where they have one; then its name."""
+    def collect_embedding(self, embedded: EmbeddedBatch) -> Iterator[str]:
+        """Pass on the gradient of the embedding's rows, if they have one; then yield its name."""
         name = self.decoder.embedding_name
-        if name in self._training and entry.rows.grad is not None:
-            known = self._known(entry.ids)
-            self.deltas[name].collect(entry.rows.grad[: len(known)], known)
+        if name in self._training and embedded.rows.grad is not None:
+            in_base = self._ids_in_base(embedded.ids)
+            self.deltas[name].collect(embedded.rows.grad[: len(in_base)], in_base)
             yield name
 
     def collect_block(self, index: int, block: nn.Module) -> Iterator[str]:
-        """Pass on the gradients of a block's weights one at a time, each followed by its name."""
+        """Pass on the gradients of a block's weights one at a time; yield the name of each."""
         for path, name in self._paths[index].items():
             self._collect(name, block.get_submodule(path))
             yield name
 
     def collect_head(self, head: nn.Module) -> Iterator[str]:
-        """Pass on the gradient of the head's weight; then its name, unless it is the embedding with more to come."""
+        """Pass on the gradient of the head's weight; then yield its name, unless a tied embedding has more to come."""
         name = self.decoder.head_name
         if name in self._training:
             self._collect(name, head)
             if name != self.decoder.embedding_name:
                 yield name
 
-    def _known(self, ids: Tensor) -> Tensor:
-        """Of ascending ids, those whose rows the base has."""
+    def _ids_in_base(self, ids: Tensor) -> Tensor:
+        """Return those of ascending ids whose rows the base has."""
         return ids[ids < self.pairs[str(self.decoder.embedding_name)].shape[0]]
 
-    def _begin(self, name: str, linear: nn.Module) -> None:
+    def _add_delta(self, name: str, linear: nn.Module) -> None:
         weight = linear.get_parameter("weight")
         self.deltas[name].add_to(weight.data[: self.pairs[name].shape[0]])
         weight.requires_grad_()
 
     def _collect(self, name: str, linear: nn.Module) -> None:
-        """The weight itself goes: its gradient was the last that was wanted of it."""
+        """Pass on the weight's gradient and drop the weight, which nothing reads any more."""
         gradient = linear.get_parameter("weight").grad
         linear.register_parameter("weight", None)
         if gradient is not None:
             self.deltas[name].collect(gradient[: self.pairs[name].shape[0]])
 
     def _weight(self, name: str) -> Tensor | None:
-        """What the model is built from: the base where a delta is added later, else with the delta that it keeps."""
+        """The weight that the decoder is built from: the base's where a delta is added later, else with its delta."""
         pair = self.pairs.get(name)
         if pair is None:
             return None
-        weight, added = pair.base.read(pair.base_tensor.name), pair.added()
-        if name not in self._training:
-            weight = weight.float().add_(self.deltas[name].dense().to(weight.device))
-        return weight if added is None else torch.cat([weight.float(), added.float()])
+        return weight_with_delta(pair, None if name in self._training else self.deltas[name])
 
-    def _reached(self, index: int) -> dict[str, str]:
+    def _trained_linears(self, index: int) -> dict[str, str]:
         """By path in block `index`, the names of the linear layers that train."""
         groups = self.decoder.linears(self.decoder.load_block(index), index)
-        reached = {
+        trained = {
             linear.path: linear.name for group in groups for linear in group if linear.name in self.deltas
         }
-        self._training |= set(reached.values())
-        return reached
+        self._training |= set(trained.values())
+        return trained
 
     def _base_block(self, index: int) -> nn.Module:
         resident = self._resident.get(index)
@@ -191,8 +190,8 @@ class Student:
             self._resident[index] = resident
         return copy.deepcopy(resident)
 
-    def _fitting(self) -> int:
-        """How many blocks stay in memory."""
+    def _count_resident(self) -> int:
+        """Return how many blocks stay in memory."""
         sizes = [self.decoder.block_bytes(index) for index in range(self.num_blocks)]
         part = HOST_BYTES if self.device.type == "cpu" else int(DEVICE_PART * free_bytes(self.device))
         return self.num_blocks if sum(sizes) <= part else part // max(sizes)

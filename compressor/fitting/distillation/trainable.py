@@ -1,10 +1,9 @@
-"""A matrix delta that trains: its scales, its residual and, where they may move, its signs.
+"""A matrix delta in training: its scales, its low-rank residual and, where they may move, its signs.
 
-Knows weights, and what a gradient of the weights says of each part; nothing of models or losses.
+Turns gradients of the weights into gradients of each part; independent of models and losses.
 
-The weight is that of `deltastore.format.matrix`:
-base + sum of planes u_i B_ij v_j + left @ right. A sign that may move is
-that of a latent number, and takes the gradient of the sign itself (the straight-through estimator of Bengio et al.,
+The weight is that of `deltastore.format.matrix`: base + sum of planes u_i B_ij v_j + left @ right. A sign that may move
+is that of a latent number, and takes the gradient of the sign itself (the straight-through estimator of Bengio et al.,
 2013). Latents rest in float16 in host memory, two bytes each; during a step those of one matrix are float32 on the
 device, and their signs are packed anew after it.
 """
@@ -24,19 +23,19 @@ from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
 from deltastore.format.signs import pack_signs, unpack_mask
 
-Rows = Tensor | slice  # which rows: ids without repetition, or a range
+Rows = Tensor | slice  # ids without repetition, or a range
 
-SMALLEST_LATENT = 1e-3  # so that a sign of nothing still has a sign
+SMALLEST_LATENT = 1e-3  # so that the latent of a zero difference has a sign
 LARGEST_LATENT = 4.0  # of an average difference; beyond, no step ever flips a sign
-CHUNK_NUMEL = 1 << 24  # of a matrix, whose temporaries are there at a time
+CHUNK_NUMEL = 1 << 24  # weights of a matrix whose temporaries exist at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledParameter:
     """A vector or matrix of floats, kept in units of its own mean magnitude where steps are to be relative to it."""
 
-    leaf: Tensor  # float32, what an optimizer moves
-    unit: float  # 0 where all numbers are and no relative step moves them
+    leaf: Tensor  # float32, moved by an optimizer
+    unit: float  # 0 where all numbers are, which no relative step moves
 
     @classmethod
     def of(cls, value: Tensor, device: torch.device, *, relative: bool) -> ScaledParameter:
@@ -48,7 +47,7 @@ class ScaledParameter:
         return self.leaf.detach() * self.unit
 
     def collect(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
-        """Add a gradient with respect to `value`, of some rows."""
+        """Add a gradient with respect to some rows of `value`."""
         if self.leaf.grad is None:
             self.leaf.grad = torch.zeros_like(self.leaf)
         self.leaf.grad[rows] += gradient * self.unit
@@ -56,10 +55,10 @@ class ScaledParameter:
 
 @dataclass(slots=True, eq=False)
 class Latents:
-    """The numbers behind signs that move."""
+    """The numbers whose signs are the signs of a plane."""
 
     values: Tensor  # [out, in] float16, on the CPU
-    leaf: Tensor  # float32, what an optimizer moves; empty but during a step
+    leaf: Tensor  # float32, moved by an optimizer; empty except during a step
     gradient: Tensor | None = None  # [out, in] float32, on the leaf's device
 
     @classmethod
@@ -67,7 +66,7 @@ class Latents:
         return cls(values, torch.empty(0, device=device, requires_grad=True))
 
     def collect(self, gradient: Tensor, rows: Rows) -> None:
-        """Add a gradient of some rows; that of all rows is taken over where it is the first."""
+        """Add a gradient of some rows. The first gradient of all rows is taken over, not copied."""
         if self.gradient is None and len(gradient) == len(self.values):
             self.gradient = gradient
             return
@@ -76,8 +75,8 @@ class Latents:
         self.gradient[rows] += gradient
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """Have values and gradient in the leaf for an optimizer's step; afterwards the gradient is gone."""
+    def loaded(self) -> Iterator[None]:
+        """Hold values and gradient in the leaf during an optimizer's step; drop the gradient afterwards."""
         leaf, empty = self.leaf, self.leaf.data
         leaf.data = self.values.to(leaf.device, torch.float32)
         leaf.grad, self.gradient = self.gradient, None
@@ -87,37 +86,32 @@ class Latents:
 
 
 @dataclass(slots=True, eq=False)
-class Plane:
-    """One sign plane."""
+class TrainablePlane:
+    """One sign plane in training."""
 
     packed: Tensor  # [out, ceil(in / 8)] uint8, on the CPU; replaced and never changed
     in_features: int
     device: torch.device  # of everything else
-    out: ScaledParameter | None  # [out] or [1]
-    across: ScaledParameter | None  # [in]
+    scale_out: ScaledParameter | None  # [out] or [1]
+    scale_in: ScaledParameter | None  # [in]
     latents: Latents | None = None
 
     @classmethod
-    def of(cls, plane: OneBit, device: torch.device, *, relative: bool) -> Plane:
-        out, across = plane.scale_out, plane.scale_in
-        gain_of_across = plane.gain if out is None else 1.0
-        return cls(
-            plane.signs,
-            plane.in_features,
-            device,
-            None if out is None else ScaledParameter.of(out.float() * plane.gain, device, relative=relative),
-            None
-            if across is None
-            else ScaledParameter.of(across.float() * gain_of_across, device, relative=relative),
+    def of(cls, plane: OneBit, device: torch.device, *, relative: bool) -> TrainablePlane:
+        gain_of_in = plane.gain if plane.scale_out is None else 1.0
+        scale_out, scale_in = (
+            None if scale is None else ScaledParameter.of(scale.float() * gain, device, relative=relative)
+            for scale, gain in ((plane.scale_out, plane.gain), (plane.scale_in, gain_of_in))
         )
+        return cls(plane.signs, plane.in_features, device, scale_out, scale_in)
 
     def stored(self) -> OneBit:
-        """As it is now, in its stored form."""
-        out, across = (None if part is None else part.value.cpu() for part in (self.out, self.across))
-        return OneBit.from_scales(self.packed, self.in_features, out, across)
+        """Return the present plane in its stored form."""
+        scales = (None if scale is None else scale.value.cpu() for scale in (self.scale_out, self.scale_in))
+        return OneBit.from_scales(self.packed, self.in_features, *scales)
 
     def release_signs(self, difference: Tensor) -> None:
-        """Let signs move; those of small differences, ``[out, in]``, move first. The differences are overwritten."""
+        """Let signs move, those of small differences first; `difference` ``[out, in]`` is overwritten."""
         magnitude = difference.abs_()
         magnitude.div_(magnitude.mean().clamp(min=torch.finfo(torch.float32).tiny))
         magnitude.clamp_(SMALLEST_LATENT, LARGEST_LATENT)
@@ -126,16 +120,16 @@ class Plane:
             values[rows] = self.signs(rows).mul_(magnitude[rows])
         self.latents = Latents.of(values, self.device)
 
-    def adopt(self, values: Tensor) -> None:
-        """Go on from latents ``[out, in]`` as `Latents` keeps them, which are taken over."""
+    def restore_signs(self, values: Tensor) -> None:
+        """Continue from latents ``[out, in]`` float16 on the CPU, which are taken over."""
         self.latents = Latents.of(values, self.device)
         self.packed = pack_signs(values > 0)
 
     def step_signs(self, optimizer: Optimizer) -> None:
-        """Move the latents by the gradient that was collected, if any, and let the signs follow."""
+        """Step the latents by their collected gradient, if any, and pack their signs anew."""
         if self.latents is None or self.latents.gradient is None:
             return
-        with self.latents.at_hand():
+        with self.latents.loaded():
             optimizer.step()
         self.packed = pack_signs(self.latents.values > 0)
 
@@ -143,45 +137,48 @@ class Plane:
         packed = self.packed[rows]
         if self.device.type == "cpu":
             mask = unpack_mask(packed, self.in_features)
-        else:  # an eighth of the bytes to copy
+        else:
+            # Unpacked on the device: an eighth of the bytes to copy.
             bits = torch.arange(8, dtype=torch.uint8, device=self.device)
             mask = (packed.to(self.device)[:, :, None] >> bits & 1).flatten(1)[:, : self.in_features]
         return mask.float().mul_(2).sub_(1)
 
     def dense(self, rows: Rows) -> Tensor:  # [rows, in]
-        down, across = self._factors(rows)
-        return self.signs(rows).mul_(down).mul_(across)
+        scale_out, scale_in = self._scales(rows)
+        return self.signs(rows).mul_(scale_out).mul_(scale_in)
 
     def collect_scales(self, gradient: Tensor, rows: Rows) -> None:
-        """Add what the gradient of the weights ``[rows, in]`` says of scales."""
-        down, across = self._factors(rows)
+        """Add the gradient of the scales, from that of the weights ``[rows, in]``."""
+        scale_out, scale_in = self._scales(rows)
         signed = gradient * self.signs(rows)
-        if self.out is not None:
-            along = (signed * across).sum(1)
-            if len(self.out.leaf) == 1:
-                self.out.collect(along.sum()[None])
+        if self.scale_out is not None:
+            of_rows = (signed * scale_in).sum(1)
+            if len(self.scale_out.leaf) == 1:
+                self.scale_out.collect(of_rows.sum()[None])
             else:
-                self.out.collect(along, rows)
-        if self.across is not None:
-            self.across.collect((signed * down).sum(0))
+                self.scale_out.collect(of_rows, rows)
+        if self.scale_in is not None:
+            self.scale_in.collect((signed * scale_out).sum(0))
 
     def collect_signs(self, gradient: Tensor, rows: Rows) -> None:
-        """Add what the gradient of the weights ``[rows, in]`` says of signs; the gradient is taken over."""
+        """Add the gradient of the signs, from that of the weights ``[rows, in]``, which is taken over."""
         if self.latents is not None:
-            down, across = self._factors(rows)
-            self.latents.collect(gradient.mul_(down).mul_(across), rows)
+            scale_out, scale_in = self._scales(rows)
+            self.latents.collect(gradient.mul_(scale_out).mul_(scale_in), rows)
 
-    def _factors(self, rows: Rows) -> tuple[Tensor, Tensor]:  # [rows or 1, 1], [in or 1]
+    def _scales(self, rows: Rows) -> tuple[Tensor, Tensor]:  # [rows or 1, 1], [in or 1]
         one = torch.ones(1, device=self.device)
-        down, across = (one if part is None else part.value for part in (self.out, self.across))
-        return (down if len(down) == 1 else down[rows])[:, None], across
+        scale_out, scale_in = (
+            one if part is None else part.value for part in (self.scale_out, self.scale_in)
+        )
+        return (scale_out if len(scale_out) == 1 else scale_out[rows])[:, None], scale_in
 
 
 @dataclass(slots=True, eq=False)
 class Trainable:
-    """One coded matrix while it trains."""
+    """One coded matrix in training."""
 
-    planes: list[Plane]
+    planes: list[TrainablePlane]
     left: ScaledParameter | None  # [out, rank]
     right: ScaledParameter | None  # [rank, in]
 
@@ -192,24 +189,28 @@ class Trainable:
             None if part is None else ScaledParameter.of(part, device, relative=relative)
             for part in (delta.left, delta.right)
         )
-        return cls([Plane.of(plane, device, relative=relative) for plane in delta.planes], left, right)
+        planes = [TrainablePlane.of(plane, device, relative=relative) for plane in delta.planes]
+        return cls(planes, left, right)
 
     def stored(self) -> MatrixDelta:
-        """As it is now, in its stored form."""
+        """Return the present delta in its stored form."""
         left, right = (None if part is None else part.value.half().cpu() for part in (self.left, self.right))
         return MatrixDelta(tuple(plane.stored() for plane in self.planes), left, right)
 
-    def numbers(self) -> Iterator[Tensor]:
-        """The leaves of scales and residual."""
-        parts = [part for plane in self.planes for part in (plane.out, plane.across)]
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the leaves of scales and residual."""
+        parts = [part for plane in self.planes for part in (plane.scale_out, plane.scale_in)]
         return (part.leaf for part in [*parts, self.left, self.right] if part is not None)
 
     def latents(self) -> Iterator[Latents]:
-        """Those of signs that may move."""
+        """Yield the latents of planes whose signs may move."""
         return (plane.latents for plane in self.planes if plane.latents is not None)
 
     def release_signs(self, difference: Tensor) -> None:
-        """Let signs move, those first that are of small numbers: of ``[out, in]`` less what other planes code."""
+        """Let signs move, those of small numbers first.
+
+        A plane's numbers are `difference` ``[out, in]`` less the planes before it. `difference` is overwritten.
+        """
         last = len(self.planes) - 1
         for number, plane in enumerate(self.planes):
             if number:
@@ -217,7 +218,7 @@ class Trainable:
             plane.release_signs(difference if number == last else difference.clone())
 
     def step_signs(self, optimizer: Optimizer) -> None:
-        """Move signs by the gradients that were collected for them."""
+        """Step the signs of every plane by their collected gradients."""
         for plane in self.planes:
             plane.step_signs(optimizer)
 
@@ -235,18 +236,18 @@ class Trainable:
             weight[rows] += self.dense(rows)
 
     def collect(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
-        """Add what the gradient of the weights ``[rows, in]`` says of every part. The gradient is overwritten."""
+        """Add the gradient of every part, from that of the weights ``[rows, in]``, which is overwritten."""
         if rows == slice(None):
             for part in row_blocks(tuple(gradient.shape), CHUNK_NUMEL):
-                self._collect_numbers(gradient[part], part)
+                self._collect_parameters(gradient[part], part)
         else:
-            self._collect_numbers(gradient, rows)
+            self._collect_parameters(gradient, rows)
         *others, last = self.planes
         for plane in others:
             plane.collect_signs(gradient.clone(), rows)
         last.collect_signs(gradient, rows)
 
-    def _collect_numbers(self, gradient: Tensor, rows: Rows) -> None:
+    def _collect_parameters(self, gradient: Tensor, rows: Rows) -> None:
         for plane in self.planes:
             plane.collect_scales(gradient, rows)
         if self.left is not None and self.right is not None:

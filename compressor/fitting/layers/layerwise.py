@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from compressor.blockwise.decoder import BlockLinear, Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.codec import Method, code_matrix
+from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
-from compressor.io.row_blocks import row_blocks
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
-
-BLOCK_NUMEL = 1 << 22  # of a matrix that is added up at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +103,7 @@ class Layerwise:
     def replacement(self, name: str) -> Tensor | None:
         """What the student has instead of one of the fine-tune's tensors, in its shape; None where it has the same."""
         pair = self.pairs.get(name)
-        return None if pair is None else with_delta(pair, self.delta(name))
+        return None if pair is None else weight_with_delta(pair, self.delta(name))
 
     def delta(self, name: str) -> OneBit:
         """Of one matrix; from weights alone where nothing was fitted."""
@@ -131,17 +129,7 @@ class Layerwise:
         if place is not None:
             weight = place.block.get_submodule(place.path).weight
             assert isinstance(weight, Tensor)
-            weight.data.copy_(with_delta(pair, delta))
-
-
-def with_delta(pair: TensorPair, delta: OneBit | MatrixDelta) -> Tensor:  # float32, in the fine-tune's shape
-    """The base's weights plus a delta, and the rows that only the fine-tune has."""
-    weight, added = torch.empty(pair.tensor.shape), pair.added()
-    for rows in row_blocks(pair.shape, BLOCK_NUMEL):
-        torch.add(pair.base.read(pair.base_tensor.name, rows).float(), delta.dense(rows), out=weight[rows])
-    if added is not None:
-        weight[pair.shape[0] :] = added
-    return weight
+            weight.data.copy_(weight_with_delta(pair, delta))
 
 
 def _rows(hiddens: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.evaluate.fidelity import last_hiddens
-from compressor.fitting.layers.layerwise import Place, with_delta
+from compressor.fitting.layers.layerwise import Place
+from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
 from deltastore.format.onebit import OneBit
 
@@ -33,7 +34,7 @@ class EndLoss:
         device: torch.device,
     ) -> None:
         self._pairs, self._fitted = pairs, set[str]()
-        self._student = Decoder(Overlay(finetune, self._begun), device, torch.float32)
+        self._student = Decoder(Overlay(finetune, self._base), device, torch.float32)
         teacher = Decoder(finetune, device, torch.float32)
         head = teacher.load_head()
         with torch.no_grad():
@@ -50,8 +51,8 @@ class EndLoss:
         before = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                weight = with_delta(pair, delta) if name == pair.name else self._base(self._pairs[name])
-                parameter.data = weight.to(parameter.device)
+                weight = weight_with_delta(self._pairs[name], delta if name == pair.name else None)
+                parameter.data = weight.to(parameter.device, torch.float32)
             return self._of_student(place)
         finally:
             for name, parameter in parameters.items():
@@ -73,10 +74,6 @@ class EndLoss:
             total += float(F.mse_loss(logits, target, reduction="sum"))
         return total / len(hiddens)
 
-    def _begun(self, name: str) -> Tensor | None:
+    def _base(self, name: str) -> Tensor | None:
         pair = self._pairs.get(name)
-        return None if pair is None else self._base(pair)
-
-    def _base(self, pair: TensorPair) -> Tensor:
-        weight, added = pair.base.read(pair.base_tensor.name).float(), pair.added()
-        return weight if added is None else torch.cat([weight, added.float()])
+        return None if pair is None else weight_with_delta(pair, None)

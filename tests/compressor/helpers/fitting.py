@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from compressor.blockwise.decoder import Decoder
 from compressor.codec import Method, code_matrix
 from compressor.evaluate.fidelity import last_hiddens
-from compressor.fitting.distillation.distill import TeacherTargets
 from compressor.fitting.distillation.student import Student
+from compressor.fitting.distillation.teacher import TeacherTargets
 from compressor.fitting.distillation.trainable import Trainable
 from compressor.io.pairs import TensorPair, pair_up
 from deltastore.base.checkpoint import Checkpoint

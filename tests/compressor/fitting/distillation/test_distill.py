@@ -18,10 +18,11 @@ from compressor.blockwise.weights import Overlay
 from compressor.evaluate.fidelity import fidelity
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.distillation import distill
-from compressor.fitting.distillation.distill import Distillation, Loss, Recipe, TeacherTargets, divergence
+from compressor.fitting.distillation.distill import Distillation, DistillSettings, Loss, divergence
 from compressor.fitting.distillation.student import Student
-from compressor.fitting.layers.layerwise import with_delta
+from compressor.fitting.distillation.teacher import TeacherTargets
 from compressor.fitting.training import Training
+from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.signs import unpack_signs
@@ -38,8 +39,11 @@ from tests.compressor.helpers.fitting import (
 )
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
-ONCE = {"kl": Recipe("kl", 1, 0.0), "squared": Recipe("squared", 1, 0.0)}  # gradients alone: nothing moves
-SIGNS = Recipe("kl", epochs=4, rate=0.01, sign_rate=0.02, signs_from=2)
+ONCE = {
+    "kl": DistillSettings("kl", 1, 0.0),
+    "squared": DistillSettings("squared", 1, 0.0),
+}
+SIGNS = DistillSettings("kl", epochs=4, rate=0.01, sign_rate=0.02, signs_from=2)
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def leaves_of(student: Student) -> list[Tensor]:
     return [
         leaf
         for delta in student.trained.values()
-        for leaf in (*delta.numbers(), *(latents.values for latents in delta.latents()))
+        for leaf in (*delta.parameters(), *(latents.values for latents in delta.latents()))
     ]
 
 
@@ -76,9 +80,9 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
         dense[name] = scales[name][0][:, None] * signs * scales[name][1]
     whole, weights = Whole(models), weights_with(student.pairs, dense)
     torch.autograd.backward(whole.kl(ids, weights) if loss == "kl" else whole.squared(ids, weights))
-    for name, (out, across) in scales.items():
+    for name, (scale_out, scale_in) in scales.items():
         trained = student.deltas[name].planes[0]
-        for own, oracle in ((trained.out, out), (trained.across, across)):
+        for own, oracle in ((trained.scale_out, scale_out), (trained.scale_in, scale_in)):
             assert own is not None
             assert own.leaf.grad is not None
             assert oracle.grad is not None
@@ -88,7 +92,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 
 def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
     student, training = student_of(models), Training(Calibration("self"))
-    run = Distillation(student, lesson(models), Recipe("kl", 2, 0.01, sign_rate=0.003))
+    run = Distillation(student, lesson(models), DistillSettings("kl", 2, 0.01, sign_rate=0.003))
     for epoch in range(2):
         run.epoch(epoch)
 
@@ -111,7 +115,7 @@ def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models
     for own in (models, tied):
         ids = [ids_of(1, 2, 12)]
         student, other = student_of(own), student_of(own)
-        recipe = Recipe("kl", 1, 0.0, sign_rate=0.05, signs_from=0)
+        recipe = DistillSettings("kl", 1, 0.0, sign_rate=0.05, signs_from=0)
         Distillation(student, lesson_of(own, ids), recipe).epoch(0)
         other.release_signs()
         list(distill._backward(other, lesson_of(own, ids), 0, "kl"))
@@ -147,7 +151,7 @@ def test_logits_are_there_for_some_tokens_at_a_time(
 def test_divergence_falls_on_the_text_that_is_learnt(models: TinyModels) -> None:
     student = student_of(models)
     found = [divergence(student, lesson(models))]
-    run = Distillation(student, lesson(models), Recipe("kl", 4, 0.01, sign_rate=0.003))
+    run = Distillation(student, lesson(models), DistillSettings("kl", 4, 0.01, sign_rate=0.003))
     for epoch in range(4):
         run.epoch(epoch)
         found.append(divergence(student, lesson(models)))
@@ -196,7 +200,7 @@ def test_signs_move_only_from_their_epoch_on(models: TinyModels) -> None:
 def test_without_a_rate_of_their_own_signs_stay(models: TinyModels) -> None:
     student = student_of(models)
     begun = {name: delta.planes[0].signs for name, delta in student.stored().items()}
-    run = Distillation(student, lesson(models), Recipe("kl", 2, 0.01))
+    run = Distillation(student, lesson(models), DistillSettings("kl", 2, 0.01))
     for epoch in range(2):
         run.epoch(epoch)
     for name, delta in student.stored().items():
@@ -205,7 +209,7 @@ def test_without_a_rate_of_their_own_signs_stay(models: TinyModels) -> None:
 
 @pytest.mark.parametrize("cosine", [True, False])
 def test_rates_fall_as_half_a_cosine_over_all_steps(models: TinyModels, cosine: bool) -> None:
-    recipe = Recipe("kl", 2, 0.01, cosine=cosine, sign_rate=0.02)
+    recipe = DistillSettings("kl", 2, 0.01, cosine=cosine, sign_rate=0.02)
     run, rates = Distillation(student_of(models), lesson(models), recipe), []
     for epoch in range(2):
         run.epoch(epoch, lambda: rates.append([group.param_groups[0]["lr"] for group in run._optimizers]))
@@ -217,7 +221,7 @@ def test_rates_fall_as_half_a_cosine_over_all_steps(models: TinyModels, cosine: 
 def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, seen = Distillation(student_of(models), lesson(models), Recipe("kl", 3, 0.01)), list[int]()
+    run, seen = Distillation(student_of(models), lesson(models), DistillSettings("kl", 3, 0.01)), list[int]()
     learn = distill._backward
 
     def look(student: Student, text: TeacherTargets, number: int, loss: Loss) -> Iterator[str]:
@@ -241,7 +245,9 @@ def test_divergence_is_the_kl_that_fidelity_measures(architecture: str, tmp_path
     weights = Overlay(
         Checkpoint.open(models.finetunes[0]),
         lambda name: (
-            with_delta(student.pairs[name], student.deltas[name].stored()) if name in student.pairs else None
+            weight_with_delta(student.pairs[name], student.deltas[name].stored())
+            if name in student.pairs
+            else None
         ),
     )
     expected = fidelity(text.teacher, Decoder(weights, CPU, torch.float32), text.batches).kl

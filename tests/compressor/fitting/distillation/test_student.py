@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.distillation.distill import Distillation, Recipe, divergence
+from compressor.fitting.distillation.distill import Distillation, DistillSettings, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.training import Training
 from deltastore.format.artifact import Artifact
@@ -80,13 +80,13 @@ def test_every_matrix_of_a_dense_model_trains(shape: str, tmp_path: Path) -> Non
 def learnt(models: TinyModels, num_resident: int) -> list[Tensor]:
     student, lesson = student_of(models), lesson_of(models, [ids_of(2, 2, 9), ids_of(3, 2, 9)])
     student._num_resident = num_resident
-    run = Distillation(student, lesson, Recipe("kl", 2, 0.01, sign_rate=0.02, signs_from=0))
+    run = Distillation(student, lesson, DistillSettings("kl", 2, 0.01, sign_rate=0.02, signs_from=0))
     for epoch in range(2):
         run.epoch(epoch)
     assert len(student._resident) == num_resident
     deltas = student.trained.values()
     latents = [latents.values for delta in deltas for latents in delta.latents()]
-    return [*latents, *(leaf.detach() for delta in deltas for leaf in delta.numbers())]
+    return [*latents, *(leaf.detach() for delta in deltas for leaf in delta.parameters())]
 
 
 @pytest.mark.parametrize("num_resident", [0, 1])
@@ -131,7 +131,7 @@ def test_experts_and_their_routers_keep_their_deltas_while_the_rest_trains(
     assert student.trained.keys() == student.pairs.keys() - fixed
     before = student.stored()
     first = divergence(student, lesson)
-    run = Distillation(student, lesson, Recipe("kl", 4, 0.01, sign_rate=0.01))
+    run = Distillation(student, lesson, DistillSettings("kl", 4, 0.01, sign_rate=0.01))
     for epoch in range(4):
         run.epoch(epoch)
     after = student.stored()

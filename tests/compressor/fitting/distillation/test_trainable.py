@@ -90,8 +90,8 @@ def test_gradients_of_every_part_are_those_of_autograd(
     for plane, out, across, signs in zip(
         trainable.planes, oracle.outs, oracle.acrosses, oracle.signs, strict=True
     ):
-        agree(plane.out, out)
-        agree(plane.across, across)
+        agree(plane.scale_out, out)
+        agree(plane.scale_in, across)
         assert plane.latents is not None
         assert plane.latents.gradient is not None
         assert signs.grad is not None
@@ -136,7 +136,7 @@ def test_a_delta_of_zeros_stays_one_however_far_relative_steps_go(axis: Axis) ->
     delta = MatrixDelta((OneBit.from_scales(pack_signs(normal(0, *SHAPE)), SHAPE[1], *scales),))
     trainable = Trainable.of(delta, CPU, relative=True)
     trainable.collect(normal(1, *SHAPE))
-    for leaf in trainable.numbers():
+    for leaf in trainable.parameters():
         assert leaf.grad is not None
         assert not leaf.grad.any()
         with torch.no_grad():
@@ -194,7 +194,7 @@ def test_a_matrix_is_added_and_its_gradient_collected_in_parts(
         trainable.release_signs(normal(5, *SHAPE))
         trainable.add_to(weight)
         trainable.collect(gradient.clone())
-        leaves = [leaf.grad for leaf in trainable.numbers() if leaf.grad is not None]
+        leaves = [leaf.grad for leaf in trainable.parameters() if leaf.grad is not None]
         latents = [own.gradient for own in trainable.latents() if own.gradient is not None]
         found.append([weight, *leaves, *latents])
     assert len(found[0]) == len(found[1]) == 9
@@ -229,11 +229,11 @@ def test_all_arithmetic_is_on_the_device_that_it_is_given(axis: Axis) -> None:
     elsewhere = torch.device("meta")
     trainable = Trainable.of(random_delta(SHAPE, axis, planes=2, rank=3), elsewhere, relative=True)
     for plane in trainable.planes:
-        plane.adopt(normal(5, *SHAPE).half())
+        plane.restore_signs(normal(5, *SHAPE).half())
     use: list[Callable[[], Tensor]] = [trainable.dense, lambda: trainable.dense(IDS)]
     assert {made().device for made in use} == {elsewhere}
     trainable.collect(normal(6, *SHAPE).to(elsewhere))
-    for leaf in trainable.numbers():
+    for leaf in trainable.parameters():
         assert leaf.device == elsewhere
         assert leaf.grad is not None
         assert leaf.grad.device == elsewhere

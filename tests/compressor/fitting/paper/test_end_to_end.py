@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.distillation.distill import Distillation, Recipe
-from compressor.fitting.distillation.trainable import Plane
+from compressor.fitting.distillation.distill import Distillation, DistillSettings
+from compressor.fitting.distillation.trainable import TrainablePlane
 from compressor.fitting.fit import PAPER_DECAY
 from compressor.fitting.training import Training
 from compressor.io.pairs import TensorPair
@@ -77,7 +77,7 @@ def gradients(
 
 
 def trained(
-    models: TinyModels, deltas: Mapping[str, MatrixDelta], recipe: Recipe
+    models: TinyModels, deltas: Mapping[str, MatrixDelta], recipe: DistillSettings
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """By matrix, scales before and after Algorithm 2, batches in the order of each epoch's own permutation."""
     pairs, whole = pairs_of(models), Whole(models)
@@ -93,8 +93,8 @@ def trained(
     return {name: (first[name], own.scale) for name, own in state.items()}
 
 
-def only_scale(plane: Plane) -> Tensor:
-    scale = plane.across if plane.out is None else plane.out
+def only_scale(plane: TrainablePlane) -> Tensor:
+    scale = plane.scale_in if plane.scale_out is None else plane.scale_out
     assert scale is not None
     return scale.value.double()
 
@@ -106,7 +106,7 @@ def test_scales_are_those_of_adamw_through_the_whole_model_in_float64(
 ) -> None:
     models = make_pair(architecture, tmp_path, changes=(Change(noise=0.2, added_tokens=2),))
     deltas = begun(pairs_of(models), METHODS[method])
-    recipe = Recipe("squared", epochs, RATE, cosine=False, weight_decay=LARGE_DECAY)
+    recipe = DistillSettings("squared", epochs, RATE, cosine=False, weight_decay=LARGE_DECAY)
     student = student_of(models, deltas, relative=False)
     run = Distillation(student, lesson_of(models, BATCHES), recipe)
     for epoch in range(epochs):
@@ -130,14 +130,14 @@ def test_gradients_of_early_scalars_flow_through_the_deltas_of_later_layers(tmp_
     pairs, whole = pairs_of(models), Whole(models)
     deltas = begun(pairs, ("scalar",))
     student = student_of(models, deltas, relative=False)
-    Distillation(student, lesson_of(models, BATCHES[:1]), Recipe("squared", 1, 0.0)).epoch(0)
+    Distillation(student, lesson_of(models, BATCHES[:1]), DistillSettings("squared", 1, 0.0)).epoch(0)
     expected = gradients(whole, pairs, {name: scaled(delta) for name, delta in deltas.items()}, BATCHES[0])
     shallow = without_delta_paths(whole, pairs, deltas, "model.layers.0.mlp.up_proj.weight")
     for name, gradient in expected.items():
         plane = student.deltas[name].planes[0]
-        assert plane.out is not None
-        assert plane.out.leaf.grad is not None
-        assert float(plane.out.leaf.grad) == pytest.approx(float(gradient), rel=2e-3, abs=1e-5)
+        assert plane.scale_out is not None
+        assert plane.scale_out.leaf.grad is not None
+        assert float(plane.scale_out.leaf.grad) == pytest.approx(float(gradient), rel=2e-3, abs=1e-5)
     assert abs(float(shallow / expected["model.layers.0.mlp.up_proj.weight"]) - 1) > 0.05
 
 

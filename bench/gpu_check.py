@@ -13,7 +13,7 @@ from bench.gpu_rows import Rows
 from deltastore.format.signs import packed_width
 from server import kernels
 from server.kernels import onebit_reference
-from server.model.attention import Options, Span
+from server.kernels.attention import AttentionBatch, AttentionParams
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
 GROUPS = (
@@ -25,10 +25,10 @@ HEADS = ((32, 8, 128), (5, 1, 80), (3, 3, 100), (16, 8, 256))  # heads, kv heads
 LENGTHS = (1, 37, 700, 5000)
 PAGE = 16
 RULES = (
-    Options(None, None, None, None),
-    Options(0.1, 300, None, None),
-    Options(None, None, 30.0, None),
-    Options(0.2, 33, 2.0, torch.tensor(1.5)),
+    AttentionParams(None, None, None, None),
+    AttentionParams(0.1, 300, None, None),
+    AttentionParams(None, None, 30.0, None),
+    AttentionParams(0.2, 33, 2.0, torch.tensor(1.5)),
 )
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}  # of what is summed
 
@@ -40,7 +40,7 @@ class Matrices:
     signs: list[Tensor]
     factor_out: list[Tensor]
     factor_in: list[Tensor]
-    places: Tensor
+    plane_ptrs: Tensor
 
 
 def check(rows: Rows, device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -73,8 +73,8 @@ def _product_error(
     base = torch.randn(num_rows, shape[0], generator=generator, device=device).to(dtype)
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
-    kernels.add_onebit_matmul(output, x, matrices.places, bounds)
-    onebit_reference.add_onebit_matmul(want, x, matrices.places, bounds)
+    kernels.add_onebit_matmul(output, x, matrices.plane_ptrs, bounds)
+    onebit_reference.add_onebit_matmul(want, x, matrices.plane_ptrs, bounds)
     return _error(output, want, TOLERANCE[dtype], scale=shape[1] ** 0.5)
 
 
@@ -85,8 +85,8 @@ def _rows_error(shape: tuple[int, int], ranges: tuple[tuple[int, int], ...], dev
     base = torch.randn(num_rows, shape[1], generator=generator, device=device)
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
-    kernels.add_onebit_rows(output, ids, matrices.places, bounds, shape[0], 2.0)
-    onebit_reference.add_onebit_rows(want, ids, matrices.places, bounds, shape[0], 2.0)
+    kernels.add_onebit_rows(output, ids, matrices.plane_ptrs, bounds, shape[0], 2.0)
+    onebit_reference.add_onebit_rows(want, ids, matrices.plane_ptrs, bounds, shape[0], 2.0)
     return _error(output, want, TOLERANCE[torch.float32])
 
 
@@ -136,7 +136,7 @@ def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[in
         cached = keys.to(dtype), values.to(dtype)
         for rules in RULES:
             sinks = None if rules.sinks is None else rules.sinks.to(device).expand(heads)
-            own = Options(rules.scaling, rules.window, rules.softcap, sinks)
+            own = AttentionParams(rules.scaling, rules.window, rules.softcap, sinks)
             output = torch.full_like(query, torch.nan)
             attention_cuda.attend(output, query, cached, span, own)
             want = [_attention(query[i], cached, span, own, i) for i in range(len(lengths))]
@@ -145,7 +145,7 @@ def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[in
 
 def _cache(
     shared: int, dim: int, lengths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Span]:
+) -> tuple[Tensor, Tensor, AttentionBatch]:
     """Keys and values in pages in a random order, NaN wherever no sequence has one."""
     generator = torch.Generator(device).manual_seed(3)
     needs = [-(-length // PAGE) for length in lengths]
@@ -160,19 +160,19 @@ def _cache(
                 length, shared, dim, generator=generator, device=device
             )
     positions = torch.tensor(lengths, device=device)[:, None] - 1
-    return keys, values, Span(torch.arange(len(lengths), device=device)[:, None], table, positions)
+    return keys, values, AttentionBatch(torch.arange(len(lengths), device=device)[:, None], table, positions)
 
 
 def _attention(
-    query: Tensor, cached: tuple[Tensor, Tensor], span: Span, rules: Options, number: int
+    query: Tensor, cached: tuple[Tensor, Tensor], span: AttentionBatch, rules: AttentionParams, number: int
 ) -> Tensor:
     """One token's attention in float64, [heads, dim]."""
     last = int(span.positions[number, 0])
     first = 0 if rules.window is None else max(0, last - rules.window + 1)
     at = torch.arange(first, last + 1, device=query.device)
     repeats = len(query) // cached[0].shape[2]
-    places = span.table[number, at // PAGE], at % PAGE
-    key, value = (part[places].double().repeat_interleave(repeats, 1) for part in cached)
+    slots = span.page_table[number, at // PAGE], at % PAGE
+    key, value = (part[slots].double().repeat_interleave(repeats, 1) for part in cached)
     scores = torch.einsum("hd,khd->hk", query.double(), key)
     scores *= query.shape[1] ** -0.5 if rules.scaling is None else rules.scaling
     if rules.softcap is not None:

@@ -16,7 +16,7 @@ from bench.gpu_timing import captured, seconds
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.resident import ResidentDelta, arena
 from server.engine.memory import CUDA_SHARE, DEFAULT_MAX_SLOTS
-from server.model.attention import Chunk, Layout, PagedAttention
+from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 
 PAGE_TOKENS = 16  # as the server's
 SLOT_SLACK = 1.15  # of the one-bit plan, as the server's
@@ -169,7 +169,7 @@ class Stage:
         with ExitStack() as step:
             if self.context is not None:
                 step.enter_context(self.context.step(batch))
-            layout = Layout.of(chunks, PAGE_TOKENS, self.device)
+            layout = AttentionMetadata.of(chunks, PAGE_TOKENS, self.device)
             step.enter_context(self.attention.step(layout))
             yield lambda: self.model(**inputs, use_cache=False).logits
 

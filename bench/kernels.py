@@ -61,7 +61,7 @@ class Layer:
         factors = torch.full((out_features,), 0.002, device=device), torch.ones(in_features, device=device)
         return cls(weight, signs, factors)
 
-    def places(self, num_groups: int) -> Tensor:
+    def plane_ptrs(self, num_groups: int) -> Tensor:
         """The addresses of the first variants' parts."""
         rows = [
             [signs.data_ptr(), *(f.data_ptr() for f in self.factors)] for signs in self.signs[:num_groups]
@@ -171,7 +171,7 @@ def measure(layers: Sequence[Layer], repeats: int, each: tuple[int, int]) -> tup
     """Seconds of all layers without and with one-bit products, in turns."""
     num_groups, rows = each
     device = layers[0].weight.device
-    places = [layer.places(num_groups) for layer in layers]
+    plane_ptrs = [layer.plane_ptrs(num_groups) for layer in layers]
     bounds = [(group * rows, (group + 1) * rows) for group in range(num_groups)]
     ranges = torch.tensor(bounds, dtype=torch.int32, device=device)
     widths = {layer.weight.shape[1] for layer in layers}
@@ -182,7 +182,7 @@ def measure(layers: Sequence[Layer], repeats: int, each: tuple[int, int]) -> tup
             linear(x[layer.weight.shape[1]], layer.weight)
 
     def both() -> None:
-        for layer, own in zip(layers, places, strict=True):
+        for layer, own in zip(layers, plane_ptrs, strict=True):
             inputs = x[layer.weight.shape[1]]
             kernels.add_onebit_matmul(linear(inputs, layer.weight), inputs, own, ranges)
 

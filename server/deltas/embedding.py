@@ -1,4 +1,4 @@
-"""Embeddings: the base's rows by the library, then all deltas' one-bit rows, and the rows that only a variant has."""
+"""Embeddings: the base's rows through torch, then the one-bit rows of all deltas, and the rows that the base lacks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from server.deltas.batch import BatchContext, Group
-from server.deltas.composition import HookPoint, address
-from server.deltas.resident import MatrixView
+from server.deltas.resident import MatrixView, ResidentDelta
+from server.deltas.stacked import HookPoint, plane_pointers
 from server.kernels import add_onebit_rows
 
 
 class EmbeddingDelta:
-    """Adds deltas to the output of one embedding. Ids beyond the base's rows are looked up among the variant's own."""
+    """Adds deltas to the output of one embedding. Ids that the base lacks select rows that the variant added."""
 
     def __init__(self, module: nn.Embedding, name: str, context: BatchContext) -> None:
         self.weight = f"{name}.weight"
         self.num_rows = module.num_embeddings
-        scale = getattr(module, "embed_scale", None)  # some embeddings scale what they look up
-        self.factor = 1.0 if scale is None else float(torch.as_tensor(scale).to(module.weight.dtype))
+        # Some embeddings (Gemma's) multiply the rows that they look up.
+        scale = getattr(module, "embed_scale", None)
+        self.scale = 1.0 if scale is None else float(torch.as_tensor(scale).to(module.weight.dtype))
         self.context = context
-        self.site = context.sites.add(
-            HookPoint(
-                lambda delta: delta.matrices.get(self.weight),
-                lambda delta: (
-                    self.weight in delta.whole
-                    or ((matrix := delta.matrices.get(self.weight)) is not None and matrix.added is not None)
-                ),
-            )
+        self.hook_point = context.hook_points.add(
+            HookPoint(lambda delta: delta.matrices.get(self.weight), self._is_special)
         )
         self._ids: Tensor | None = None
         module.register_forward_pre_hook(self._before)
@@ -44,36 +39,41 @@ class EmbeddingDelta:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if (step := self.context.current) is None or self._ids is None:
             return output
-        ids, known, self._ids = self._ids.flatten(), args[0].flatten(), None
-        flat, special = output.flatten(0, -2), step.composition.special[self.site]
-        wide = flat.float() if special else flat  # all that a row is given is summed before it is rounded
-        if self.site in step.composition.changed:
-            places = step.composition.places[self.site]
-            add_onebit_rows(wide, known, places, step.ranges, self.num_rows, self.factor)
+        ids, base_ids, self._ids = self._ids.flatten(), args[0].flatten(), None
+        flat, special = output.flatten(0, -2), step.stacked.special[self.hook_point]
+        # All terms of a row are summed in float32 before it is rounded.
+        wide = flat.float() if special else flat
+        if self.hook_point in step.stacked.changed:
+            plane_ptrs = step.stacked.plane_ptrs[self.hook_point]
+            add_onebit_rows(wide, base_ids, plane_ptrs, step.ranges, self.num_rows, self.scale)
         if special:
-            for number in special:
-                self._apply(wide, ids, known, step.groups[number])
+            for index in special:
+                self._add_special(wide, ids, base_ids, step.groups[index])
             flat.copy_(wide)
         return output
 
-    def _apply(self, output: Tensor, ids: Tensor, known: Tensor, group: Group) -> None:
-        """Give a group's rows of float32 `output` what its delta has beyond a first plane."""
+    def _add_special(self, output: Tensor, ids: Tensor, base_ids: Tensor, group: Group) -> None:
+        """Add what a group's delta has beyond a first plane to its rows of float32 `output`, [rows, features]."""
         rows = group.rows
         if (matrix := group.delta.matrices.get(self.weight)) is None:
-            output[rows] = group.delta.whole[self.weight][ids[rows]].float() * self.factor
+            output[rows] = group.delta.whole[self.weight][ids[rows]].float() * self.scale
             return
-        self._add_beyond_first(output, known, matrix, rows)
+        self._add_beyond_first(output, base_ids, matrix, rows)
         if matrix.added is not None:
-            own = ids[rows] >= self.num_rows
-            added = matrix.added[(ids[rows] - self.num_rows).clamp(min=0)].float() * self.factor
-            output[rows] = torch.where(own[:, None], added, output[rows])
+            is_added = ids[rows] >= self.num_rows
+            added = matrix.added[(ids[rows] - self.num_rows).clamp(min=0)].float() * self.scale
+            output[rows] = torch.where(is_added[:, None], added, output[rows])
 
-    def _add_beyond_first(self, output: Tensor, known: Tensor, matrix: MatrixView, rows: slice) -> None:
+    def _add_beyond_first(self, output: Tensor, base_ids: Tensor, matrix: MatrixView, rows: slice) -> None:
         if others := matrix.planes[1:]:
-            ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=known.device)
+            ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=base_ids.device)
             for plane in others:
-                places = torch.tensor([address(plane)], device=known.device)
-                add_onebit_rows(output, known, places, ranges, self.num_rows, self.factor)
+                plane_ptrs = torch.tensor([plane_pointers(plane)], device=base_ids.device)
+                add_onebit_rows(output, base_ids, plane_ptrs, ranges, self.num_rows, self.scale)
         if matrix.left is not None and matrix.right is not None:
-            residual = matrix.left[known[rows]].float() @ matrix.right.float()
-            output[rows] += residual * self.factor
+            residual = matrix.left[base_ids[rows]].float() @ matrix.right.float()
+            output[rows] += residual * self.scale
+
+    def _is_special(self, delta: ResidentDelta) -> bool:
+        matrix = delta.matrices.get(self.weight)
+        return self.weight in delta.whole or (matrix is not None and matrix.added is not None)

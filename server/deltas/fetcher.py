@@ -1,4 +1,4 @@
-"""Brings versions into slots from wherever they are nearest, on threads of its own. Knows no requests."""
+"""Loads deltas into slots on threads of its own, from the host cache or the registry's disk. Knows no requests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """A delta in its slot, complete and verified."""
+    """A finished load: the delta in its slot, complete and verified."""
 
     delta: ResidentDelta
     report: LoadReport
 
 
 class Fetcher:
-    """Loads from host memory have a thread of their own, so that none of them waits for a disk."""
+    """Fills slots. Loads from host memory have a thread of their own, so that they never wait for a disk."""
 
     def __init__(self, loader: Loader, cache: HostCache, registry: Registry) -> None:
         self.cache = cache
@@ -44,20 +44,20 @@ class Fetcher:
         self._host = ThreadPoolExecutor(1, "delta-copy", initializer=lower_thread_priority)
 
     def fetch(self, record: VersionRecord, slot: Slot) -> Future[Fetched]:
-        """Begin to fill a slot that nobody reads.
+        """Start to fill a slot that no batch reads.
 
-        The future's errors:
+        The future raises:
             VariantQuarantined: the stored object is corrupt; it was quarantined.
-            VariantNotFound: it is gone.
-            ArtifactTooLarge: it does not fit the slot.
-            RegistryError: the disk refuses.
-            MemoryError, RuntimeError: there is no memory for what the delta needs beside its slot.
+            VariantNotFound: the stored object is gone.
+            ArtifactTooLarge: the delta does not fit the slot.
+            RegistryError: reading the disk failed.
+            MemoryError, RuntimeError: no memory is left for the delta's factors or a read buffer.
         """
         threads = self._host if self.cache.holds(record.digest) else self._disk
         return threads.submit(self._fetch, record, slot)
 
     def close(self) -> None:
-        """Let the loads that run end, cancel the others, and give threads and memory back."""
+        """Wait for running loads, cancel queued ones, and free threads and memory."""
         for threads in (self._disk, self._host):
             threads.shutdown(wait=False, cancel_futures=True)
         for threads in (self._disk, self._host):
@@ -74,7 +74,7 @@ class Fetcher:
         return Fetched(ResidentDelta.in_slot(plan, slot), report)
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaPlan, LoadReport]:
-        """From disk through host memory, where it stays if there is place; then its parts from the verified header."""
+        """Read a delta from disk, through the host cache if it has memory, and plan it by its verified header."""
         path = self._registry.object_path(record.digest)
         source = ObjectSource(
             path,
@@ -89,20 +89,20 @@ class Fetcher:
                 f"{label(record)} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
                 ": compress it with a smaller budget, or serve with larger slots"
             )
-        with self._explained(record, path), self.cache.room(record.device_bytes) as room:
-            memory = slot.memory if room is None else room.memory
+        with self._explained(record, path), self.cache.buffer(record.device_bytes) as buffer:
+            memory = slot.memory if buffer is None else buffer.memory
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
             plan = DeltaPlan.of(
                 header, Manifest.from_verified_metadata(header.metadata, label(record)), record.digest
             )
-            if room is not None:
-                self.cache.keep(room, record, plan)
+            if buffer is not None:
+                self.cache.keep(buffer, record, plan)
         return plan, report
 
     @contextmanager
     def _explained(self, record: VersionRecord, path: Path) -> Iterator[None]:
-        """What a failed read means: a corrupt object is quarantined, one that was collected meanwhile is missing."""
+        """Turn a failed read into its cause: quarantine a corrupt object, report a deleted one as missing."""
         try:
             yield
         except CorruptObject as error:
@@ -119,5 +119,5 @@ class Fetcher:
 
 
 def label(record: VersionRecord) -> str:
-    """What messages call a version."""
+    """Return the name of a version in messages: ``tenant/name@version``."""
     return f"{record.tenant}/{record.name}@{record.version}"

@@ -1,7 +1,7 @@
-"""Linear layers: the base product by the library, then the one-bit products of all deltas of the batch in one call.
+"""Linear layers: the base product through torch, then the one-bit products of all deltas of the batch in one call.
 
-A layer is made delta-aware by a forward hook, so the base's weights are read and never written, and the model keeps
-the library's modules and names.
+A forward hook makes a layer delta-aware: the base's weights are never written, and the model keeps the modules and
+parameter names of transformers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from server.deltas.batch import BatchContext, Group, Step
-from server.deltas.composition import HookPoint, address
+from server.deltas.batch import BatchContext, Group, StepDeltas
 from server.deltas.resident import MatrixView, ResidentDelta
+from server.deltas.stacked import HookPoint, plane_pointers
 from server.kernels import add_onebit_matmul
 
 
@@ -25,7 +25,7 @@ class LinearDelta:
         self.base_weight = module.weight
         self.base_bias = None if module.bias is None else module.bias.detach().float()
         self.context = context
-        self.site = context.sites.add(
+        self.hook_point = context.hook_points.add(
             HookPoint(lambda delta: delta.matrices.get(self.weight), lambda delta: self.weight in delta.whole)
         )
         module.register_forward_hook(self)
@@ -34,26 +34,27 @@ class LinearDelta:
         if (step := self.context.current) is None:
             return output
         x, flat = args[0].flatten(0, -2), output.flatten(0, -2)
-        special = step.composition.special[self.site]
+        special = step.stacked.special[self.hook_point]
         bias = None if self.base_bias is None else step.by_row(self.bias, self.base_bias)
         if special or bias is not self.base_bias:
-            wide = flat.float()  # all that a row is given is summed before it is rounded
+            # All terms of a row are summed in float32 before it is rounded.
+            wide = flat.float()
             if bias is not None and bias is not self.base_bias:
                 wide += bias - self.base_bias
             self._add(step, wide, x)
-            for number in special:
-                self._add_special(wide, x, step.groups[number])
+            for index in special:
+                self._add_special(wide, x, step.groups[index])
             flat.copy_(wide)
         else:
             self._add(step, flat, x)
         return output
 
-    def _add(self, step: Step, output: Tensor, x: Tensor) -> None:
-        if self.site in step.composition.changed:
-            add_onebit_matmul(output, x, step.composition.places[self.site], step.ranges)
+    def _add(self, step: StepDeltas, output: Tensor, x: Tensor) -> None:
+        if self.hook_point in step.stacked.changed:
+            add_onebit_matmul(output, x, step.stacked.plane_ptrs[self.hook_point], step.ranges)
 
     def _add_special(self, output: Tensor, x: Tensor, group: Group) -> None:
-        """Add what a group's delta has beyond a first plane to float32 [rows, out]."""
+        """Add what a group's delta has beyond a first plane to its rows of float32 `output`, [rows, out]."""
         if (matrix := group.delta.matrices.get(self.weight)) is not None:
             add_beyond_first(output, x, matrix, group.rows)
         else:
@@ -62,17 +63,17 @@ class LinearDelta:
 
 
 class HeadDelta:
-    """Adds deltas to the output head, on the kept rows alone, and widens the logits where a variant has more tokens.
+    """Adds deltas to the logits, and widens them if a variant has more tokens than the base.
 
-    A token that a row's variant lacks has a logit of minus infinity. Where a variant ties its head to its embedding,
-    the embedding's delta is the head's.
+    The head sees only the rows whose logits are computed. A token that a row's variant lacks has a logit of minus
+    infinity. If a variant ties its head to its embedding, the embedding's delta applies to the head.
     """
 
     def __init__(self, module: nn.Linear, name: str, embedding: str, context: BatchContext) -> None:
         self.bias, self.embedding = f"{name}.bias", f"{embedding}.weight"
         self.base_bias = module.bias
         self.context = context
-        self.site = context.sites.add(
+        self.hook_point = context.hook_points.add(
             HookPoint(lambda delta: delta.matrices.get(self._source(delta)), self._is_special)
         )
         module.register_forward_hook(self)
@@ -81,8 +82,8 @@ class HeadDelta:
         if (step := self.context.current) is None:
             return output
         x, num_base = args[0].flatten(0, -2), output.shape[-1]
-        special = [step.groups[number] for number in step.composition.special[self.site]]
-        special = [group for group in special if group.kept.start < group.kept.stop]
+        special = [step.groups[index] for index in step.stacked.special[self.hook_point]]
+        special = [group for group in special if group.logit_rows.start < group.logit_rows.stop]
         width = max((group.delta.num_rows(self._source(group.delta)) for group in special), default=0)
         if width > num_base:
             logits = output.new_full((*output.shape[:-1], width), -torch.inf)
@@ -90,42 +91,42 @@ class HeadDelta:
         else:
             logits = output
         flat = logits.flatten(0, -2)
-        known = flat[:, :num_base].float() if special else flat[:, :num_base]
-        if self.site in step.composition.changed:
-            add_onebit_matmul(known, x, step.composition.places[self.site], step.kept)
+        base_logits = flat[:, :num_base].float() if special else flat[:, :num_base]
+        if self.hook_point in step.stacked.changed:
+            add_onebit_matmul(base_logits, x, step.stacked.plane_ptrs[self.hook_point], step.logit_ranges)
         if special:
             for group in special:
-                self._apply(known, flat, x, group)
-            flat[:, :num_base] = known.to(flat.dtype)
+                self._add_special(base_logits, flat, x, group)
+            flat[:, :num_base] = base_logits.to(flat.dtype)
         return logits
 
-    def _apply(self, known: Tensor, logits: Tensor, x: Tensor, group: Group) -> None:
-        """Give a group's rows what its delta has beyond a first plane.
+    def _add_special(self, base_logits: Tensor, logits: Tensor, x: Tensor, group: Group) -> None:
+        """Add what a group's delta has beyond a first plane to its rows.
 
         Args:
-            known: float32 [rows, the base's tokens], which hold the base's logits and first planes' products.
-            logits: [rows, tokens] in the model's dtype; those of tokens that the base lacks are written.
-            x: [rows, in].
-            group: whose rows.
+            base_logits: ``[rows, base tokens]`` float32, with the base's logits and the first planes' products.
+            logits: ``[rows, tokens]`` in the model's dtype; columns of tokens that the base lacks are written.
+            x: ``[rows, in]``.
+            group: the group.
         """
-        delta, rows, num_base = group.delta, group.kept, known.shape[1]
+        delta, rows, num_base = group.delta, group.logit_rows, base_logits.shape[1]
         name = self._source(delta)
         own = x[rows]
         if (matrix := delta.matrices.get(name)) is not None:
-            add_beyond_first(known, x, matrix, rows)
+            add_beyond_first(base_logits, x, matrix, rows)
             if matrix.added is not None:
                 logits[rows, num_base : matrix.num_rows] = own @ matrix.added.to(x.dtype).T
         elif (whole := delta.whole.get(name)) is not None:
             product = own @ whole.to(x.dtype).T
-            known[rows] = product[:, :num_base].float()
+            base_logits[rows] = product[:, :num_base].float()
             if self.base_bias is not None:
-                known[rows] += self.base_bias.float()
+                base_logits[rows] += self.base_bias.float()
             logits[rows, num_base : len(whole)] = product[:, num_base:]
         if (bias := delta.whole.get(self.bias)) is not None:
-            known[rows] += bias[:num_base].float() - self.base_bias.float()
+            base_logits[rows] += bias[:num_base].float() - self.base_bias.float()
 
     def _source(self, delta: ResidentDelta) -> str:
-        """The tensor that holds the head of this variant: its own, or the embedding that it is tied to."""
+        """Return the name of the tensor that holds a variant's head: its own, or the embedding that it is tied to."""
         return self.embedding if delta.tied else delta.head
 
     def _is_special(self, delta: ResidentDelta) -> bool:
@@ -139,13 +140,13 @@ class HeadDelta:
 
 
 def add_beyond_first(output: Tensor, x: Tensor, matrix: MatrixView, rows: slice) -> None:
-    """Add the products of all but a matrix's first plane to some rows of float32 `output` [rows, out].
+    """Add the products of a matrix's further planes and residual to some rows of float32 `output`, [rows, out].
 
-    The residual goes through its rank, never as a matrix.
+    The residual is applied as two factors and never expanded to a matrix.
     """
     if others := matrix.planes[1:]:
         ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=x.device)
         for plane in others:
-            add_onebit_matmul(output, x, torch.tensor([address(plane)], device=x.device), ranges)
+            add_onebit_matmul(output, x, torch.tensor([plane_pointers(plane)], device=x.device), ranges)
     if matrix.left is not None and matrix.right is not None:
         output[rows] += x[rows].float() @ matrix.right.float().T @ matrix.left.float().T

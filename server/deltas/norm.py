@@ -1,7 +1,7 @@
-"""Norms: the base's weight, or each row's own. The library's code runs; only the weight it finds is chosen by batch.
+"""Norms: transformers' own code runs, with the weight of each row's variant in place of the base's.
 
-RMSNorms broadcast a weight of one vector per token, ``1 + w`` forms included. `nn.LayerNorm` refuses that and has its
-two lines written out.
+RMSNorms, ``1 + w`` forms included, broadcast one weight vector per token. `nn.LayerNorm` does not and is replaced by
+its own formula.
 """
 
 from __future__ import annotations
@@ -14,67 +14,68 @@ from server.deltas.batch import BatchContext
 
 
 class NormDelta:
-    """Gives one norm the weight (and bias) of each row's variant before it runs."""
+    """Sets the weight (and bias) of one norm to those of each row's variant before it runs."""
 
     def __init__(self, module: nn.Module, name: str, context: BatchContext) -> None:
         self.context = context
         self.base: dict[str, Tensor] = {}
         self.names: dict[str, str] = {}
-        self._token_axis: int | None = None  # of inputs [1, tokens, heads, features], or heads before tokens
+        self._token_axis: int | None = (
+            None  # 1 for inputs [1, tokens, heads, features], 2 if heads come first
+        )
         for parameter, value in list(module.named_parameters(recurse=False)):
             self.base[parameter] = value.detach()
             self.names[parameter] = f"{name}.{parameter}"
-            delattr(module, parameter)  # a registered parameter could not be exchanged for a view
+            # torch does not let a plain tensor replace a registered parameter.
+            delattr(module, parameter)
             setattr(module, parameter, self.base[parameter])
         if isinstance(module, nn.LayerNorm):
             setattr(module, "forward", _LayerNorm(module))  # noqa: B010 - a method may not be assigned
         module.register_forward_pre_hook(self)
 
-    def by_name(self) -> dict[str, Tensor]:
-        """The base's own values, by checkpoint name."""
-        return {self.names[parameter]: value for parameter, value in self.base.items()}
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         step = self.context.current
         for parameter, base in self.base.items():
-            value = (
-                base if step is None else self._by_token(step.by_row(self.names[parameter], base), args[0])
-            )
+            value = base
+            if step is not None:
+                value = self._by_token(step.by_row(self.names[parameter], base), args[0])
             if getattr(module, parameter) is not value:
                 setattr(module, parameter, value)
 
     def _by_token(self, value: Tensor, x: Tensor) -> Tensor:
-        """Shape a [tokens, features] weight for inputs [1, tokens, features], or with heads before or behind tokens."""
+        """Reshape a weight [tokens, features] to broadcast over `x`.
+
+        Args:
+            value: ``[features]``, which is returned as it is, or ``[tokens, features]``.
+            x: ``[1, tokens, features]``, ``[1, tokens, heads, features]`` or ``[1, heads, tokens, features]``.
+        """
         if value.dim() == 1:
             return value
         if x.dim() == 3:
             return value[None]
-        if (
-            self._token_axis is None and x.shape[1] != x.shape[2]
-        ):  # told apart at start-up, by a probe of few tokens
+        # The start-up probe decides: its number of tokens is no model's number of heads.
+        if self._token_axis is None and x.shape[1] != x.shape[2]:
             self._token_axis = 1 if x.shape[1] == len(value) else 2
         return value[None, None] if self._token_axis == 2 else value[None, :, None]
 
 
 class _LayerNorm:
-    """`nn.LayerNorm.forward` for weights that may differ by token; statistics in float32, as in the library's."""
+    """`nn.LayerNorm.forward` for weights that may differ by token. Statistics are float32, as in torch."""
 
     def __init__(self, module: nn.LayerNorm) -> None:
         self.module = module
 
     def __call__(self, x: Tensor) -> Tensor:
+        shape, eps = self.module.normalized_shape, self.module.eps
         weight, bias = self.module.weight, self.module.bias
         if weight is None or weight.dim() == 1:
-            return nn.functional.layer_norm(x, self.module.normalized_shape, weight, bias, self.module.eps)
-        normal = nn.functional.layer_norm(
-            x.float(), self.module.normalized_shape, None, None, self.module.eps
-        )
-        scaled = normal * weight.float()
+            return nn.functional.layer_norm(x, shape, weight, bias, eps)
+        scaled = nn.functional.layer_norm(x.float(), shape, None, None, eps) * weight.float()
         return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A module whose own parameters are all vectors: what normalises, scales or shifts features."""
+    """Return whether a module's own parameters are all vectors that normalise, scale or shift features."""
     own = [value for _, value in module.named_parameters(recurse=False)]
     return (
         bool(own)

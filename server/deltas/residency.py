@@ -44,7 +44,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class FinishedLoad:
     """The end of one load: the delta is resident, or `error` says why it is not."""
 
     record: VersionRecord
@@ -66,7 +66,7 @@ class Residency:
         self._pinned: frozenset[str] = frozenset()
         self.on_finished: Callable[[], None] = lambda: None  # called on a loader thread: wakes the engine
 
-    def know(self, record: VersionRecord) -> None:
+    def retain(self, record: VersionRecord) -> None:
         """Remember what a digest stands for until `forget` was called as often."""
         self._known.setdefault(record.digest, _Known(record)).num_users += 1
 
@@ -117,7 +117,7 @@ class Residency:
         self._publish()
         return True
 
-    def adopt(self) -> Iterator[Adopted]:
+    def poll_loads(self) -> Iterator[FinishedLoad]:
         """Make finished loads visible, and give back the slots of failed ones."""
         for entry in [e for e in self._entries.values() if e.delta is None and e.fetch.done()]:
             error = entry.fetch.exception()
@@ -131,7 +131,7 @@ class Residency:
                     what = f"{type(error).__name__}: {error}"
                     error = EngineFailed(f"{label(entry.record)} could not be loaded: {what}")
                 self._metrics.load_failed(error)
-            yield Adopted(entry.record, error)
+            yield FinishedLoad(entry.record, error)
 
     def evict(self, digest: str, reason: str) -> bool:
         """Free all memory of an idle delta, that of its host copy too; False when it is held or loading."""

@@ -1,4 +1,4 @@
-"""A delta in its slot: typed views of the slot's bytes, by tensor name. Knows offsets; nothing of requests or files."""
+"""A delta in its slot: typed views of the slot's bytes, by tensor name. Knows offsets; no requests and no files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch import Tensor
 from deltastore.base.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
 from deltastore.format.parts import MatrixParts, PlaneParts, part_names
+from server.errors import EngineFailed
 
-if TYPE_CHECKING:  # those who only compute need not have what parses it
+if TYPE_CHECKING:
+    # Manifest brings pydantic, which computing with deltas does not need.
     from deltastore.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaneView:
-    """One sign plane as kernels take it. The gain is folded into `factor_out`."""
+    """One sign plane as kernels take it. `factor_out` is the scale of each row times the plane's gain."""
 
     signs: Tensor  # [out, ceil(in / 8)] uint8, in the slot
     factor_out: Tensor  # [out] float32
@@ -29,41 +31,42 @@ class PlaneView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixView:
-    """A coded matrix: what its layers add up."""
+    """A coded matrix: the sum of its planes and its low-rank residual, and the rows that the base lacks."""
 
     planes: tuple[PlaneView, ...]
     left: Tensor | None  # [out, rank] float16, in the slot
     right: Tensor | None  # [rank, in] float16, in the slot
-    added: Tensor | None  # [added, in]: rows that the base lacks, in the slot
+    added: Tensor | None  # [added, in], in the slot: rows that the base lacks
 
     @property
     def num_base_rows(self) -> int:
-        """Rows that the base has too."""
+        """Rows that the base has, too."""
         return len(self.planes[0].signs)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the variant has, added ones included."""
+        """Rows that the variant has, including added ones."""
         return self.num_base_rows + (0 if self.added is None else len(self.added))
 
     @property
     def is_one_plane(self) -> bool:
-        """Whether the first plane is all that the base's rows are given."""
+        """True if the base's rows change by the first plane alone."""
         return len(self.planes) == 1 and self.left is None
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPlan:
-    """Where an artifact's tensors lie in its data section."""
+    """The positions of an artifact's tensors in its data section."""
 
     digest: str
-    tied: bool
-    head: str
+    tied: bool  # as in `ResidentDelta`
+    head: str  # as in `ResidentDelta`
     matrices: Mapping[str, MatrixParts[TensorEntry]]
     whole: Mapping[str, TensorEntry]
 
     @classmethod
     def of(cls, header: Header, manifest: Manifest, digest: str) -> DeltaPlan:
+        """Find the positions in the header of the artifact that `digest` names."""
         specs, entries = manifest.tensors, header.tensors
         return cls(
             digest,
@@ -79,7 +82,7 @@ class DeltaPlan:
 
 
 class Slot:
-    """One place of the arena. `generation` grows each time its bytes are given up, so that stale views are caught."""
+    """Device memory for one delta. `generation` grows when the delta leaves, so that stale views of it are refused."""
 
     def __init__(self, index: int, memory: Tensor) -> None:
         self.index = index
@@ -89,11 +92,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ResidentDelta:
-    """A loaded delta. Made when every chunk of it has been verified and copied."""
+    """A delta that is complete in its slot: every chunk has been verified and copied."""
 
     digest: str
     tied: bool  # the output head is the input embedding
-    head: str  # the changed head's own tensor, which a tied base does not have; "" where there is none
+    head: str  # name of the changed head's tensor, which a tied base lacks; "" if there is none
     matrices: Mapping[str, MatrixView]
     whole: Mapping[str, Tensor]
     slot: Slot
@@ -101,7 +104,7 @@ class ResidentDelta:
 
     @classmethod
     def in_slot(cls, plan: DeltaPlan, slot: Slot) -> ResidentDelta:
-        """Views of a slot that holds the data section of the artifact that `plan` was taken from."""
+        """Make views of a slot that holds the data section of the artifact that `plan` describes."""
         planes = iter(
             _planes([plane for parts in plan.matrices.values() for plane in parts.planes], slot.memory)
         )
@@ -119,25 +122,30 @@ class ResidentDelta:
         return cls(plan.digest, plan.tied, plan.head, matrices, whole, slot, slot.generation)
 
     def check_alive(self) -> None:
-        """A batch must never read a slot that has been given to another delta."""
-        assert self.generation == self.slot.generation, f"slot {self.slot.index} was overwritten while in use"
+        """Raise EngineFailed if the slot was given to another delta: a batch must never read those bytes."""
+        if self.generation != self.slot.generation:
+            raise EngineFailed(
+                f"slot {self.slot.index} no longer holds delta {self.digest[:12]}: send the request again"
+            )
 
     def num_rows(self, name: str) -> int:
-        """Rows of a matrix that this delta changes, added ones included; 0 where it is unchanged."""
+        """Return the rows of a matrix that this delta changes, including added ones; 0 if the matrix is unchanged."""
         if (matrix := self.matrices.get(name)) is not None:
             return matrix.num_rows
         return len(self.whole[name]) if name in self.whole else 0
 
 
 def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
-    """All slots, cut from one allocation."""
+    """Allocate all slots as one block of device memory."""
     memory = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, device=device)
     return [Slot(index, memory[index]) for index in range(num_slots)]
 
 
 def _planes(parts: Sequence[PlaneParts[TensorEntry]], memory: Tensor) -> list[PlaneView]:
-    """Views of planes, in their order. All factors are made at once: an operation for each would hold up the engine,
-    on whose interpreter and device they run.
+    """Make views of planes, in their order.
+
+    All factors are computed in a few operations: one operation per plane would delay the engine's steps, which share
+    the interpreter and the device.
     """
     if not parts:
         return []
@@ -171,7 +179,7 @@ def _float32(vectors: Sequence[TensorEntry], halves: Tensor) -> Sequence[Tensor]
 
 
 def _elements(entry: TensorEntry, halves: Tensor) -> Tensor:
-    """A float16 vector in a slot that is seen as float16."""
+    """Return a float16 vector from a slot viewed as float16."""
     return halves[entry.start // 2 : entry.end // 2]
 
 

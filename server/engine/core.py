@@ -70,7 +70,7 @@ class Core:
         self._unstarted.setdefault(request.digest, {})[request.id] = state
         self._telemetry.admitted(request, lookup)
         if request.record is not None:
-            self._residency.know(request.record)
+            self._residency.retain(request.record)
         self._attempt(state, self._start_sequence, state)
 
     def cancel(self, request_id: str) -> None:
@@ -115,7 +115,7 @@ class Core:
         self.calls.fail_all(error)
 
     def _adopt_loads(self, now: float) -> None:
-        for adopted in self._residency.adopt():
+        for adopted in self._residency.poll_loads():
             digest, error = adopted.record.digest, adopted.error
             for state in self._unstarted.get(digest, {}).values():
                 if state.cold and state.loaded_at is None:

@@ -45,7 +45,7 @@ class DeltaCalls:
         for unload in [u for u in self._unloads if u.digest == call.record.digest]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
-        self._residency.know(call.record)
+        self._residency.retain(call.record)
         self._loads.append(call)
 
     def add_unload(self, call: UnloadCall) -> None:

@@ -12,7 +12,7 @@ from server.deltas.batch import DeltaBatch
 from server.deltas.resident import ResidentDelta
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed
-from server.model.attention import Chunk, Layout
+from server.model.attention import AttentionMetadata, Chunk
 from server.model.loader import ServedModel
 
 Batch = Items[tuple[Sequence, int]]  # sequences, and how many of their next tokens a step computes
@@ -43,7 +43,7 @@ class ModelRunner:
         counts = [num_tokens for _, num_tokens in batch]
         num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
         chunks = [Chunk(s.num_computed_tokens, num_tokens, s.held.pages) for s, num_tokens in batch]
-        layout = Layout.of(chunks, attention.page_tokens, self.device)
+        layout = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
         delta_batch = DeltaBatch.of([_delta_of(s, deltas) for s, _ in batch], counts, num_logits)
         token_ids: list[int] = []
         positions: list[int] = []

@@ -23,7 +23,7 @@ __all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    places: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
+    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
     ranges: Tensor,  # [groups, 2] int32: first row of a group and the one after its last
 ) -> None:
     """Add to each group's rows what its delta adds: ``factor_out * (B @ (factor_in * x))``, summed in float32.
@@ -32,19 +32,19 @@ def add_onebit_matmul(
     leaves a group as it is, that of `factor_in` stands for ones. Groups are disjoint and ascending and may be empty;
     rows of no group are not touched. The sum is rounded once, to the output's dtype.
     """
-    _implementation(x.device.type).add_onebit_matmul(output, x, places, ranges)
+    _implementation(x.device.type).add_onebit_matmul(output, x, plane_ptrs, ranges)
 
 
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
     ids: Tensor,  # [rows] int64, each a row of its group's matrix
-    places: Tensor,  # [groups, 3] int64, as above
+    plane_ptrs: Tensor,  # [groups, 3] int64, as above
     ranges: Tensor,  # [groups, 2] int32, as above
     num_ids: int,  # rows of every matrix
     scale: float,  # what the embedding multiplies its rows by
 ) -> None:
     """Add to each group's rows `scale` times the rows `ids` of its dense delta, rounded once."""
-    _implementation(output.device.type).add_onebit_rows(output, ids, places, ranges, num_ids, scale)
+    _implementation(output.device.type).add_onebit_rows(output, ids, plane_ptrs, ranges, num_ids, scale)
 
 
 def prepare(
@@ -55,10 +55,10 @@ def prepare(
     """Compile what this device's kernels need, which takes seconds that no request should wait for."""
     one = torch.ones(1, 1, device=device)
     signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
-    places = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
+    plane_ptrs = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
     ranges = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    add_onebit_matmul(one.clone(), one, places, ranges)
-    add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), places, ranges, 1, 1.0)
+    add_onebit_matmul(one.clone(), one, plane_ptrs, ranges)
+    add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), plane_ptrs, ranges, 1, 1.0)
     if (kernels := _implementation(device.type)).__name__.endswith("cuda"):
         kernels.prepare(device, set(shapes), dtype)
 

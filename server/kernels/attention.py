@@ -1,31 +1,38 @@
-"""What attention over a paged key-value cache is asked for; the same for every device."""
+"""The arguments of paged attention, the same on every device. Knows tensors and positions; no model and no request."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
-class Sequences(Protocol):
-    """Which sequences attend, each with one new token."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """The options that a model passes to attention beside queries, keys and values."""
 
-    @property
-    def rows(self) -> Tensor: ...  # [sequences, 1] int64: rows of query and output
-    @property
-    def table(self) -> Tensor: ...  # [sequences, pages] int64, filled up with any page
-    @property
-    def positions(self) -> Tensor: ...  # [sequences, 1] int64: of the new token, whose key is in the cache
+    scaling: float | None  # None is ``key_dim ** -0.5``
+    window: int | None  # keys that a token sees, itself included; None is all
+    softcap: float | None  # scores s become ``softcap * tanh(s / softcap)``
+    sinks: Tensor | None  # [heads]: a score per head that enters the softmax and has no value
 
 
-class Rules(Protocol):
-    """What a model asks of attention."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Sequences with equally many new tokens, which attend in one call. The new tokens' keys are in the cache."""
 
-    @property
-    def scaling(self) -> float | None: ...  # None is one over the root of the heads' size
-    @property
-    def window(self) -> int | None: ...  # keys that a token sees, itself included
-    @property
-    def softcap(self) -> float | None: ...  # scores s become ``softcap * tanh(s / softcap)``
-    @property
-    def sinks(self) -> Tensor | None: ...  # [heads]: a score per head that takes weight and gives nothing
+    row_index: Tensor  # [sequences, new tokens] int64: rows of the flat batch
+    page_table: Tensor  # [sequences, pages] int64, padded with any page
+    positions: Tensor  # [sequences, new tokens] int64
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made on first use
+
+    def mask(self, num_keys: int, window: int | None) -> Tensor:  # [sequences, 1, new tokens, keys] bool
+        """Return the keys that each token sees: those up to its own position, at most `window` of them."""
+        if window not in self.masks:
+            keys = torch.arange(num_keys, device=self.positions.device)
+            sees = keys <= self.positions[..., None]
+            if window is not None:
+                sees &= keys > self.positions[..., None] - window
+            self.masks[window] = sees[:, None]
+        return self.masks[window]

@@ -1,13 +1,12 @@
-"""Attention of one new token per sequence over a paged key-value cache, in Triton: what decoding on CUDA runs.
+"""Paged attention for sequences with one new token, on CUDA, in Triton.
 
-A program takes the heads that share one key head of one sequence, and a part of that sequence's keys. Where there are
-few sequences the parts are many, so that the whole device works; a second kernel adds them up. Nothing that no sequence
-owns is read: what lies in other pages, or beyond a sequence's length, may hold anything.
+A program takes one key head of one sequence, with all query heads that share it, and one part of the sequence's keys.
+Few sequences are cut into many parts, so that they occupy the whole device; a second kernel combines the parts. Other
+pages, and rows beyond a sequence's length, are never read and may hold anything, NaN included.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,71 +14,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.attention import Rules, Sequences
+from server.kernels.attention import AttentionBatch, AttentionParams
 
-EVERY_KEY = 1 << 30  # the window of a layer that has none
-LEAST_PART = 256  # keys: a shorter part would cost more than it gives the device to do
-MOST_PARTS = 64
-PROGRAMS_PER_CORE = 4  # that keep a multiprocessor's memory requests in flight
-BLOCK_BYTES = 16384  # of keys that a program loads at a time
-LEAST_BLOCK = 16  # what Triton multiplies in any dimension
-MAX_DIM = 256  # of a head
-MAX_SHARING = 64  # heads that share one key head
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _First:
-    """A sequence of one token, to warm up with."""
-
-    rows: Tensor
-    table: Tensor
-    positions: Tensor
+# The window of a layer without one.
+NO_WINDOW = 1 << 30
+# Keys in a part, at least: combining a shorter part costs more than the parallelism gains.
+MIN_PART = 256
+MAX_PARTS = 64
+# Programs that keep enough memory requests of a multiprocessor in flight.
+PROGRAMS_PER_SM = 4
+# Bytes of keys that a program loads at a time.
+BLOCK_BYTES = 16384
+# The smallest dimension that Triton's matrix product takes.
+MIN_BLOCK = 16
+MAX_HEAD_DIM = 256
+# Query heads that share one key head, at most.
+MAX_GROUP_SIZE = 64
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take a layer's heads; all three are [1, heads, tokens, a head's size]."""
-    sharing = query.shape[1] // key.shape[1]
-    fits = max(key.shape[-1], value.shape[-1]) <= MAX_DIM and sharing <= MAX_SHARING
+    """Return whether the kernels support a layer's heads, each ``[1, heads, tokens, dim]``."""
+    group_size = query.shape[1] // key.shape[1]
+    fits = max(key.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM and group_size <= MAX_GROUP_SIZE
     return fits and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def attend(
-    output: Tensor,  # [tokens, heads, value_dim], contiguous; the sequences' rows are written
-    query: Tensor,  # [tokens, heads, key_dim], in the cache's dtype
-    cached: tuple[Tensor, Tensor],  # keys [pages, page_tokens, kv heads, key_dim], and values; contiguous
-    sequences: Sequences,
-    rules: Rules,
+    output: Tensor,  # [rows, heads, value_dim], contiguous, changed in place
+    query: Tensor,  # [rows, heads, key_dim], in the cache's dtype
+    cached: tuple[Tensor, Tensor],  # keys and values, [pages, page_tokens, kv heads, dim] each, contiguous
+    batch: AttentionBatch,
+    params: AttentionParams,
 ) -> None:
-    """Each sequence's new token attends to its own keys, up to its own.
+    """Write the attention of each sequence's new token to its row of `output`; other rows are left unchanged.
 
-    Sums are float32; weights are rounded to the values' dtype before the second product, as flash attention does.
-    Nothing waits for the device, and launches depend on shapes alone, so a step can be captured as a CUDA graph.
+    Sums are float32. Weights are rounded to the values' dtype before the second product, as in FlashAttention.
+    Does not synchronise with the device, and launches depend on shapes alone: a step can be captured in a CUDA graph.
     """
     keys = cached[0]
-    longest = sequences.table.shape[1] * keys.shape[1]
-    wanted = PROGRAMS_PER_CORE * _num_cores(keys.device) // (len(sequences.table) * keys.shape[2])
-    _launch(output, query, cached, (sequences, rules), max(1, min(wanted, longest // LEAST_PART, MOST_PARTS)))
+    max_keys = batch.page_table.shape[1] * keys.shape[1]
+    wanted = PROGRAMS_PER_SM * _num_sms(keys.device) // (len(batch.page_table) * keys.shape[2])
+    _launch(output, query, cached, (batch, params), max(1, min(wanted, max_keys // MIN_PART, MAX_PARTS)))
 
 
-def prepare(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> None:
-    """Compile what `attend` will run for layers like this one, in one part and in several.
+def prepare(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> None:
+    """Compile the kernels that `attend` runs for layers like this one, with one part and with several.
 
     Args:
         query: ``[tokens, heads, key_dim]`` on the device; one token is enough.
         key: ``[tokens, kv heads, key_dim]``.
         value: ``[tokens, kv heads, value_dim]``.
-        rules: the layer's.
+        params: the layer's options.
     """
     zero = torch.zeros(1, 1, dtype=torch.int64, device=query.device)
     cached = key[None, :1].contiguous(), value[None, :1].contiguous()
     output = query.new_empty(1, query.shape[1], value.shape[2])
     for num_parts in (1, 2):
-        _launch(output, query[:1], cached, (_First(zero, zero, zero), rules), num_parts)
+        _launch(output, query[:1], cached, (AttentionBatch(zero, zero, zero), params), num_parts)
 
 
 @cache
-def _num_cores(device: torch.device) -> int:
-    """Multiprocessors; 1 where the interpreter runs the kernels."""
+def _num_sms(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 if Triton's interpreter runs the kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -87,20 +83,20 @@ def _launch(
     output: Tensor,
     query: Tensor,
     cached: tuple[Tensor, Tensor],
-    task: tuple[Sequences, Rules],
+    task: tuple[AttentionBatch, AttentionParams],
     num_parts: int,
 ) -> None:
-    (keys, values), (sequences, rules) = cached, task
-    assert all(part.is_contiguous() for part in (keys, values, output))
-    count, num_heads, value_dim = len(sequences.table), query.shape[1], values.shape[3]
-    room = (count, num_heads, num_parts, value_dim + 4) if num_parts > 1 else (0,)
-    parts = output.new_empty(room, dtype=torch.float32)
-    sinks = output if rules.sinks is None else rules.sinks.contiguous()  # some pointer, where there are none
+    (keys, values), (batch, params) = cached, task
+    count, num_heads, value_dim = len(batch.page_table), query.shape[1], values.shape[3]
+    shape = (count, num_heads, num_parts, value_dim + 4) if num_parts > 1 else (0,)
+    parts = output.new_empty(shape, dtype=torch.float32)
+    # A kernel needs some pointer even without sinks.
+    sinks = output if params.sinks is None else params.sinks.contiguous()
     shared = {
         "HEADS": num_heads,
         "VALUE_DIM": value_dim,
         "BLOCK_VALUE_DIM": _block(value_dim),
-        "HAS_SINKS": rules.sinks is not None,
+        "HAS_SINKS": params.sinks is not None,
     }
     _attend_part[(count, keys.shape[2], num_parts)](
         output,
@@ -108,57 +104,59 @@ def _launch(
         query.contiguous(),
         keys,
         values,
-        sequences.rows,
-        sequences.table.contiguous(),
-        sequences.positions,
+        batch.row_index,
+        batch.page_table.contiguous(),
+        batch.positions,
         sinks,
-        sequences.table.shape[1],
-        EVERY_KEY if rules.window is None else rules.window,
-        keys.shape[3] ** -0.5 if rules.scaling is None else float(rules.scaling),
-        float(rules.softcap or 0),
+        batch.page_table.shape[1],
+        NO_WINDOW if params.window is None else params.window,
+        keys.shape[3] ** -0.5 if params.scaling is None else float(params.scaling),
+        float(params.softcap or 0),
         num_parts,
-        HAS_CAP=rules.softcap is not None,
+        HAS_CAP=params.softcap is not None,
         **_key_sizes(keys, num_heads),
         **shared,
     )
     if num_parts > 1:
         _add_parts[(count, num_heads)](
-            output, parts, sequences.rows, sinks, num_parts, BLOCK_PARTS=MOST_PARTS, **shared
+            output, parts, batch.row_index, sinks, num_parts, BLOCK_PARTS=MAX_PARTS, **shared
         )
 
 
 def _key_sizes(keys: Tensor, num_heads: int) -> dict[str, int | bool]:
-    """What the first kernel is compiled for beside what both are."""
-    _, page_tokens, num_shared, key_dim = keys.shape
+    """Return the compile-time constants of the first kernel that the second one does not have."""
+    _, page_tokens, num_kv_heads, key_dim = keys.shape
     return {
-        "SHARED": num_shared,
+        "KV_HEADS": num_kv_heads,
         "KEY_DIM": key_dim,
         "PAGE": page_tokens,
-        "BLOCK_HEADS": _block(num_heads // num_shared),
+        "BLOCK_HEADS": _block(num_heads // num_kv_heads),
         "BLOCK_KEY_DIM": _block(key_dim),
-        "BLOCK_KEYS": max(LEAST_BLOCK, min(128, BLOCK_BYTES // _block(key_dim) // keys.element_size())),
+        "BLOCK_KEYS": max(MIN_BLOCK, min(128, BLOCK_BYTES // _block(key_dim) // keys.element_size())),
         "IN_FLOAT32": keys.dtype == torch.bfloat16 and _is_interpreted(),
     }
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels; it multiplies bfloat16 as if it were integers."""
+    """Return whether Triton's interpreter runs the kernels; it multiplies bfloat16 as if it were integers."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def _block(size: int) -> int:
-    return max(LEAST_BLOCK, int(triton.next_power_of_2(size)))
+    return max(MIN_BLOCK, int(triton.next_power_of_2(size)))
 
 
 @triton.jit(do_not_specialize=["num_pages", "window", "num_parts"])
 def _attend_part(  # type: ignore[no-untyped-def]
     output,
-    parts,  # [sequences, HEADS, num_parts, VALUE_DIM + 4]: values' sum, greatest score, sum of weights, 2 unused
+    # [sequences, HEADS, num_parts, VALUE_DIM + 4] float32: weighted sum of values, greatest score, sum of weights, and
+    # two unused elements that keep rows aligned.
+    parts,
     query,
     keys,
     values,
-    rows,
-    table,
+    row_index,
+    page_table,
     positions,
     sinks,
     num_pages,
@@ -172,7 +170,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -180,9 +178,9 @@ def _attend_part(  # type: ignore[no-untyped-def]
     BLOCK_KEYS: tl.constexpr,
 ):
     sequence = tl.program_id(0)
-    shared = tl.program_id(1)
+    kv_head = tl.program_id(1)
     part = tl.program_id(2)
-    row = tl.load(rows + sequence)
+    row = tl.load(row_index + sequence)
     position = tl.load(positions + sequence).to(tl.int32)
 
     first = tl.maximum(position - window + 1, 0)
@@ -190,12 +188,12 @@ def _attend_part(  # type: ignore[no-untyped-def]
     begin = first + part * share
     end = tl.minimum(begin + share, position + 1)
 
-    sharing = tl.arange(0, BLOCK_HEADS)
-    is_head = sharing < HEADS // SHARED
-    heads = shared * (HEADS // SHARED) + sharing
+    group = tl.arange(0, BLOCK_HEADS)
+    is_head = group < HEADS // KV_HEADS
+    heads = kv_head * (HEADS // KV_HEADS) + group
     key_dims = tl.arange(0, BLOCK_KEY_DIM)
     value_dims = tl.arange(0, BLOCK_VALUE_DIM)
-    asked = tl.load(
+    queries = tl.load(
         query + (row * HEADS + heads[:, None]) * KEY_DIM + key_dims[None, :],
         mask=is_head[:, None] & (key_dims < KEY_DIM)[None, :],
         other=0.0,
@@ -207,14 +205,14 @@ def _attend_part(  # type: ignore[no-untyped-def]
     for start in range(begin, end, BLOCK_KEYS):
         at = start + tl.arange(0, BLOCK_KEYS)
         seen = at < end
-        page = tl.load(table + sequence * num_pages + at // PAGE, mask=seen, other=0)
-        place = (page * PAGE + at % PAGE) * SHARED + shared
+        page = tl.load(page_table + sequence * num_pages + at // PAGE, mask=seen, other=0)
+        slot = (page * PAGE + at % PAGE) * KV_HEADS + kv_head
         key = tl.load(
-            keys + place[None, :] * KEY_DIM + key_dims[:, None],
+            keys + slot[None, :] * KEY_DIM + key_dims[:, None],
             mask=seen[None, :] & (key_dims < KEY_DIM)[:, None],
             other=0.0,
         )
-        scores = _product(asked, key, IN_FLOAT32) * scaling
+        scores = _product(queries, key, IN_FLOAT32) * scaling
         if HAS_CAP:
             scores = softcap * _tanh(scores / softcap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -222,7 +220,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
         keep = tl.exp(greatest - top)
         weights = tl.exp(scores - top[:, None])
         value = tl.load(
-            values + place[:, None] * VALUE_DIM + value_dims[None, :],
+            values + slot[:, None] * VALUE_DIM + value_dims[None, :],
             mask=seen[:, None] & (value_dims < VALUE_DIM)[None, :],
             other=0.0,
         )
@@ -256,9 +254,8 @@ def _product(left, right, IN_FLOAT32: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    shrunk = tl.exp(
-        -2 * tl.abs(x)
-    )  # cannot overflow; the library's own tanh is not there under the interpreter
+    # Cannot overflow. Triton's own tanh is missing in its interpreter.
+    shrunk = tl.exp(-2 * tl.abs(x))
     size = (1 - shrunk) / (1 + shrunk)
     return tl.where(x < 0, -size, size)
 
@@ -267,7 +264,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 def _add_parts(  # type: ignore[no-untyped-def]
     output,
     parts,
-    rows,
+    row_index,
     sinks,
     num_parts,
     HEADS: tl.constexpr,
@@ -288,7 +285,8 @@ def _add_parts(  # type: ignore[no-untyped-def]
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         top = tl.maximum(top, sink)
-    keep = tl.exp(greatest - top)  # 0 for a part without keys
+    # 0 for a part without keys.
+    keep = tl.exp(greatest - top)
     weight = tl.sum(weights * keep, 0)
     if HAS_SINKS:
         weight += tl.exp(sink - top)
@@ -296,5 +294,5 @@ def _add_parts(  # type: ignore[no-untyped-def]
         own[:, None] + dims[None, :], mask=is_part[:, None] & (dims < VALUE_DIM)[None, :], other=0.0
     )
     mean = tl.sum(sums * keep[:, None], 0) / weight
-    where = output + (tl.load(rows + sequence) * HEADS + head) * VALUE_DIM + dims
+    where = output + (tl.load(row_index + sequence) * HEADS + head) * VALUE_DIM + dims
     tl.store(where, mean.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

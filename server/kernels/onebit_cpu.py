@@ -32,7 +32,7 @@ MAX_ROWS = 4  # that share a transposed tile; their tables fill two thirds of a 
 # What a compiled kernel is given: addresses, strides in bytes, and sizes.
 FIELDS = (
     *("output", "output_stride", "output_half", "x", "x_stride", "x_half"),
-    *("places", "ranges", "num_groups", "out_features", "in_features"),
+    *("plane_ptrs", "ranges", "num_groups", "out_features", "in_features"),
 )
 JOB = np.dtype([(name, np.int64) for name in FIELDS])
 PACK = struct.Struct(f"={len(FIELDS)}q").pack  # a job as bytes, in a tenth of the time that numpy takes
@@ -44,26 +44,26 @@ HALF = {torch.float32: 0, torch.bfloat16: 1}  # what kernels read and write; oth
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    places: Tensor,  # [groups, 3] int64
+    plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
     by_lookup: bool | None = None,  # None: what this processor does best
 ) -> None:
     """As `server.kernels.add_onebit_matmul`."""
     if output.dtype not in HALF or output.stride(1) != 1:
         wide = output.float().contiguous()
-        add_onebit_matmul(wide, x, places, ranges, by_lookup)
+        add_onebit_matmul(wide, x, plane_ptrs, ranges, by_lookup)
         output.copy_(wide)
         return
     if x.dtype not in HALF or x.stride(1) != 1:
         x = x.float().contiguous()
     by_lookup = lookup.is_supported() if by_lookup is None else by_lookup
     if not by_lookup:
-        ranges = _without_long(output, x, places, ranges)
+        ranges = _without_long(output, x, plane_ptrs, ranges)
     num_threads = 1 if output.numel() * x.shape[1] < PARALLEL_SIGNS else torch.get_num_threads()
     job = PACK(
         *(output.data_ptr(), output.stride(0) * output.itemsize, HALF[output.dtype]),
         *(x.data_ptr(), x.stride(0) * x.itemsize, HALF[x.dtype]),
-        *(places.data_ptr(), ranges.data_ptr(), len(places), output.shape[1], x.shape[1]),
+        *(plane_ptrs.data_ptr(), ranges.data_ptr(), len(plane_ptrs), output.shape[1], x.shape[1]),
     )
     _matmul(by_lookup)(job, num_threads)
 
@@ -71,7 +71,7 @@ def add_onebit_matmul(
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
     ids: Tensor,  # [rows] int64
-    places: Tensor,  # [groups, 3] int64
+    plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
     num_ids: int,
     scale: float,
@@ -79,19 +79,19 @@ def add_onebit_rows(
     """As `server.kernels.add_onebit_rows`."""
     wide = output.float().contiguous()  # itself, where it is both
     _rows()(
-        wide.numpy(), ids.contiguous().numpy(), places.numpy(), ranges.numpy(), num_ids, np.float32(scale)
+        wide.numpy(), ids.contiguous().numpy(), plane_ptrs.numpy(), ranges.numpy(), num_ids, np.float32(scale)
     )
     if wide is not output:
         output.copy_(wide)
 
 
-def _without_long(output: Tensor, x: Tensor, places: Tensor, ranges: Tensor) -> Tensor:
+def _without_long(output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor) -> Tensor:
     """Add the products of groups of many rows by expansion. Returns the ranges, theirs empty."""
     is_long = ranges[:, 1] - ranges[:, 0] >= expand.MIN_ROWS
     if not is_long.any():
         return ranges
     shape = (output.shape[1], x.shape[1])
-    for rows, matrix in reference.matrices(places[is_long], ranges[is_long], *shape):
+    for rows, matrix in reference.matrices(plane_ptrs[is_long], ranges[is_long], *shape):
         expand.add_product(output[rows], x[rows], *matrix)
     return ranges * ~is_long[:, None]
 
@@ -193,7 +193,7 @@ def _add_panel(
 @numba.njit(nogil=True, error_model="numpy")
 def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
     """One thread's outputs, a whole number of tiles."""
-    places = array(at(job.places), (job.num_groups, 3), np.int64)
+    plane_ptrs = array(at(job.plane_ptrs), (job.num_groups, 3), np.int64)
     ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
     num_tiles = (job.out_features + lookup.OUTPUTS - 1) // lookup.OUTPUTS
     begin = num_tiles * thread // num_threads * lookup.OUTPUTS
@@ -211,28 +211,28 @@ def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
     )
     for group in range(job.num_groups):
         row, last = int(ranges[group, 0]), int(ranges[group, 1])
-        while places[group, 0] and row < last:
+        while plane_ptrs[group, 0] and row < last:
             num_rows = 4 if last - row >= 4 else 2 if last - row >= 2 else 1
             for start in range(begin, end, PANEL):
-                _add_panel(job, places[group], (row, num_rows), (start, min(end, start + PANEL)), memory)
+                _add_panel(job, plane_ptrs[group], (row, num_rows), (start, min(end, start + PANEL)), memory)
             row += num_rows
 
 
 @numba.njit(nogil=True, error_model="numpy")
 def _select_share(job: Any, thread: int, num_threads: int) -> None:
     """One thread's outputs, on any processor."""
-    places = array(at(job.places), (job.num_groups, 3), np.int64)
+    plane_ptrs = array(at(job.plane_ptrs), (job.num_groups, 3), np.int64)
     ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
     begin = job.out_features * thread // num_threads
     end = job.out_features * (thread + 1) // num_threads
     width, num_blocks = (job.in_features + 7) // 8, job.in_features // select.BLOCK
     values, sums = np.empty(job.in_features, np.float32), np.empty(end - begin, np.float32)
     for group in range(job.num_groups):
-        if places[group, 0] == 0:
+        if plane_ptrs[group, 0] == 0:
             continue
-        signs = array(at(places[group, 0]), (job.out_features, width), np.uint8)
+        signs = array(at(plane_ptrs[group, 0]), (job.out_features, width), np.uint8)
         for row in range(ranges[group, 0], ranges[group, 1]):
-            _load(values, job.x + row * job.x_stride, job.x_half, places[group, 2])
+            _load(values, job.x + row * job.x_stride, job.x_half, plane_ptrs[group, 2])
             total = np.float32(0)
             for value in values:
                 total += value
@@ -243,7 +243,7 @@ def _select_share(job: Any, thread: int, num_threads: int) -> None:
                         positive += values[i]
                 sums[o - begin] = np.float32(2) * positive - total
             address = job.output + row * job.output_stride + begin * (2 if job.output_half else 4)
-            _store(sums, address, job.output_half, places[group, 1] + 4 * begin)
+            _store(sums, address, job.output_half, plane_ptrs[group, 1] + 4 * begin)
 
 
 @cache
@@ -260,19 +260,24 @@ def _rows() -> Callable[..., None]:
 
 
 def _add_rows(
-    output: np.ndarray, ids: np.ndarray, places: np.ndarray, ranges: np.ndarray, num_ids: int, scale: float
+    output: np.ndarray,
+    ids: np.ndarray,
+    plane_ptrs: np.ndarray,
+    ranges: np.ndarray,
+    num_ids: int,
+    scale: float,
 ) -> None:
     in_features = output.shape[1]
     width = (in_features + 7) // 8
-    for group in range(len(places)):
-        if places[group, 0] == 0:
+    for group in range(len(plane_ptrs)):
+        if plane_ptrs[group, 0] == 0:
             continue
-        signs = array(at(places[group, 0]), (num_ids, width), np.uint8)
-        factor_out = array(at(places[group, 1]), (num_ids,), np.float32)
+        signs = array(at(plane_ptrs[group, 0]), (num_ids, width), np.uint8)
+        factor_out = array(at(plane_ptrs[group, 1]), (num_ids,), np.float32)
         for row in range(ranges[group, 0], ranges[group, 1]):
             own, factor = signs[ids[row]], factor_out[ids[row]]
             for i in range(in_features):
                 delta = factor if own[i >> 3] >> (i & 7) & 1 else -factor
-                if places[group, 2]:
-                    delta *= array(at(places[group, 2]), (in_features,), np.float32)[i]
+                if plane_ptrs[group, 2]:
+                    delta *= array(at(plane_ptrs[group, 2]), (in_features,), np.float32)[i]
                 output[row, i] += delta * scale

@@ -44,23 +44,23 @@ PREFILL = Tiling(rows=128, outputs=128, num_bytes=16, num_warps=8, num_stages=3)
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    places: Tensor,  # [groups, 3] int64; addresses of signs are multiples of 16, as they are in slots
+    plane_ptrs: Tensor,  # [groups, 3] int64; addresses of signs are multiples of 16, as they are in slots
     ranges: Tensor,  # [groups, 2] int32
 ) -> None:
     """As `server.kernels.add_onebit_matmul`. Scaled inputs are rounded to their dtype, as tensor cores take them."""
     if x.stride(1) != 1 or x.dtype not in MINUS_ONE:
         x = x.to(x.dtype if x.dtype in MINUS_ONE else torch.float32).contiguous()
     if len(x) <= FEW_ROWS:
-        _launch(output, x, places, ranges, DECODE, (0, len(x)))
+        _launch(output, x, plane_ptrs, ranges, DECODE, (0, len(x)))
     else:
-        _launch(output, x, places, ranges, DECODE, (0, SHORT))
-        _launch(output, x, places, ranges, PREFILL, (SHORT, len(x)))
+        _launch(output, x, plane_ptrs, ranges, DECODE, (0, SHORT))
+        _launch(output, x, plane_ptrs, ranges, PREFILL, (SHORT, len(x)))
 
 
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
     ids: Tensor,  # [rows] int64
-    places: Tensor,  # [groups, 3] int64
+    plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
     num_ids: int,
     scale: float,
@@ -68,10 +68,10 @@ def add_onebit_rows(
     """As `server.kernels.add_onebit_rows`."""
     num_rows, in_features = output.shape
     _add_rows[(num_rows, triton.cdiv(in_features, FEATURES))](
-        *(output, *output.stride(), ids.contiguous(), places, ranges, len(places), scale),
+        *(output, *output.stride(), ids.contiguous(), plane_ptrs, ranges, len(plane_ptrs), scale),
         IN=in_features,
         BLOCK=FEATURES,
-        GROUPS=_num_groups(places),
+        GROUPS=_num_groups(plane_ptrs),
     )
 
 
@@ -80,7 +80,7 @@ def prepare(device: torch.device, shapes: set[tuple[int, int]], dtype: torch.dty
 
     How many rows a batch has changes no code, nor how many groups up to GROUPS.
     """
-    places = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    plane_ptrs = torch.zeros(1, 3, dtype=torch.int64, device=device)
     ranges = torch.zeros(1, 2, dtype=torch.int32, device=device)
     for out_features, in_features in sorted(shapes):
         for num_rows in (1, FEW_ROWS + 1):
@@ -90,18 +90,18 @@ def prepare(device: torch.device, shapes: set[tuple[int, int]], dtype: torch.dty
                 torch.float32,
             }:  # layers that are given more than a plane sum in float32
                 output = torch.zeros(num_rows, out_features, dtype=output_dtype, device=device)
-                add_onebit_matmul(output, x, places, ranges)
+                add_onebit_matmul(output, x, plane_ptrs, ranges)
         ids = torch.zeros(1, dtype=torch.int64, device=device)
         for output_dtype in {dtype, torch.float32}:
             rows = torch.zeros(1, in_features, dtype=output_dtype, device=device)
-            add_onebit_rows(rows, ids, places, ranges, out_features, 1.0)
+            add_onebit_rows(rows, ids, plane_ptrs, ranges, out_features, 1.0)
 
 
 def _launch(
-    output: Tensor, x: Tensor, places: Tensor, ranges: Tensor, tiling: Tiling, lengths: tuple[int, int]
+    output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor, tiling: Tiling, lengths: tuple[int, int]
 ) -> None:
     """One launch for the groups of more rows than `lengths` begins with, up to what it ends with."""
-    (num_rows, out_features), in_features, num_groups = output.shape, x.shape[1], len(places)
+    (num_rows, out_features), in_features, num_groups = output.shape, x.shape[1], len(plane_ptrs)
     least, most = lengths
     # As many tiles of rows as the groups could need, however the rows are shared between them.
     num_tiles = min(num_rows // tiling.rows + num_groups, num_groups * triton.cdiv(most, tiling.rows))
@@ -112,7 +112,7 @@ def _launch(
     size = num_tiles * num_blocks * num_parts * tiling.outputs * tiling.rows if num_parts > 1 else 1
     assert num_parts == 1 or num_tiles * num_blocks <= MAX_COUNTERS
     _add_product[(num_blocks, num_parts, num_tiles)](
-        *(output, *output.stride(), x, x.stride(0), places, ranges, num_groups, least, most),
+        *(output, *output.stride(), x, x.stride(0), plane_ptrs, ranges, num_groups, least, most),
         torch.empty(size, dtype=torch.float32, device=x.device),
         _counters(x.device),
         OUT=out_features,
@@ -121,7 +121,7 @@ def _launch(
         ROWS=tiling.rows,
         OUTPUTS=tiling.outputs,
         BYTES=tiling.num_bytes,
-        GROUPS=_num_groups(places),
+        GROUPS=_num_groups(plane_ptrs),
         MINUS_ONE=MINUS_ONE[x.dtype],
         IN_FLOAT32=x.dtype == torch.bfloat16 and _is_interpreted(),
         num_warps=tiling.num_warps,
@@ -129,8 +129,8 @@ def _launch(
     )
 
 
-def _num_groups(places: Tensor) -> int:
-    return max(GROUPS, int(triton.next_power_of_2(len(places))))
+def _num_groups(plane_ptrs: Tensor) -> int:
+    return max(GROUPS, int(triton.next_power_of_2(len(plane_ptrs))))
 
 
 @cache
@@ -147,7 +147,7 @@ def _is_interpreted() -> bool:
 # Only what is the same at every call of a layer may be specialized on: nothing is compiled at a request.
 @triton.jit(
     do_not_specialize=["output_stride", "feature_stride", "num_groups", "least", "most"],
-    do_not_specialize_on_alignment=["output", "places", "ranges", "partial"],
+    do_not_specialize_on_alignment=["output", "plane_ptrs", "ranges", "partial"],
 )
 def _add_product(  # type: ignore[no-untyped-def]
     output,
@@ -155,7 +155,7 @@ def _add_product(  # type: ignore[no-untyped-def]
     feature_stride,
     x,
     x_stride,
-    places,
+    plane_ptrs,
     ranges,
     num_groups,
     least,
@@ -175,11 +175,11 @@ def _add_product(  # type: ignore[no-untyped-def]
     group, begin, stop = _tile(ranges, num_groups, tl.program_id(2), least, most, ROWS, GROUPS)
     if begin >= stop:
         return
-    address = tl.load(places + 3 * group)
+    address = tl.load(plane_ptrs + 3 * group)
     if address == 0:
         return
     signs = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
-    factor_in = tl.load(places + 3 * group + 2)
+    factor_in = tl.load(plane_ptrs + 3 * group + 2)
     WIDTH: tl.constexpr = (IN + 7) // 8
     SHARE: tl.constexpr = ((WIDTH + PARTS - 1) // PARTS + BYTES - 1) // BYTES * BYTES
     block, part = tl.program_id(0), tl.program_id(1)
@@ -221,7 +221,7 @@ def _add_product(  # type: ignore[no-untyped-def]
             total += tl.load(held + number * (OUTPUTS * ROWS), mask=is_row, other=0.0, cache_modifier=".cg")
         tl.store(counters + place // PARTS, 0)
 
-    factor_out = tl.load(places + 3 * group + 1).to(tl.pointer_type(tl.float32))
+    factor_out = tl.load(plane_ptrs + 3 * group + 1).to(tl.pointer_type(tl.float32))
     factors_out = tl.load(factor_out + outputs, mask=outputs < OUT, other=0.0)
     where = (
         output + rows.to(tl.int64)[None, :] * output_stride + outputs.to(tl.int64)[:, None] * feature_stride
@@ -292,14 +292,14 @@ def _product(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["output_stride", "feature_stride", "num_groups"],
-    do_not_specialize_on_alignment=["output", "ids", "places", "ranges"],
+    do_not_specialize_on_alignment=["output", "ids", "plane_ptrs", "ranges"],
 )
 def _add_rows(  # type: ignore[no-untyped-def]
     output,
     output_stride,
     feature_stride,
     ids,
-    places,
+    plane_ptrs,
     ranges,
     num_groups,
     scale,
@@ -315,12 +315,12 @@ def _add_rows(  # type: ignore[no-untyped-def]
     if tl.sum(is_own.to(tl.int32), 0) == 0:
         return
     group = tl.sum(tl.where(is_own, groups, 0), 0)
-    address = tl.load(places + 3 * group)
+    address = tl.load(plane_ptrs + 3 * group)
     if address == 0:
         return
     number = tl.load(ids + row)
-    factor_out = tl.load(tl.load(places + 3 * group + 1).to(tl.pointer_type(tl.float32)) + number)
-    factor_in = tl.load(places + 3 * group + 2)
+    factor_out = tl.load(tl.load(plane_ptrs + 3 * group + 1).to(tl.pointer_type(tl.float32)) + number)
+    factor_in = tl.load(plane_ptrs + 3 * group + 2)
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     signs = address.to(tl.pointer_type(tl.uint8)) + number * ((IN + 7) // 8)
     packed = tl.load(signs + features // 8, mask=features < IN, other=0)

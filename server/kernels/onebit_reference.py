@@ -13,12 +13,12 @@ from torch import Tensor
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    places: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
+    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
     ranges: Tensor,  # [groups, 2] int32: first row and the one after the last
 ) -> None:
     """As `server.kernels.add_onebit_matmul`, through unpacked copies of the signs."""
     shape = (output.shape[1], x.shape[1])
-    for rows, matrix in matrices(places, ranges, *shape):
+    for rows, matrix in matrices(plane_ptrs, ranges, *shape):
         product = onebit_matmul(x[rows], *matrix)
         output[rows] = torch.add(output[rows].float(), product).to(output.dtype)
 
@@ -26,23 +26,25 @@ def add_onebit_matmul(
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
     ids: Tensor,  # [rows] int64, each a row of its group's matrix
-    places: Tensor,  # [groups, 3] int64
+    plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
     num_ids: int,
     scale: float,
 ) -> None:
     """As `server.kernels.add_onebit_rows`, through unpacked copies of the signs."""
-    for rows, matrix in matrices(places, ranges, num_ids, output.shape[1]):
+    for rows, matrix in matrices(plane_ptrs, ranges, num_ids, output.shape[1]):
         delta = onebit_rows(ids[rows], *matrix, output.shape[1]) * scale
         output[rows] = torch.add(output[rows].float(), delta).to(output.dtype)
 
 
 def matrices(
-    places: Tensor, ranges: Tensor, out_features: int, in_features: int
+    plane_ptrs: Tensor, ranges: Tensor, out_features: int, in_features: int
 ) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
     """Rows and matrix of each group that changes the layer."""
-    width, device = (in_features + 7) // 8, places.device
-    for (signs, factor_out, factor_in), (first, last) in zip(places.tolist(), ranges.tolist(), strict=True):
+    width, device = (in_features + 7) // 8, plane_ptrs.device
+    for (signs, factor_out, factor_in), (first, last) in zip(
+        plane_ptrs.tolist(), ranges.tolist(), strict=True
+    ):
         if signs and first < last:
             matrix = (
                 _at(signs, (out_features, width), "|u1", device),

@@ -26,7 +26,7 @@ from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.norm import is_norm
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
 from server.errors import NotServable
-from server.model.attention import Chunk, Layout, PagedAttention
+from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 from server.model.hooks import kind
 from server.model.reference import RankOneDelta, ReferenceModel, own_norms
 
@@ -167,7 +167,7 @@ class Probe:
             ]
             batch = DeltaBatch.of(deltas, *[[1] * len(deltas)] * 2)
             chunk = Chunk(own.start, own.stop - own.start, [NUM_PAGES - 1])
-            layout = Layout.of([chunk], attention.page_tokens, self.model.device)
+            layout = AttentionMetadata.of([chunk], attention.page_tokens, self.model.device)
             given, ids = self.mixed.truth.of_tokens(own), _ids(self.model)[:, own]
             try:
                 with context.step(batch), attention.step(layout):

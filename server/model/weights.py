@@ -141,11 +141,11 @@ def _check(config: Any, checkpoint: Checkpoint) -> None:
 def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     logging.disable_progress_bar()
     # With accelerate each tensor goes to the device as it is read; without it the host holds all of them first.
-    places = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}
+    placement = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}
     tensors = {name: _StoredSlice(reading, name) for name in reading.checkpoint.tensors}
     try:
         model, info = _kind(config).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **places
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **placement
         )
     except CONFIG_ERRORS as error:
         if is_out_of_memory(error):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltastore.errors import SettingsError
 from deltastore.registry.records import VersionRecord
-from server.deltas.host_cache import PAGE_BYTES, Holes, HostCache
+from server.deltas.host_cache import PAGE_BYTES, FreeList, HostCache
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import DeltaPlan
 from server.metrics import Metrics
@@ -35,7 +35,7 @@ class Fixture:
 
     def read(self, number: int, num_pages: int = 1, keep: bool = True) -> None:
         """What a load does."""
-        with self.cache.room(num_pages * PAGE_BYTES) as room:
+        with self.cache.buffer(num_pages * PAGE_BYTES) as room:
             assert room is not None
             room.memory.fill_(number)
             if keep:
@@ -180,7 +180,7 @@ def test_a_copy_is_not_kept_where_copies_in_use_leave_no_place_below_the_limit()
 def test_room_waits_for_other_loads_and_gets_what_they_give_back() -> None:
     cached = fixture(limit_pages=0)
     with ThreadPoolExecutor(1) as thread:
-        with cached.cache.room(PAGE_BYTES):
+        with cached.cache.buffer(PAGE_BYTES):
             waiting = thread.submit(cached.read, 1, 8)
             with pytest.raises(TimeoutError):
                 waiting.result(0.1)
@@ -196,10 +196,10 @@ def test_a_load_that_is_not_staged_is_kept_where_there_is_place() -> None:
 
 def test_a_load_that_is_not_staged_waits_for_nobody_and_takes_no_memory_beside_the_limit() -> None:
     cached = fixture(limit_pages=4, is_staged=False)
-    with cached.cache.room(5 * PAGE_BYTES) as above_the_limit:
+    with cached.cache.buffer(5 * PAGE_BYTES) as above_the_limit:
         assert above_the_limit is None
     cached.read(1, num_pages=4)
-    with cached.cache.copy_of(digest(1)), cached.cache.room(PAGE_BYTES) as beside_a_copy_in_use:
+    with cached.cache.copy_of(digest(1)), cached.cache.buffer(PAGE_BYTES) as beside_a_copy_in_use:
         assert beside_a_copy_in_use is None
     assert cached.kept(1) == [1]
 
@@ -246,15 +246,15 @@ def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)), max_size=60))
 def test_holes_never_overlap_and_merge_again(steps: list[tuple[bool, int, int]]) -> None:
-    holes = Holes(100)
+    holes = FreeList(100)
     taken: list[tuple[int, int]] = []
     for is_take, num_bytes, choice in steps:
-        if is_take and (start := holes.take(num_bytes)) is not None:
+        if is_take and (start := holes.allocate(num_bytes)) is not None:
             assert 0 <= start <= 100 - num_bytes
             assert all(start + num_bytes <= other or other + size <= start for other, size in taken)
             taken.append((start, num_bytes))
         elif taken:
-            holes.give(*taken.pop(choice % len(taken)))
+            holes.free(*taken.pop(choice % len(taken)))
     for stretch in taken:
-        holes.give(*stretch)
-    assert holes.take(100) == 0
+        holes.free(*stretch)
+    assert holes.allocate(100) == 0

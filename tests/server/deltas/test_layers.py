@@ -16,6 +16,7 @@ from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
+from server.errors import EngineFailed
 
 COUNTS = [2, 3, 1, 2]  # rows of: the base, variant 0, variant 1, variant 0 again
 OWNERS = [None, 0, 1, 0]
@@ -176,7 +177,7 @@ def test_neighbours_of_one_delta_are_one_group() -> None:
     delta = resident({})
     groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0]).groups
     assert [group.rows for group in groups] == [slice(0, 3), slice(7, 8)]
-    assert [group.kept for group in groups] == [slice(0, 2), slice(3, 3)]
+    assert [group.logit_rows for group in groups] == [slice(0, 2), slice(3, 3)]
 
 
 def test_kept_rows_of_the_head_are_counted_apart_from_tokens() -> None:
@@ -215,8 +216,8 @@ def test_a_step_finds_the_tables_of_the_step_before_it() -> None:
     assert first is not None
     assert second is not None
     assert third is not None
-    assert second.composition is first.composition
-    assert third.composition is not first.composition
+    assert second.stacked is first.stacked
+    assert third.stacked is not first.stacked
 
 
 def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
@@ -234,12 +235,18 @@ def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
             got = layer(x)[0]
         torch.testing.assert_close(got, x[0] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
         slot.generation += 1
-        with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([own], [2], [0])):
+        with (
+            pytest.raises(EngineFailed, match="no longer holds delta"),
+            context.step(DeltaBatch.of([own], [2], [0])),
+        ):
             pass
 
 
 def test_a_batch_never_reads_a_slot_that_was_given_up() -> None:
     delta, context = resident({}), BatchContext()
     delta.slot.generation += 1
-    with pytest.raises(AssertionError, match="overwritten"), context.step(DeltaBatch.of([delta], [1], [1])):
+    with (
+        pytest.raises(EngineFailed, match="no longer holds delta"),
+        context.step(DeltaBatch.of([delta], [1], [1])),
+    ):
         pass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import InvalidRequest
+from server.errors import EngineFailed, InvalidRequest
 from tests.server.helpers.residing import Residing, hold_disk, residing
 
 
@@ -113,7 +113,7 @@ def test_a_view_of_a_slot_that_was_given_away_is_refused(place: Residing) -> Non
     assert delta is not None
     delta.check_alive()
     place.load(*records[1:])
-    with pytest.raises(AssertionError, match="overwritten"):
+    with pytest.raises(EngineFailed, match="no longer holds delta"):
         delta.check_alive()
 
 
@@ -166,7 +166,7 @@ def test_a_delta_is_more_recently_used_when_it_leaves_its_slot_than_what_had_non
 
 def test_a_version_is_known_until_it_was_forgotten_as_often(place: Residing) -> None:
     record = place.publish("v", seed=1)
-    place.residency.know(record)
+    place.residency.retain(record)
     place.residency.forget(record.digest)
     assert place.load(record) == [None]
     assert place.residency.evict(record.digest, "unload")
@@ -202,7 +202,7 @@ def test_nothing_that_the_engine_calls_waits_for_a_disk(
     for record in records[1:]:
         assert place.residency.load(record.digest)
     assert disk.reading.wait(20)
-    assert list(place.residency.adopt()) == []
+    assert list(place.residency.poll_loads()) == []
     assert place.residency.find(records[0].digest) is not None
     assert levels(place, *(record.digest for record in records)) == ["device", "disk", "disk"]
     assert not place.residency.evict(records[1].digest, "unload")
@@ -226,7 +226,7 @@ def test_a_load_from_host_memory_does_not_wait_behind_loads_from_disk(
             assert place.residency.load(record.digest)
         assert place.residency.load(cached.digest)
         place.residency._entries[cached.digest].fetch.result(timeout=20)
-        assert [adopted.record.digest for adopted in place.residency.adopt()] == [cached.digest]
+        assert [adopted.record.digest for adopted in place.residency.poll_loads()] == [cached.digest]
         disk.open.set()
         assert place.settle() == {record.digest: None for record in cold[:2]}
 

@@ -184,7 +184,7 @@ def test_an_engine_that_breaks_tells_everybody_and_its_service(
         def breaks() -> object:
             raise RuntimeError("as if the engine had a bug")
 
-        monkeypatch.setattr(served.engine._residency, "adopt", breaks)
+        monkeypatch.setattr(served.engine._residency, "poll_loads", breaks)
         assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
         assert lost.wait(20)
         assert not served.engine.alive()

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from server.kernels import attention_cuda
-from server.model.attention import Options
+from server.kernels.attention import AttentionParams
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
 
@@ -46,4 +46,6 @@ if __name__ == "__main__":
     for name in ("_attend_part", "_add_parts"):
         setattr(attention_cuda, name, Compiled(getattr(attention_cuda, name)))
     query, key = (torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
-    attention_cuda.prepare(query, key, key, Options(None, 64, 30.0, torch.zeros(32, dtype=torch.bfloat16)))
+    attention_cuda.prepare(
+        query, key, key, AttentionParams(None, 64, 30.0, torch.zeros(32, dtype=torch.bfloat16))
+    )

@@ -14,7 +14,7 @@ from server.kernels import onebit_cuda
 TYPES = {
     "output": "*bf16",
     "x": "*bf16",
-    "places": "*i64",
+    "plane_ptrs": "*i64",
     "ranges": "*i32",
     "partial": "*fp32",
     "counters": "*i32",

@@ -24,14 +24,14 @@ class Operands:
 
     output: Tensor
     x: Tensor
-    places: Tensor
+    plane_ptrs: Tensor
     ranges: Tensor
-    matrices: list[tuple[Tensor, Tensor, Tensor | None]]  # keeps alive what `places` points to
+    matrices: list[tuple[Tensor, Tensor, Tensor | None]]  # keeps alive what `plane_ptrs` points to
 
     def after(self, product: Product) -> Tensor:
         """The output that a kernel leaves."""
         output = self.output.clone()
-        product(output, self.x, self.places, self.ranges)
+        product(output, self.x, self.plane_ptrs, self.ranges)
         return output
 
 
@@ -58,14 +58,14 @@ def operands(
         factor_out = torch.randn(out_features, generator=generator).to(device)
         factor_in = None if number % 2 else torch.randn(in_features, generator=generator).to(device)
         matrices.append((signs.to(device), factor_out, factor_in))
-    places = [
+    plane_ptrs = [
         (0 if number % 3 == 2 else s.data_ptr(), o.data_ptr(), 0 if i is None else i.data_ptr())
         for number, (s, o, i) in enumerate(matrices)
     ]
     return Operands(
         output.to(device, dtype),
         x.to(device, dtype),
-        torch.tensor(places, device=device),
+        torch.tensor(plane_ptrs, device=device),
         torch.tensor(groups, dtype=torch.int32, device=device),
         matrices,
     )

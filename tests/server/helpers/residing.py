@@ -52,7 +52,7 @@ class Residing:
         path = self.directory / f"{name}-{seed}.safetensors"
         write_artifact(path, seed, norm_length)
         record = publish(self.registry, path, name)
-        self.residency.know(record)
+        self.residency.retain(record)
         return record
 
     def settle(self) -> dict[str, PeraxisError | None]:
@@ -61,7 +61,7 @@ class Residing:
         while any(entry.delta is None for entry in self.residency._entries.values()):
             assert self._finished.wait(WAIT_S)
             self._finished.clear()
-            ended |= {adopted.record.digest: adopted.error for adopted in self.residency.adopt()}
+            ended |= {adopted.record.digest: adopted.error for adopted in self.residency.poll_loads()}
         return ended
 
     def load(self, *records: VersionRecord) -> list[PeraxisError | None]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from server.kernels.attention import AttentionBatch, AttentionParams
 from server.model import attention as paged
-from server.model.attention import Chunk, Layout, Options, PagedAttention, Span
+from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from server.kernels import attention_cpu, attention_cuda
@@ -43,15 +44,15 @@ SHAPES = [Shape(6, 2, 12, 12, 4), Shape(5, 1, 80, 72, 16), Shape(3, 3, 100, 20, 
 LARGE_SHAPES = [Shape(32, 8, 128, 128, 16), Shape(4, 1, 256, 256, 16)]
 
 
-def rules(name: str, num_heads: int) -> Options:
+def rules(name: str, num_heads: int) -> AttentionParams:
     sinks = torch.linspace(-2, 3, num_heads, device=DEVICE)
     return {
-        "plain": Options(None, None, None, None),
-        "window": Options(0.3, 5, None, None),
-        "wide window": Options(None, 1000, None, None),
-        "soft cap": Options(0.7, None, 1.5, None),
-        "sinks": Options(None, None, None, sinks),
-        "all": Options(0.2, 33, 2.0, sinks),
+        "plain": AttentionParams(None, None, None, None),
+        "window": AttentionParams(0.3, 5, None, None),
+        "wide window": AttentionParams(None, 1000, None, None),
+        "soft cap": AttentionParams(0.7, None, 1.5, None),
+        "sinks": AttentionParams(None, None, None, sinks),
+        "all": AttentionParams(0.2, 33, 2.0, sinks),
     }[name]
 
 
@@ -63,7 +64,7 @@ class Case:
     values: list[Tensor]
     cached: tuple[Tensor, Tensor]
     query: Tensor  # [tokens, heads, key_dim]
-    span: Span
+    span: AttentionBatch
 
     @classmethod
     def of(cls, shape: Shape, dtype: torch.dtype) -> Case:
@@ -89,18 +90,18 @@ class Case:
         rows = torch.tensor([[3], [0], [6], [4]], device=DEVICE)
         positions = torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1
         query = drawn(8, shape.heads, shape.key_dim)
-        return cls(keys, values, (cached[0], cached[1]), query, Span(rows, table, positions))
+        return cls(keys, values, (cached[0], cached[1]), query, AttentionBatch(rows, table, positions))
 
-    def run(self, options: Options, kernel: ModuleType = attention_cuda) -> Tensor:
+    def run(self, options: AttentionParams, kernel: ModuleType = attention_cuda) -> Tensor:
         """All rows; those of no sequence are NaN before."""
         sizes = (*self.query.shape[:2], self.cached[1].shape[3])
         output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
         kernel.attend(output, self.query, self.cached, self.span, options)
         return output
 
-    def expected(self, sequence: int, options: Options) -> Tensor:  # [heads, value_dim] float64
+    def expected(self, sequence: int, options: AttentionParams) -> Tensor:  # [heads, value_dim] float64
         """One sequence's output, from its own keys alone."""
-        query = self.query[self.span.rows[sequence, 0]].double()
+        query = self.query[self.span.row_index[sequence, 0]].double()
         first = 0 if options.window is None else max(0, LENGTHS[sequence] - options.window)
         repeats = len(query) // self.keys[0].shape[1]
         keys = self.keys[sequence][first:].double().repeat_interleave(repeats, 1)
@@ -114,10 +115,10 @@ class Case:
         return torch.einsum("hk,khd->hd", weights / (weights.sum(1) + sinks)[:, None], values)
 
 
-def check(case: Case, options: Options, kernel: ModuleType = attention_cuda) -> None:
+def check(case: Case, options: AttentionParams, kernel: ModuleType = attention_cuda) -> None:
     output = case.run(options, kernel)
     tolerance = TOLERANCE[output.dtype]
-    for sequence, row in enumerate(case.span.rows[:, 0].tolist()):
+    for sequence, row in enumerate(case.span.row_index[:, 0].tolist()):
         expected = case.expected(sequence, options)
         torch.testing.assert_close(output[row].double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -145,24 +146,24 @@ def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_many_parts_of_a_context_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cuda, "LEAST_PART", 16)  # some parts of the shorter sequences are empty
-    monkeypatch.setattr(attention_cuda, "_num_cores", lambda device: 64)
+    monkeypatch.setattr(attention_cuda, "MIN_PART", 16)  # some parts of the shorter sequences are empty
+    monkeypatch.setattr(attention_cuda, "_num_sms", lambda device: 64)
     check(Case.of(SHAPES[0], torch.float32), rules(name, SHAPES[0].heads))
 
 
 def test_rows_of_no_sequence_are_not_touched() -> None:
     case = Case.of(SHAPES[0], torch.float32)
-    others = sorted(set(range(8)) - set(case.span.rows[:, 0].tolist()))
+    others = sorted(set(range(8)) - set(case.span.row_index[:, 0].tolist()))
     assert case.run(rules("plain", SHAPES[0].heads))[others].isnan().all()
 
 
 def test_the_nan_of_one_sequence_stays_its_own() -> None:
     case, options = Case.of(SHAPES[0], torch.float32), rules("plain", SHAPES[0].heads)
     before = case.run(options)
-    case.cached[0][case.span.table[0, 0], 0] = torch.nan
+    case.cached[0][case.span.page_table[0, 0], 0] = torch.nan
     output = case.run(options)
-    assert output[case.span.rows[0, 0]].isnan().all()
-    others = case.span.rows[1:, 0]
+    assert output[case.span.row_index[0, 0]].isnan().all()
+    others = case.span.row_index[1:, 0]
     assert torch.equal(output[others], before[others])
 
 
@@ -229,7 +230,7 @@ def test_a_model_decodes_through_the_kernels_as_it_does_without_a_cache(
 
 def step(model: Any, cache: PagedAttention, ids: Tensor, chunks: list[Chunk]) -> Tensor:
     positions = [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
-    with cache.step(Layout.of(chunks, 4, DEVICE)):
+    with cache.step(AttentionMetadata.of(chunks, 4, DEVICE)):
         own = torch.tensor([positions], device=DEVICE)
         logits: Tensor = model(input_ids=ids, position_ids=own, use_cache=False).logits
         return logits[0]
@@ -239,6 +240,6 @@ def test_single_tokens_of_any_length_are_one_launch_where_there_is_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunks = [Chunk(0, 1, [1]), Chunk(99, 1, list(range(2, 27)))]
-    assert len(Layout.of(chunks, 4, DEVICE).spans) == 1
+    assert len(AttentionMetadata.of(chunks, 4, DEVICE).batches) == 1
     monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: None)
-    assert len(Layout.of(chunks, 4, DEVICE).spans) == 2
+    assert len(AttentionMetadata.of(chunks, 4, DEVICE).batches) == 2

@@ -41,7 +41,7 @@ def coded(in_features: int, out_features: int) -> OneBit:
     return OneBit.from_scales(signs, in_features, scale_out, scale_in)
 
 
-def places_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
+def plane_ptrs_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
     """The address of a delta, and what it points to."""
     assert delta.scale_in is not None
     parts = [delta.signs, delta.factor_out().contiguous(), delta.scale_in.float()]
@@ -51,9 +51,9 @@ def places_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_is_the_product_with_the_dense_delta(shape: tuple[int, int]) -> None:
     delta = coded(*shape)
-    places, _parts = places_of(delta)
+    plane_ptrs, _parts = plane_ptrs_of(delta)
     x, output = torch.ones(3, shape[0]).cumsum(0), torch.ones(3, shape[1])
-    onebit_reference.add_onebit_matmul(output, x, places, torch.tensor([[1, 3]], dtype=torch.int32))
+    onebit_reference.add_onebit_matmul(output, x, plane_ptrs, torch.tensor([[1, 3]], dtype=torch.int32))
     want = torch.cat([torch.ones(1, shape[1]), 1 + x[1:] @ delta.dense().T])
     torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-3)
 
@@ -80,8 +80,8 @@ def test_a_bfloat16_output_is_rounded_to_nearest_even(product: onebit_cpu.Produc
     values = torch.tensor([1.0, 1.0 + 2**-7, -1.0, torch.inf, torch.nan]).bfloat16()
     output, ones = values[:, None].clone(), torch.ones(5, 1)
     signs, factor = torch.ones(1, 1, dtype=torch.uint8), torch.tensor([2.0**-8])  # half a step above 1
-    places = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
-    product(output, ones, places, torch.tensor([[0, 5]], dtype=torch.int32))
+    plane_ptrs = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
+    product(output, ones, plane_ptrs, torch.tensor([[0, 5]], dtype=torch.int32))
     want = (values.float() + 2.0**-8).bfloat16()
     torch.testing.assert_close(output[:, 0], want, rtol=0, atol=0, equal_nan=True)
 
@@ -111,18 +111,18 @@ def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: onebit_c
     signs, _, _ = given.matrices[0]
     arena = torch.full((signs.numel() + 3,), 255, dtype=torch.uint8)
     arena[1 : 1 + signs.numel()] = signs.flatten()
-    places = given.places.clone()
-    places[0, 0] = arena.data_ptr() + 1
+    plane_ptrs = given.plane_ptrs.clone()
+    plane_ptrs[0, 0] = arena.data_ptr() + 1
     moved = Operands(
         torch.cat([given.output, given.output], dim=1)[:, 3:12].contiguous(),
         given.x.T.contiguous().T,
-        places,
+        plane_ptrs,
         given.ranges,
         given.matrices,
     )
     wide = torch.full((len(given.output), 30), torch.nan)
     wide[:, 5:14] = moved.output
-    product(wide[:, 5:14], moved.x, places, given.ranges)
+    product(wide[:, 5:14], moved.x, plane_ptrs, given.ranges)
     torch.testing.assert_close(wide[:, 5:14], moved.after(onebit_reference.add_onebit_matmul), equal_nan=True)
     assert wide[:, :5].isnan().all()
     assert wide[:, 14:].isnan().all()
@@ -144,7 +144,7 @@ def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: onebit_cpu
     want = together.after(product)
     for row in range(7):
         alone = together.output.clone()
-        product(alone, together.x, together.places, torch.tensor([[row, row + 1]], dtype=torch.int32))
+        product(alone, together.x, together.plane_ptrs, torch.tensor([[row, row + 1]], dtype=torch.int32))
         assert torch.equal(alone[row], want[row])
 
 
@@ -152,11 +152,11 @@ def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: onebit_cpu
 @pytest.mark.parametrize("rows", [add_onebit_rows, onebit_reference.add_onebit_rows])
 def test_embedding_rows_are_rows_of_the_dense_delta(rows: onebit_cpu.Rows, in_features: int) -> None:
     delta = coded(in_features, 50)
-    places, _parts = places_of(delta)
+    plane_ptrs, _parts = plane_ptrs_of(delta)
     ids = torch.tensor([1, 3, 3, 49, 0, 2])
     output = torch.full((6, in_features), torch.nan)
     output[1:5] = 0
-    rows(output, ids, places, torch.tensor([[1, 5]], dtype=torch.int32), 50, 2.0)
+    rows(output, ids, plane_ptrs, torch.tensor([[1, 5]], dtype=torch.int32), 50, 2.0)
     assert torch.equal(output[1:5], 2 * delta.dense()[ids[1:5]])
     assert output[[0, 5]].isnan().all()
 
@@ -166,17 +166,17 @@ def test_embedding_rows_beyond_two_gib_of_signs_are_found() -> None:
     signs = torch.zeros(num_ids, in_features // 8, dtype=torch.uint8)  # memory that is not read costs nothing
     signs[-1] = 255
     factor, output = torch.full((num_ids,), 0.5), torch.zeros(2, in_features)
-    places = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
+    plane_ptrs = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
     ids = torch.tensor([num_ids - 1, 0])
-    add_onebit_rows(output, ids, places, torch.tensor([[0, 2]], dtype=torch.int32), num_ids, 1.0)
+    add_onebit_rows(output, ids, plane_ptrs, torch.tensor([[0, 2]], dtype=torch.int32), num_ids, 1.0)
     assert torch.equal(output, torch.tensor([[0.5], [-0.5]]).expand(2, in_features))
 
 
 def test_embedding_rows_in_bfloat16_are_rounded_once() -> None:
     delta = coded(61, 50)
-    places, _parts = places_of(delta)
+    plane_ptrs, _parts = plane_ptrs_of(delta)
     ids, output = torch.tensor([7, 9]), torch.ones(2, 61).bfloat16()
-    add_onebit_rows(output, ids, places, torch.tensor([[0, 2]], dtype=torch.int32), 50, 1.0)
+    add_onebit_rows(output, ids, plane_ptrs, torch.tensor([[0, 2]], dtype=torch.int32), 50, 1.0)
     assert torch.equal(output, (1 + delta.dense()[ids]).bfloat16())
 
 

@@ -39,12 +39,12 @@ def test_parts_of_long_rows_are_added_up_and_their_counters_left_at_zero() -> No
 
 def scaled_before(given: Operands) -> Operands:
     """The same product with inputs that were scaled before, rounded as the kernel rounds them."""
-    x, places = given.x.clone(), given.places.clone()
+    x, plane_ptrs = given.x.clone(), given.plane_ptrs.clone()
     for (first, last), (_, _, factor_in) in zip(given.ranges.tolist(), given.matrices, strict=True):
         if factor_in is not None:
             x[first:last] = (x[first:last].float() * factor_in).to(x.dtype)
-    places[:, 2] = 0
-    return replace(given, x=x, places=places)
+    plane_ptrs[:, 2] = 0
+    return replace(given, x=x, plane_ptrs=plane_ptrs)
 
 
 @pytest.mark.parametrize("groups", [ROWS[2], LONG])
@@ -81,7 +81,7 @@ def test_outputs_may_be_strided() -> None:
     given = given_on(130, 9, [(0, 2)])
     wide = torch.full((len(given.output), 30), torch.nan, device=DEVICE)
     wide[:, 5:14] = given.output
-    onebit_cuda.add_onebit_matmul(wide[:, 5:14], given.x, given.places, given.ranges)
+    onebit_cuda.add_onebit_matmul(wide[:, 5:14], given.x, given.plane_ptrs, given.ranges)
     want = given.after(onebit_reference.add_onebit_matmul)
     torch.testing.assert_close(wide[:, 5:14], want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert wide[:, :5].isnan().all()
@@ -96,8 +96,8 @@ def test_embedding_rows_equal_the_reference(in_features: int, dtype: torch.dtype
     got = torch.full((8, in_features), torch.nan, dtype=dtype, device=DEVICE)
     got[[0, 1, 3, 4, 5]] = 1
     want: Tensor = got.clone()
-    onebit_cuda.add_onebit_rows(got, ids, given.places, given.ranges, 50, 1.5)
-    onebit_reference.add_onebit_rows(want, ids, given.places, given.ranges, 50, 1.5)
+    onebit_cuda.add_onebit_rows(got, ids, given.plane_ptrs, given.ranges, 50, 1.5)
+    onebit_reference.add_onebit_rows(want, ids, given.plane_ptrs, given.ranges, 50, 1.5)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6, equal_nan=True)
 
 

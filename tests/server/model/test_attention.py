@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from server.model.attention import Chunk, LayerShape, Layout, Options, PagedAttention
+from server.kernels.attention import AttentionParams
+from server.model.attention import AttentionMetadata, Chunk, LayerShape, PagedAttention
 
 HEADS, SHARED, DIM, SIZE = 6, 2, 12, 4
 LENGTHS = [(0, 5), (9, 1), (3, 1), (17, 6), (0, 1), (30, 1)]  # what is in the cache, and what is new
 VARIANTS = [
-    Options(None, None, None, None),
-    Options(0.3, 5, None, None),
-    Options(None, None, 2.0, None),
-    Options(0.2, 7, 1.5, torch.linspace(-1, 1, HEADS)),
-    Options(None, None, None, torch.linspace(-2, 2, HEADS)),
+    AttentionParams(None, None, None, None),
+    AttentionParams(0.3, 5, None, None),
+    AttentionParams(None, None, 2.0, None),
+    AttentionParams(0.2, 7, 1.5, torch.linspace(-1, 1, HEADS)),
+    AttentionParams(None, None, None, torch.linspace(-2, 2, HEADS)),
 ]
 
 
@@ -49,7 +50,7 @@ def drawn(length: int, seed: int) -> Tokens:
     return Tokens(query, key, value)
 
 
-def oracle(tokens: Tokens, position: int, options: Options) -> Tensor:  # [heads, dim] float64
+def oracle(tokens: Tokens, position: int, options: AttentionParams) -> Tensor:  # [heads, dim] float64
     """One token's attention, key by key."""
     first = 0 if options.window is None else max(0, position - options.window + 1)
     rows = []
@@ -66,14 +67,14 @@ def oracle(tokens: Tokens, position: int, options: Options) -> Tensor:  # [heads
     return torch.stack(rows)
 
 
-def run(attention: PagedAttention, parts: list[tuple[Tokens, Chunk]], options: Options) -> Tensor:
+def run(attention: PagedAttention, parts: list[tuple[Tokens, Chunk]], options: AttentionParams) -> Tensor:
     """One step: the new tokens' outputs, [tokens, heads, dim]."""
 
     def new(name: str) -> Tensor:
         rows = [getattr(t, name)[c.start : c.start + c.num_tokens] for t, c in parts]
         return torch.cat(rows).transpose(0, 1)[None]
 
-    layout = Layout.of([chunk for _, chunk in parts], SIZE, torch.device("cpu"))
+    layout = AttentionMetadata.of([chunk for _, chunk in parts], SIZE, torch.device("cpu"))
     with attention.step(layout):
         return attention.attend(0, new("query"), new("key"), new("value"), options)[0]
 
@@ -86,7 +87,7 @@ def scattered_pages(attention: PagedAttention, generator: torch.Generator) -> li
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-def test_each_sequence_attends_to_its_own_past_alone(options: Options) -> None:
+def test_each_sequence_attends_to_its_own_past_alone(options: AttentionParams) -> None:
     generator = torch.Generator().manual_seed(0)
     attention = paged(60)
     pages = scattered_pages(attention, generator)

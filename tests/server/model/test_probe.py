@@ -19,8 +19,9 @@ from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta
 from server.deltas.resident import ResidentDelta
 from server.errors import Draining, NotServable
+from server.kernels.attention import AttentionParams
 from server.model import attention, hooks
-from server.model.attention import Options, PagedAttention
+from server.model.attention import PagedAttention
 from server.model.loader import ServedModel, load_model
 from server.model.probe import NUM_TOKENS
 from tests.helpers.tiny_models import VOCAB_SIZE, make_pair
@@ -195,10 +196,10 @@ def test_attention_that_ignores_what_the_model_asks_for_is_refused(
     attend = PagedAttention.attend
 
     def changed(
-        self: PagedAttention, layer: int, query: Tensor, key: Tensor, values: Tensor, options: Options
+        self: PagedAttention, layer: int, query: Tensor, key: Tensor, values: Tensor, options: AttentionParams
     ) -> Tensor:
         fields = {name: getattr(options, name) for name in ("scaling", "window", "softcap", "sinks")}
-        return attend(self, layer, query, key, values, Options(**{**fields, left_out: value}))
+        return attend(self, layer, query, key, values, AttentionParams(**{**fields, left_out: value}))
 
     monkeypatch.setattr(attention.PagedAttention, "attend", changed)
     # Windows far beyond the probe's few tokens are shortened for it.
@@ -212,7 +213,7 @@ def test_a_scaled_embedding_whose_scale_is_missing_is_refused(
 ) -> None:
     def unscaled(module: nn.Embedding, name: str, context: BatchContext) -> EmbeddingDelta:
         layer = EmbeddingDelta(module, name, context)
-        layer.factor = 1.0
+        layer.scale = 1.0
         return layer
 
     monkeypatch.setattr(hooks, "EmbeddingDelta", unscaled)

@@ -1,4 +1,7 @@
-"""What clients may send, and how names are written. Bounds that hold for every model; nothing of HTTP."""
+"""Bodies and query parameters of our own routes, and how clients name variants. Knows no HTTP and no engine.
+
+Bounds here hold for every model; the engine checks those that depend on the model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from deltastore.errors import VariantNotFound
 
 MAX_MESSAGES = 4096
-BASE = "base"  # how requests may call the base; no variant may be called so
+BASE = "base"  # names the base in requests; reserved, so no variant has it
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -24,19 +27,19 @@ def _as_list(value: object) -> object:
 
 
 class Strict(BaseModel):
-    """No unknown field, no silent conversion, no NaN."""
+    """A body without unknown fields, silent conversions or NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Query(BaseModel):
-    """Query parameters, which are text and so converted; an unknown one is refused: a typo must not go unseen."""
+    """Query parameters, converted from text; an unknown one is refused, so that a typo is reported."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class GenerateQuery(Query):
-    variant: str | None = None  # NAME or NAME@VERSION; the base without
+    variant: str | None = None  # NAME or NAME@VERSION; None is the base
 
 
 class UploadQuery(Query):
@@ -49,14 +52,14 @@ class VersionQuery(Query):
 
 
 class Message(Strict):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str
 
 
 class GenerateBody(Strict):
-    """What to answer and how. What is not given is the variant's own default."""
+    """The body of `POST /generate`; fields that are not given take the variant's own defaults."""
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -79,7 +82,7 @@ class GenerateBody(Strict):
         return self
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that were given."""
+        """Return the fields of `SamplingParams` that were given."""
         given = self.model_dump(exclude={"prompt", "messages", "stream", "stop"}, exclude_none=True)
         return given if self.stop is None else {**given, "stop": tuple(self.stop)}
 
@@ -90,14 +93,18 @@ class ActivateBody(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a request calls by name: a variant, perhaps one version of it, or the base."""
+    """The model that a client names: a variant, one version of it, or the base."""
 
     name: str | None  # None is the base
-    version: int | None = None  # None is the active one
+    version: int | None = None  # None is the active version
 
     @classmethod
     def parse(cls, text: str | None) -> Reference:
-        """``NAME`` or ``NAME@VERSION``; VariantNotFound for no version. Whether the name exists is for the registry."""
+        """Parse ``NAME`` or ``NAME@VERSION``, without looking the name up.
+
+        Raises:
+            VariantNotFound: the part behind ``@`` is no version number.
+        """
         if text is None or text == BASE:
             return cls(None)
         name, at, version = text.partition("@")

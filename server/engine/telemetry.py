@@ -1,4 +1,4 @@
-"""What the engine tells the world: translates its events into metrics. Decides nothing."""
+"""Counts what happens to requests and in steps. Knows metrics and their labels; decides nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from server.engine.request import Request
 from server.errors import Draining, LoadTimeout, QueueFull
 from server.metrics import Metrics
 
+# Values of the label `reason` of rejections; other errors count as "invalid".
 REASONS: dict[type[PeraxisError], str] = {
     LoadTimeout: "load_timeout",
     QueueFull: "queue_full",
@@ -16,63 +17,73 @@ REASONS: dict[type[PeraxisError], str] = {
 
 
 class Telemetry:
-    """What happens to requests and in steps."""
+    """Updates the metrics of requests and steps."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+        self._metrics = metrics
 
     def rejected(self, error: PeraxisError) -> None:
-        self.metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
+        """Count a request that was not admitted."""
+        self._metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
 
-    def admitted(self, request: Request, found: str) -> None:
-        """`found` says where its delta was: device, host or disk."""
+    def admitted(self, request: Request, lookup: str) -> None:
+        """Count where an admitted request's delta was: device, host or disk."""
         if request.record is not None:
-            self.metrics.variant_lookups_total.labels(result=found).inc()
+            self._metrics.variant_lookups_total.labels(result=lookup).inc()
 
     def queues(self, num_running: int, num_waiting: int, num_loading: int) -> None:
-        """Requests; `num_loading` of those that wait do so for their delta, the others for their turn."""
-        self.metrics.num_requests_running.set(num_running)
-        self.metrics.num_requests_waiting.set(num_waiting)
-        by_reason = self.metrics.num_requests_waiting_by_reason
+        """Set the numbers of requests; `num_loading` of the waiting ones wait for their delta."""
+        self._metrics.num_requests_running.set(num_running)
+        self._metrics.num_requests_waiting.set(num_waiting)
+        by_reason = self._metrics.num_requests_waiting_by_reason
         by_reason.labels(reason="variant_load").set(num_loading)
         by_reason.labels(reason="capacity").set(num_waiting - num_loading)
 
     def cache(self, usage: float, num_queried: int, num_hit: int) -> None:
-        """The key-value cache's used share, and tokens that were looked for among known prefixes and found."""
-        self.metrics.kv_cache_usage_ratio.set(usage)
-        self.metrics.prefix_cache_queries_total.inc(num_queried)
-        self.metrics.prefix_cache_hits_total.inc(num_hit)
+        """Set the KV cache's used share; count tokens looked up in the prefix cache, and those found."""
+        self._metrics.kv_cache_usage_ratio.set(usage)
+        self._metrics.prefix_cache_queries_total.inc(num_queried)
+        self._metrics.prefix_cache_hits_total.inc(num_hit)
 
-    def preempted(self, count: int) -> None:
-        self.metrics.preemptions_total.inc(count)
+    def preempted(self, num_sequences: int) -> None:
+        """Count preempted sequences."""
+        self._metrics.preemptions_total.inc(num_sequences)
 
-    def step(self, seconds: float, num_requests: int, num_variants: int) -> None:
-        self.metrics.step_seconds.observe(seconds)
-        self.metrics.batch_requests.observe(num_requests)
-        self.metrics.batch_distinct_variants.observe(num_variants)
+    def step(self, seconds: float, num_sequences: int, num_variants: int) -> None:
+        """Record a step; the base is none of its variants."""
+        self._metrics.step_seconds.observe(seconds)
+        self._metrics.batch_requests.observe(num_sequences)
+        self._metrics.batch_distinct_variants.observe(num_variants)
 
-    def first_token(self, request: Request, found: str, timings: Timings) -> None:
+    def first_token(self, request: Request, lookup: str, timings: Timings) -> None:
+        """Record a request's first token, its prompt tokens and, if its delta was loaded, its cold start."""
         self.tokens(request, "prompt", len(request.prompt_ids))
-        self.metrics.request_queue_seconds.observe(timings.queue_s)
-        self.metrics.time_to_first_token_seconds.observe(timings.ttft_s)
+        self._metrics.request_queue_seconds.observe(timings.queue_s)
+        self._metrics.time_to_first_token_seconds.observe(timings.ttft_s)
         if timings.cold:
-            self.metrics.cold_start_seconds.labels(source=found).observe(timings.ttft_s)
+            self._metrics.cold_start_seconds.labels(source=lookup).observe(timings.ttft_s)
 
     def next_token(self, seconds: float) -> None:
-        self.metrics.inter_token_latency_seconds.observe(seconds)
+        """Record the time between two tokens of a sequence."""
+        self._metrics.inter_token_latency_seconds.observe(seconds)
 
-    def tokens(self, request: Request, kind: str, count: int) -> None:
-        """Prompt tokens once their request has its first token, generated ones as they come."""
-        total = self.metrics.prompt_tokens_total if kind == "prompt" else self.metrics.generation_tokens_total
-        total.inc(count)
-        self.metrics.variant_tokens_total.labels(variant=self._variant_of(request), kind=kind).inc(count)
-        self.metrics.tenant_tokens_total.labels(tenant=request.tenant, kind=kind).inc(count)
+    def tokens(self, request: Request, kind: str, num_tokens: int) -> None:
+        """Count tokens of a request; `kind` is ``prompt`` or ``generation``."""
+        total = (
+            self._metrics.prompt_tokens_total if kind == "prompt" else self._metrics.generation_tokens_total
+        )
+        total.inc(num_tokens)
+        self._metrics.variant_tokens_total.labels(variant=self._variant_of(request), kind=kind).inc(
+            num_tokens
+        )
+        self._metrics.tenant_tokens_total.labels(tenant=request.tenant, kind=kind).inc(num_tokens)
 
     def finished(self, request: Request, reason: str, total_s: float) -> None:
-        self.metrics.e2e_request_latency_seconds.observe(total_s)
-        requests = self.metrics.variant_requests_total
+        """Record the end of a request; `reason` is a FinishReason or ``error``."""
+        self._metrics.e2e_request_latency_seconds.observe(total_s)
+        requests = self._metrics.variant_requests_total
         requests.labels(variant=self._variant_of(request), finish_reason=reason).inc()
 
     def _variant_of(self, request: Request) -> str:
         tenant = request.tenant if request.record is None else request.record.tenant
-        return self.metrics.variant_label(tenant, request.name)
+        return self._metrics.variant_label(tenant, request.name)

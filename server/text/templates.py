@@ -1,4 +1,4 @@
-"""Chat templates of tenants, rendered where they can do no harm: a child process with a memory limit, killed when late.
+"""Renders tenants' chat templates in a child process with a memory limit, which is killed if it takes too long.
 
 Jinja's sandbox keeps a template from reading the host; it bounds neither its time nor its memory.
 """
@@ -17,11 +17,11 @@ from server.errors import InvalidRequest
 RENDER_S = 5.0
 START_S = 60.0
 MEMORY_BYTES = 1 << 30  # on top of what the worker needs to start
-MAX_TEXT = 8 << 20  # characters
+MAX_CHARACTERS = 8 << 20
 
 
 class TemplateWorker:
-    """Renders one template at a time; a worker that is late or dead is replaced at the next call. Thread-safe."""
+    """Renders one template at a time; replaces a process that was killed or died at the next call. Thread-safe."""
 
     def __init__(self, render_s: float = RENDER_S) -> None:
         self.render_s = render_s
@@ -30,10 +30,13 @@ class TemplateWorker:
         self._connection: Connection | None = None
 
     def render(self, template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """The prompt that `template` makes of `messages`, with the opening of the assistant's turn.
+        """Render `messages` with `template`, up to the opening of the assistant's turn.
+
+        Args:
+            variables: further variables of the template, such as special tokens.
 
         Raises:
-            InvalidRequest: the template refuses the messages, fails, or is not done in time.
+            InvalidRequest: the template refuses the messages, fails, or takes longer than `render_s`.
         """
         with self._lock:
             connection = self._ready()
@@ -54,17 +57,21 @@ class TemplateWorker:
         return str(text)
 
     def close(self) -> None:
+        """Kill the process."""
         with self._lock:
             self._kill()
 
     def _ready(self) -> Connection:
+        """Return the connection to a live process, started if need be."""
         if self._process is None or not self._process.is_alive() or self._connection is None:
             self._kill()
             context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs,), name="chat-templates", daemon=True)
+            self._connection, child_end = context.Pipe()
+            self._process = context.Process(
+                target=_work, args=(child_end,), name="chat-templates", daemon=True
+            )
             self._process.start()
-            theirs.close()
+            child_end.close()
             if not self._connection.poll(START_S):
                 raise InvalidRequest("the chat template worker did not start: try again", "messages")
             self._connection.recv()
@@ -80,7 +87,7 @@ class TemplateWorker:
 
 
 def _work(connection: Connection) -> None:
-    """The child: render what comes, answer with text or an error, until the parent goes away."""
+    """Run the child process: render each template received and send text or an error, until the parent closes."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
@@ -109,8 +116,8 @@ def _render(render: Any, template: str, messages: Any, variables: Any) -> tuple[
         ValueError,
     ) as error:
         return None, f"{type(error).__name__}: {error}"[:500]
-    if len(rendered[0]) > MAX_TEXT:
-        return None, f"it makes {len(rendered[0])} characters, more than {MAX_TEXT}"
+    if len(rendered[0]) > MAX_CHARACTERS:
+        return None, f"it makes {len(rendered[0])} characters, more than {MAX_CHARACTERS}"
     return rendered[0], None
 
 

@@ -1,4 +1,4 @@
-"""The promise of the whole: what a variant answers is what its merged checkpoint generates, token for token."""
+"""A variant gets, token for token, what `generate()` gives on its merged checkpoint, for every architecture."""
 
 from __future__ import annotations
 

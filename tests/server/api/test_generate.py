@@ -1,4 +1,4 @@
-"""`POST /generate` over HTTP: answers, streams, defaults, and what is told beside the text."""
+"""`POST /generate` over HTTP: replies, streams, defaults, log-probabilities and headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELLO_TOKENS = 5  # a token per byte
 
 
 def gathered(events: list[tuple[str, Any]]) -> str:
-    """The text of a stream: what tokens made visible, and what was held back at the end."""
+    """Return the text of a stream: that of its tokens, and that held back until its end."""
     return "".join(data["text"] for name, data in events if name in ("token", "finish"))
 
 

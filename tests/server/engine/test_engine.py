@@ -1,4 +1,4 @@
-"""The engine over true tiny models: slots, loads, failures, cancellation. One request never disturbs another."""
+"""The engine with tiny models: slots, loads, failures and cancellation; one request never disturbs another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 from torch import Tensor
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
+from deltastore.registry.records import VersionRecord
 from server.deltas.resident import ResidentDelta
 from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from server.engine.model_runner import Batch
 from server.engine.request_state import RequestState
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
+from server.text.tokenizer import VariantTokenizer
 from tests.server.helpers.served import Answer, Family, Served, make_family, serving
 
 PROMPT = [5, 6, 7, 8]
@@ -35,7 +37,7 @@ def served(deltas: Family, tmp_path: Path) -> Iterator[Served]:
 
 
 def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step take long enough that requests of many tokens are still there a moment later."""
+    """Make every step slow, so that requests of many tokens are still running a moment later."""
     runner = served.engine._core._runner
     forward = runner.forward
 
@@ -173,7 +175,7 @@ def test_a_request_that_cannot_even_begin_fails_alone(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_that_breaks_tells_everybody_and_its_service(
+def test_an_engine_that_fails_answers_every_request_and_its_service(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = threading.Event()
@@ -278,14 +280,30 @@ def test_an_id_in_use_is_refused_and_its_owner_is_answered(
     assert len(first.answer().token_ids) == 40
 
 
-def test_samples_of_one_request_follow_their_own_seeds(served: Served) -> None:
+def test_tokenizers_are_looked_up_on_the_submitting_thread(
+    served: Served, deltas: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = served.publish(deltas.artifacts[0], "v")
+    threads: list[str] = []
+    look_up = served.tokenizers.of
+
+    def recorded(record: VersionRecord | None) -> VariantTokenizer:
+        threads.append(threading.current_thread().name)
+        return look_up(record)
+
+    monkeypatch.setattr(served.tokenizers, "of", recorded)
+    served.ask(record, PROMPT, max_new_tokens=4)
+    assert threads == [threading.current_thread().name]
+
+
+def test_sequences_of_one_request_follow_their_own_seeds(served: Served) -> None:
     both = served.ask(None, PROMPT, temperature=1.0, seed=4, n=2, max_new_tokens=6)
     second = served.ask(None, PROMPT, temperature=1.0, seed=5, max_new_tokens=6)
-    samples = [
+    sequences = [
         [e.token_id for e in both.events if isinstance(e, TokenEvent) and e.index == i] for i in (0, 1)
     ]
-    assert len(samples[0]) == len(samples[1]) == 6
-    assert samples[1] == second.token_ids
+    assert len(sequences[0]) == len(sequences[1]) == 6
+    assert sequences[1] == second.token_ids
 
 
 def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:

@@ -1,4 +1,4 @@
-"""Mixed traffic over many variants answers, token for token, what `generate()` answers on each merged checkpoint."""
+"""Mixed requests of many variants get, token for token, what `generate()` gives on each merged checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NUM_VARIANTS, NUM_REQUESTS = 8, 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
-    """A base, its variants' artifacts, and the merged model of each; the base's comes first."""
+class MergedFamily:
+    """A base, the artifacts of its variants, and the merged models: the base first, then one per artifact."""
 
     base: Path
     artifacts: list[Path]
@@ -38,7 +38,7 @@ class Ask:
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(tmp_path_factory: pytest.TempPathFactory) -> MergedFamily:
     directory = tmp_path_factory.mktemp("family")
     changes = tuple(Change(added_tokens=number % 3) for number in range(NUM_VARIANTS))
     pair = make_pair("llama", directory, seed=11, changes=changes)
@@ -47,12 +47,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     for number, finetune in enumerate(pair.finetunes):
         artifacts.append(make_delta(pair.base, finetune, directory / f"{number}.safetensors"))
         models.append(merged(pair.base, artifacts[-1], directory / f"merged-{number}"))
-    return Family(pair.base, artifacts, models)
+    return MergedFamily(pair.base, artifacts, models)
 
 
 @pytest.fixture
-def served(family: Family, tmp_path: Path) -> Iterator[Served]:
-    """Few slots and little cache, so that variants change places and samples are preempted."""
+def served(family: MergedFamily, tmp_path: Path) -> Iterator[Served]:
+    """An engine with few slots and a small KV cache, so that deltas are evicted and sequences preempted."""
     size = 16 * 512 * 30  # 30 pages of 16 tokens
     with serving(
         family.base,
@@ -66,7 +66,7 @@ def served(family: Family, tmp_path: Path) -> Iterator[Served]:
 
 
 def asks(seed: int) -> list[Ask]:
-    """Prompts of many lengths, half of which begin alike whatever their variant."""
+    """Return requests with prompts of many lengths; half of the prompts share a prefix across variants."""
     draw = random.Random(seed)
     common = [draw.randrange(1, 250) for _ in range(60)]
     made = []
@@ -85,17 +85,17 @@ def start_all(served: Served, records: list[VersionRecord | None], requests: lis
     return [waiting.answer().token_ids for waiting in pending]
 
 
-def check(family: Family, ask: Ask, got: list[int]) -> None:
+def check(family: MergedFamily, ask: Ask, got: list[int]) -> None:
     tokens, margins = generate(family.models[ask.variant], list(ask.prompt), ask.num_new)
     assert same_up_to_a_tie(got, tokens, margins), ask
 
 
-def test_variants_answer_the_same_prompt_differently(family: Family) -> None:
+def test_variants_answer_the_same_prompt_differently(family: MergedFamily) -> None:
     answers = {tuple(generate(model, [5, 6, 7, 8], 12)[0]) for model in family.models}
     assert len(answers) == NUM_VARIANTS + 1
 
 
-def test_mixed_requests_equal_generate_on_merged_weights(served: Served, family: Family) -> None:
+def test_mixed_requests_equal_generate_on_merged_weights(served: Served, family: MergedFamily) -> None:
     records = [None, *(served.publish(file, f"v{i}") for i, file in enumerate(family.artifacts))]
     requests = asks(seed=1)
     for ask, got in zip(requests, start_all(served, records, requests), strict=True):
@@ -105,7 +105,7 @@ def test_mixed_requests_equal_generate_on_merged_weights(served: Served, family:
 
 
 def test_a_prefix_cache_warm_from_one_variant_changes_nothing_for_another(
-    served: Served, family: Family
+    served: Served, family: MergedFamily
 ) -> None:
     records = [None, *(served.publish(file, f"v{i}") for i, file in enumerate(family.artifacts))]
     prompt = tuple(random.Random(7).randrange(1, 250) for _ in range(70))

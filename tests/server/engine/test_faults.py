@@ -1,4 +1,4 @@
-"""Whatever one request, variant or load does, the others' tokens are those of an undisturbed run."""
+"""A fault of one request, variant or load never changes the tokens of others."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture
 def served(family: Family, tmp_path: Path) -> Iterator[Served]:
-    """A slot for each of three variants, and no host cache, so that each load reads its object."""
+    """An engine with a slot for each of three variants and no host cache, so that each load reads its object."""
     with serving(family.base, tmp_path / "registry", max_gpu_deltas=3, max_host_cache_gb=0) as running:
         yield running
 
 
 @dataclass(slots=True)
 class Others:
-    """Requests of the base and of one variant that must not notice anything."""
+    """Requests of the base and of one variant, and their tokens in an undisturbed run."""
 
     served: Served
     record: VersionRecord
@@ -67,7 +67,7 @@ class Others:
         ]
 
     def unharmed_by(self, disturb: Callable[[], object]) -> object:
-        """Let them run, do something in the middle, and see that they got what they would have got."""
+        """Run the requests, call `disturb` meanwhile, and compare their tokens with the undisturbed run."""
         running = self.start()
         result = disturb()
         assert [pending.answer().token_ids for pending in running] == self.undisturbed
@@ -84,7 +84,7 @@ def on_forward(
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Batch, Callable[[], Tensor]], Tensor],
 ) -> None:
-    """Let `change` stand between the engine and its model: it is given a step's pieces and the step."""
+    """Replace each forward pass by `change`, which is given the batch and a function that runs the pass."""
     runner = served.engine._core._runner
     forward = runner.forward
     monkeypatch.setattr(runner, "forward", lambda batch, *args: change(batch, lambda: forward(batch, *args)))
@@ -206,7 +206,7 @@ def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) 
         assert ends == dict.fromkeys(range(3), "cancelled")
 
 
-def test_the_same_seed_draws_the_same_whoever_shares_the_batch(served: Served, family: Family) -> None:
+def test_the_same_seed_draws_the_same_tokens_in_any_batch(served: Served, family: Family) -> None:
     others = Others.of(served, family.artifacts[0])
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 3, "max_new_tokens": NUM_NEW}
     alone = served.ask(others.record, PROMPTS[0], **sampling).token_ids

@@ -1,4 +1,4 @@
-"""What the engine counts is what happened."""
+"""Metrics of requests and steps, and prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @torch.inference_mode()
 def log_probabilities(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [tokens - 1, vocab]
-    """What a model thinks of each next token."""
+    """Return the model's log-probabilities of each next token."""
     logits: Tensor = model(torch.tensor([ids])).logits
     return logits[0, :-1].log_softmax(-1)
 
@@ -69,12 +69,12 @@ def test_a_known_prefix_counts_as_hits_in_tokens(served: Served, family: Family)
     assert served.metric("prefix_cache_hits_total") == 32
 
 
-def test_samples_of_one_request_share_its_prompt(served: Served) -> None:
+def test_sequences_of_one_request_share_its_prompt(served: Served) -> None:
     served.ask(None, PROMPT, max_new_tokens=2, n=3)
     assert served.metric("prefix_cache_hits_total") == 2 * 32
 
 
-def test_the_cache_is_empty_when_nobody_runs(served: Served) -> None:
+def test_the_kv_cache_is_empty_when_no_request_runs(served: Served) -> None:
     served.ask(None, PROMPT, max_new_tokens=NEW)
     assert eventually(lambda: served.metric("kv_cache_usage_ratio") == 0)
 
@@ -108,8 +108,8 @@ def test_prompt_logprobs_are_those_of_the_merged_model(
         assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-3)
         best = row.topk(2).indices.tolist()
         assert [found for found, _ in token.top] == best
-    samples = [
+    sequences = [
         [e.token_id for e in answer.events if isinstance(e, TokenEvent) and e.index == i] for i in (0, 1)
     ]
-    assert samples == [plain, plain]
+    assert sequences == [plain, plain]
     assert generate(reference, PROMPT, 2)[0] == plain

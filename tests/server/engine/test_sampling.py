@@ -1,4 +1,4 @@
-"""How a token is chosen from logits."""
+"""Sampling of tokens from logits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     assert draws(SamplingParams(seed=7)) == draws(SamplingParams(seed=7))
 
 
-def test_samples_of_one_request_differ_by_their_index() -> None:
+def test_sequences_of_one_request_differ_by_their_index() -> None:
     assert draws(SamplingParams(seed=7), index=0) != draws(SamplingParams(seed=7), index=1)
 
 
-def test_the_second_sample_is_what_the_next_seed_gives() -> None:
+def test_the_second_sequence_is_the_one_of_the_next_seed() -> None:
     assert draws(SamplingParams(seed=7), index=1) == draws(SamplingParams(seed=8), index=0)
 
 

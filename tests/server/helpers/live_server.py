@@ -1,4 +1,4 @@
-"""A server in a process of its own, spoken to over HTTP, and the tiny artifacts that tests send to it."""
+"""A server in a process of its own, reached over HTTP, and the tiny artifacts that tests upload."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Artifacts:
-    """A base, and artifacts of fine-tunes that each answer otherwise."""
+    """A base, and artifacts of fine-tunes that each give other tokens."""
 
     base: Path
     plain: Path
@@ -44,7 +44,7 @@ class Artifacts:
 
 
 def make_artifacts(directory: Path) -> Artifacts:
-    """Make the models and compress them; takes seconds."""
+    """Make tiny models and compress them; takes seconds."""
     chatty = Change(
         added_tokens=2, chat_template=CHAT_TEMPLATE, generation={"max_new_tokens": 5, "do_sample": False}
     )
@@ -89,7 +89,7 @@ class LiveServer:
         )
 
     def generate(self, variant: str | None = None, **body: Any) -> httpx.Response:
-        """A greedy answer to a short prompt, unless `body` says otherwise."""
+        """Generate greedily from a short prompt; `body` overrides."""
         if "messages" not in body:
             body = {"prompt": "hello", **body}
         params = {} if variant is None else {"variant": variant}
@@ -103,7 +103,7 @@ class LiveServer:
 
     @contextmanager
     def streaming(self, variant: str | None = None, **body: Any) -> Iterator[Iterator[tuple[str, Any]]]:
-        """Server-sent events as they come, each a name and its document; leaving the block hangs up."""
+        """Yield server-sent events as they arrive, each a name and its document; leaving the block disconnects."""
         params = {} if variant is None else {"variant": variant}
         body = {"prompt": "hello", "temperature": 0, "stream": True, **body}
         with self.client.stream("POST", "/generate", params=params, json=body) as reply:
@@ -111,7 +111,7 @@ class LiveServer:
             yield _events(reply)
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics; 0 where there is no such series."""
+        """Return one value of /metrics; 0 if there is no such series."""
         series = f"peraxis_{name}"
         if labels:
             series += "{" + ",".join(f'{key}="{value}"' for key, value in sorted(labels.items())) + "}"
@@ -125,7 +125,7 @@ class LiveServer:
         return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        """Signal, wait, and return the exit code."""
+        """Send a signal, wait, and return the exit code."""
         self.process.send_signal(signal_number)
         return self.process.wait(WAIT_S)
 
@@ -135,14 +135,14 @@ def serve_command(*args: object) -> list[str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without settings of whoever runs the tests; with one thread, as tiny products only make threads wait."""
+    """Return the environment without PERAXIS_ settings, and with one thread: tiny products gain nothing by more."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PERAXIS_")}
     return {**inherited, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 @contextmanager
 def live_server(base: Path, registry: Path, *args: object) -> Iterator[LiveServer]:
-    """Start a server on a free port and wait until it is ready; afterwards it is gone, whatever the test did."""
+    """Start a server on a free port, wait until it is ready, and kill it at the end of the block."""
     log = registry.parent / f"{registry.name}.{time.monotonic_ns()}.log"
     command = serve_command("--base", base, "--registry", registry, "--port", 0, "--dtype", "float32", *args)
     with log.open("w") as errors:
@@ -165,7 +165,7 @@ def live_server(base: Path, registry: Path, *args: object) -> Iterator[LiveServe
 
 
 def eventually(probe: Callable[[], T]) -> T:
-    """Ask until the answer is true, and return it; the last answer after `WAIT_S`."""
+    """Call `probe` until it returns a true value, for up to `WAIT_S`; return its last value."""
     deadline = time.monotonic() + WAIT_S
     while not (answer := probe()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -173,20 +173,20 @@ def eventually(probe: Callable[[], T]) -> T:
 
 
 def connection(url: str) -> socket.socket:
-    """A bare connection, for what no well-behaved client does."""
+    """Open a socket, for requests that an HTTP client would not send."""
     address = httpx.URL(url)
     return socket.create_connection((address.host, address.port), timeout=WAIT_S)
 
 
 def json_request(target: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a POST."""
+    """Return the bytes of a POST."""
     content = json.dumps(body).encode()
     head = f"POST {target} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def error_of(reply: httpx.Response) -> dict[str, Any]:
-    """The error of a reply, after checking that it has the one shape that all have."""
+    """Return the error of a reply, after checking its shape."""
     document = reply.json()
     assert list(document) == ["error"], document
     assert list(document["error"]) == ["message", "type", "param", "code"]

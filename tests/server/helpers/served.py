@@ -1,4 +1,4 @@
-"""A true engine over tiny models: compress, publish, ask. What the server does, without HTTP."""
+"""An engine with tiny models in the tests' process: compress, publish, ask; the server without HTTP."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Pending:
-    """A request under way."""
+    """A submitted request and its events."""
 
     request: Request
     events: queue.SimpleQueue[Event]
@@ -65,7 +65,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Served:
-    """An engine, its registry, and short ways to use them."""
+    """An engine and its registry, with short calls for tests."""
 
     engine: Engine
     tokenizers: Tokenizers
@@ -122,7 +122,7 @@ def serving(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A base, and the artifacts of variants of it."""
+    """A base and the artifacts of its variants."""
 
     base: Path
     artifacts: list[Path]
@@ -144,14 +144,14 @@ def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:
 
 
 def merged(base: Path, artifact: Path, out: Path) -> Any:
-    """The model that `peraxis merge --dtype float32` writes, loaded."""
+    """Load the model that `peraxis merge --dtype float32` writes."""
     merge(MergeConfig(str(base), artifact, out, "float32"))
     return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
 def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """The library's greedy tokens, and at each the distance between the two best logits."""
+    """Return the greedy tokens of transformers, and for each the distance between the two best logits."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -165,7 +165,7 @@ def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], list
 
 
 def same_up_to_a_tie(got: list[int], want: list[int], margins: list[float]) -> bool:
-    """Equal token for token, unless they part where the reference's two best logits are within 1e-4."""
+    """Compare token for token; a difference where the reference's two best logits are within 1e-4 is a tie."""
     for position, (ours, theirs) in enumerate(zip(got, want, strict=False)):
         if ours != theirs:
             return margins[position] <= 1e-4

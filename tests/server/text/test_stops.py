@@ -1,4 +1,4 @@
-"""Stop strings in text that comes in pieces."""
+"""Stop strings in text that arrives in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: rendered, refused, killed; the worker goes on."""
+"""Chat templates of tenants: rendered, refused, killed; the worker goes on."""
 
 from __future__ import annotations
 

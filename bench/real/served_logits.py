@@ -49,11 +49,11 @@ def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) ->
     ids = tuple(7 * token for token in range(1, 1 + TEXT_TOKENS))
     # With prompt log-probabilities the logits of every token are computed.
     request = Request("bench", "default", None, None, ids, SamplingParams(prompt_logprobs=0))
-    sequence = Sequence(request, 0, 0.0)
-    sequence.held.pages = list(range(1, 1 + num_pages))
+    sequence = Sequence(request, 0)
+    sequence.page_table.pages = list(range(1, 1 + num_pages))
     sequence.digest = None if delta is None else delta.digest
     deltas = {} if delta is None else {delta.digest: delta}
-    return ModelRunner(served).forward([(sequence, len(ids))], deltas, sequence.held.pages)
+    return ModelRunner(served).forward([(sequence, len(ids))], deltas, sequence.page_table.pages)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ from server.engine.engine import Engine
 from server.engine.memory import MemoryPlan, check_base, free_memory, host_cache_bytes, plan_memory
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduling.kv_cache import KVCache
-from server.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from server.engine.sequence import Sequence
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
 from server.errors import NotServable
 from server.metrics import Metrics
@@ -82,7 +81,7 @@ def build_engine(
     max_model_len = min(_max_positions(settings, model), kv_cache.max_tokens)
     _report_memory(metrics, model, slots, kv_cache, max_model_len)
     residency = _residency(settings, registry, metrics, slots, cache_bytes)
-    scheduler = Scheduler[Sequence](_scheduler_limits(settings, device), pages=kv_cache, slots=residency)
+    scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
     telemetry = Telemetry(metrics)
     tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
     admission = Admission(tokenizers, telemetry, settings.max_num_seqs + settings.max_queue, max_model_len)
@@ -175,9 +174,9 @@ def _residency(
     )
 
 
-def _scheduler_limits(settings: Settings, device: torch.device) -> SchedulerLimits:
-    num_tokens = settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
-    return SchedulerLimits(settings.max_num_seqs, num_tokens)
+def _max_batch_tokens(settings: Settings, device: torch.device) -> int:
+    """Return the setting, or the device's default, at least twice `max_num_seqs`."""
+    return settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
 
 
 def _device(name: str) -> torch.device:

@@ -22,7 +22,7 @@ from server.engine.request import Request
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.sampling import LastLogits, score
 from server.engine.scheduling.kv_cache import KVCache
-from server.engine.scheduling.scheduler import Plan, Scheduler
+from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.errors import EngineFailed, InvalidRequest
@@ -44,7 +44,7 @@ class Core:
         self,
         runner: ModelRunner,
         residency: Residency,
-        scheduler: Scheduler[Sequence],
+        scheduler: Scheduler,
         kv_cache: KVCache,
         telemetry: Telemetry,
         load_timeout_s: float,
@@ -97,12 +97,12 @@ class Core:
         self.calls.serve(now)
         for sequence in plan.preempted:
             self._requests[sequence.request_id].outputs[sequence.index].clear_prompt_logprobs()
-        for sequence in plan.unfit:
+        for sequence in plan.too_long:
             state = self._requests.get(sequence.request_id)
             if state is not None:
                 self._fail(state, _too_long(self._kv_cache.max_tokens))
         self._report_queues()
-        self._telemetry.cache(self._kv_cache.usage, *self._kv_cache.take_counts())
+        self._telemetry.cache(self._kv_cache.usage, *self._kv_cache.take_prefix_counts())
         self._telemetry.preempted(len(plan.preempted))
         if plan.batch:
             self._run(plan)
@@ -117,6 +117,7 @@ class Core:
     def _adopt_loads(self, now: float) -> None:
         for adopted in self._residency.poll_loads():
             digest, error = adopted.record.digest, adopted.error
+            self._scheduler.load_ended(digest, now)
             for state in self._unstarted.get(digest, {}).values():
                 if state.cold and state.loaded_at is None:
                     state.loaded_at = now
@@ -138,10 +139,10 @@ class Core:
             assert state.request.record is not None
             self._fail(state, load_timeout(state.request.record, self._load_timeout_s))
 
-    def _run(self, plan: Plan[Sequence]) -> None:
+    def _run(self, plan: StepPlan) -> None:
         """Compute the planned tokens and send what comes of them."""
         began = time.monotonic()
-        planned = [item for item in plan.batch if item[0].request_id in self._requests]
+        planned = [item for item in plan.batch.items() if item[0].request_id in self._requests]
         deltas = self._deltas_of(planned)
         # Sequences of one delta stand together, the base's first.
         batch = sorted(planned, key=lambda item: _slot_index(item[0], deltas))
@@ -169,7 +170,7 @@ class Core:
         Raises:
             Exception: the model's own, if the device does not work any more.
         """
-        pages_to_zero = self._kv_cache.take_fresh()
+        pages_to_zero = self._kv_cache.take_pages_to_zero()
         try:
             yield batch, self._runner.forward(batch, deltas, pages_to_zero)
             return

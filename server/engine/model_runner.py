@@ -42,7 +42,7 @@ class ModelRunner:
         attention = self._served.attention
         counts = [num_tokens for _, num_tokens in batch]
         num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
-        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.held.pages) for s, num_tokens in batch]
+        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens in batch]
         layout = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
         delta_batch = DeltaBatch.of([_delta_of(s, deltas) for s, _ in batch], counts, num_logits)
         token_ids: list[int] = []

@@ -48,7 +48,7 @@ class RequestState:
 
     def start_sequence(self) -> Sequence:
         """Make the next of the request's `n` sequences."""
-        sequence = Sequence(self.request, self.num_started, self.admitted_at)
+        sequence = Sequence(self.request, self.num_started)
         self.num_started += 1
         self.outputs[sequence.index] = SequenceOutput(self, sequence)
         return sequence

@@ -1,9 +1,11 @@
-"""Who is next: jobs wait in lanes, one per tenant and variant, and whoever got least goes first.
+"""Chooses which waiting sequence is admitted next: the first of the tenant, then of the variant, that was served least.
 
-Virtual token counters on two levels: tenants among each other, and the lanes of one tenant among each other. A member
-that begins to wait is lifted to the least of those that wait already, so that nobody saves up idle time (Sheng et al.,
-"Fairness in Serving Large Language Models", 2024; the lift is the start tag of start-time fair queueing). Knows
-nothing of slots, pages or steps.
+The sequences of one tenant for one variant wait in a `VariantQueue`; the variant queues of a tenant are its
+`TenantQueue`. Both count the tokens that they were served (the virtual token counters of Sheng et al., "Fairness in
+Serving Large Language Models", 2024). A queue that becomes ready is raised to the smallest counter of the ready queues,
+so idle time is not saved up (the start tag of start-time fair queueing).
+
+A sequence is known by its order of arrival alone. This file must not know slots, pages or steps.
 """
 
 from __future__ import annotations
@@ -14,61 +16,46 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-SWEEP_SLACK = (
-    64  # members more than twice those that were worth keeping, before the idle ones are looked through
-)
-
-
-class Job(Protocol):
-    """One sample of a request. Ids are unique among the jobs that have not ended."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def digest(self) -> str | None: ...  # of the variant; None is the base
-    @property
-    def num_tokens(self) -> int: ...  # prompt, and what was generated
-    @property
-    def num_computed_tokens(self) -> int: ...  # how many of them the KV cache holds
-
-
-J = TypeVar("J", bound=Job)
+# Slack over twice the members kept by the last sweep, before idle members are looked through again.
+SWEEP_SLACK = 64
+# The same for entries of a heap whose sequences no longer wait.
+HEAP_SLACK = 16
 
 
 class Member(Protocol):
-    """One of those who take turns."""
+    """A member of `LeastServed`."""
 
-    counter: float  # what it got so far; never falls
+    counter: float  # served so far; never decreases
 
     @property
-    def is_ready(self) -> bool: ...  # it has something that could go now
+    def is_ready(self) -> bool: ...  # can be served now
     @property
-    def is_idle(self) -> bool: ...  # nothing of it waits or runs
+    def is_idle(self) -> bool: ...  # has nothing waiting or running
 
 
 K = TypeVar("K", bound=Hashable)
 M = TypeVar("M", bound=Member)
 
 
-class Turns(Generic[K, M]):
-    """Members by key, and the ready one with the least counter. All operations are O(log members), amortized.
+class LeastServed(Generic[K, M]):
+    """Members by key, and the ready member with the smallest counter. All operations take amortized O(log members).
 
-    The heap is put right lazily: a member whose counter grew or that is not ready any more is noticed at the top.
+    The heap is corrected lazily: a member whose counter grew or that is no longer ready is noticed at the top.
     """
 
     def __init__(self, make: Callable[[K], M]) -> None:
         self._make = make
         self._members: dict[K, M] = {}
         self._heap: list[tuple[float, int, M]] = []
-        self._in_heap: set[int] = set()  # by identity: a member is there once
+        # Ids of the members in the heap, each of which is there once.
+        self._in_heap: set[int] = set()
         self._ticks = itertools.count()
-        self._floor = 0.0  # what the least of the ready had, the last time somebody looked
+        # The smallest counter of the ready members when the heap was last looked at.
+        self._floor = 0.0
         self._sweep_at = SWEEP_SLACK
 
-    def member(self, key: K) -> M:
-        """The member of that key; made when it is new."""
+    def get(self, key: K) -> M:
+        """Return the member with that key, made on first use."""
         found = self._members.get(key)
         if found is None:
             if len(self._members) >= self._sweep_at:
@@ -76,16 +63,16 @@ class Turns(Generic[K, M]):
             found = self._members[key] = self._make(key)
         return found
 
-    def enter(self, member: M) -> None:
-        """A member has become ready: it begins where the least of the others is, or further. Harmless if it was."""
-        self.least()
+    def activate(self, member: M) -> None:
+        """Enter a member that has become ready, raised to the floor; no effect on one that was ready before."""
+        self.first()
         member.counter = max(member.counter, self._floor)
         if id(member) not in self._in_heap:
             self._in_heap.add(id(member))
             heapq.heappush(self._heap, (member.counter, next(self._ticks), member))
 
-    def least(self) -> M | None:
-        """The ready member that got least; among equals, the one that has been there longest."""
+    def first(self) -> M | None:
+        """Return the ready member with the smallest counter; among equals, the one in the heap for longest."""
         while self._heap:
             counter, _, member = self._heap[0]
             self._floor = max(self._floor, counter)
@@ -99,28 +86,28 @@ class Turns(Generic[K, M]):
         return None
 
     def _sweep(self) -> None:
-        """Forget who would come back at the floor anyway."""
+        """Drop idle members at or below the floor; returning members are raised to it."""
         kept = {k: m for k, m in self._members.items() if not m.is_idle or m.counter > self._floor}
         self._members = kept
         self._sweep_at = 2 * len(kept) + SWEEP_SLACK
 
 
 @dataclass(slots=True, eq=False)
-class Tenant(Generic[J]):
-    """What a tenant got, and its lanes."""
+class TenantQueue:
+    """The variant queues of one tenant."""
 
     name: str
-    counter: float = 0.0
+    counter: float = 0.0  # tokens served
     num_waiting: int = 0
     num_running: int = 0
-    lanes: Turns[str | None, Lane[J]] = field(init=False)
+    variants: LeastServed[str | None, VariantQueue] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lanes = Turns(lambda digest: Lane(self, digest, is_open=digest is None))
+        self.variants = LeastServed(lambda digest: VariantQueue(self, digest, is_open=digest is None))
 
     @property
     def is_ready(self) -> bool:
-        return self.lanes.least() is not None
+        return self.variants.first() is not None
 
     @property
     def is_idle(self) -> bool:
@@ -128,102 +115,79 @@ class Tenant(Generic[J]):
 
 
 @dataclass(slots=True, eq=False)
-class Lane(Generic[J]):
-    """The jobs of one tenant for one variant. Only those of an open lane may begin."""
+class VariantQueue:
+    """The waiting sequences of one tenant for one variant, by order of arrival; admitted only while it is open."""
 
-    tenant: Tenant[J]
-    digest: str | None
+    tenant: TenantQueue
+    digest: str | None  # None is the base
     is_open: bool
-    counter: float = 0.0
-    num_waiting: int = 0
+    counter: float = 0.0  # tokens served
     num_running: int = 0
-    heap: list[tuple[int, Entry[J]]] = field(default_factory=list)  # those that waited, the most senior first
+    waiting: set[int] = field(default_factory=set)
+    heap: list[int] = field(default_factory=list)  # all of `waiting`, and some that no longer wait
 
     @property
     def is_ready(self) -> bool:
-        return self.is_open and self.num_waiting > 0
+        return self.is_open and bool(self.waiting)
 
     @property
     def is_idle(self) -> bool:
-        return not self.num_waiting and not self.num_running
+        return not self.waiting and not self.num_running
 
-    def head(self) -> Entry[J]:
-        """The most senior job that waits; somebody does."""
-        while not self.heap[0][1].is_waiting:
+    def first(self) -> int:
+        """Return the order of the earliest waiting sequence; at least one must wait."""
+        while self.heap[0] not in self.waiting:
             heapq.heappop(self.heap)
-        return self.heap[0][1]
+        return self.heap[0]
+
+    def charge(self, num_tokens: float) -> None:
+        """Count tokens served to this queue and its tenant."""
+        self.counter += num_tokens
+        self.tenant.counter += num_tokens
+
+    def count_running(self, change: int) -> None:
+        """Count a sequence of this queue that starts (1) or stops (-1) running."""
+        self.num_running += change
+        self.tenant.num_running += change
 
 
-@dataclass(slots=True, eq=False)
-class Entry(Generic[J]):
-    """A job as the scheduler keeps it, from `add` to `remove`."""
-
-    job: J
-    order: int  # seniority: its place among all jobs ever added
-    lane: Lane[J]
-    num_prompt: int
-    is_waiting: bool = False
-    waits_since: float = 0.0
-    num_charged: int = 0  # of its tokens, those that were paid for: what is computed again is not paid again
-    num_at_start: int = 0  # its tokens when it was admitted last
-
-    @property
-    def has_progressed(self) -> bool:
-        """Whether it has made a token since it was admitted, so that preempting it does not undo all its seat gave."""
-        return self.job.num_tokens > self.num_at_start
-
-
-class FairQueue(Generic[J]):
-    """All waiting jobs. `first` is whose turn it is."""
+class FairQueue:
+    """All waiting sequences, in variant queues."""
 
     def __init__(self) -> None:
-        self.num_waiting = 0
-        self._tenants: Turns[str, Tenant[J]] = Turns(Tenant)
+        self._tenants: LeastServed[str, TenantQueue] = LeastServed(TenantQueue)
 
-    def lane(self, tenant: str, digest: str | None) -> Lane[J]:
-        return self._tenants.member(tenant).lanes.member(digest)
+    def variant_queue(self, tenant: str, digest: str | None) -> VariantQueue:
+        """Return the queue of a tenant's sequences for one variant, made on first use."""
+        return self._tenants.get(tenant).variants.get(digest)
 
-    def push(self, entry: Entry[J]) -> None:
-        """Let a job wait in its lane, before those that were added later."""
-        lane = entry.lane
-        heapq.heappush(lane.heap, (entry.order, entry))
-        entry.is_waiting = True
-        self._count(lane, 1)
-        if lane.is_open and lane.num_waiting == 1:
-            self._enter(lane)
+    def push(self, queue: VariantQueue, order: int) -> None:
+        """Let a sequence wait, ahead of those of its queue that arrived later."""
+        heapq.heappush(queue.heap, order)
+        queue.waiting.add(order)
+        queue.tenant.num_waiting += 1
+        if queue.is_open and len(queue.waiting) == 1:
+            self._activate(queue)
 
-    def take(self, entry: Entry[J]) -> None:
-        """A job waits no longer: it runs, or has ended."""
-        lane = entry.lane
-        entry.is_waiting = False
-        self._count(lane, -1)
-        if len(lane.heap) > 2 * lane.num_waiting + 16:  # mostly of jobs that ended while they waited
-            lane.heap = [item for item in lane.heap if item[1].is_waiting]
-            heapq.heapify(lane.heap)
+    def remove(self, queue: VariantQueue, order: int) -> None:
+        """Remove a waiting sequence that is admitted or has ended."""
+        queue.waiting.remove(order)
+        queue.tenant.num_waiting -= 1
+        if len(queue.heap) > 2 * len(queue.waiting) + HEAP_SLACK:
+            queue.heap = sorted(queue.waiting)
 
-    def open(self, lane: Lane[J]) -> None:
-        """Let the jobs of a closed lane begin."""
-        lane.is_open = True
-        if lane.num_waiting:
-            self._enter(lane)
+    def open(self, queue: VariantQueue) -> None:
+        """Let the sequences of a closed queue be admitted."""
+        queue.is_open = True
+        if queue.waiting:
+            self._activate(queue)
 
-    def first(self) -> Entry[J] | None:
-        """The job whose turn it is; it goes on waiting until `take`."""
-        tenant = self._tenants.least()
-        lane = None if tenant is None else tenant.lanes.least()
-        return None if lane is None else lane.head()
+    def first(self) -> int | None:
+        """Return the order of the sequence to admit next; it keeps waiting until `remove`."""
+        tenant = self._tenants.first()
+        queue = None if tenant is None else tenant.variants.first()
+        return None if queue is None else queue.first()
 
-    def _enter(self, lane: Lane[J]) -> None:
-        lane.tenant.lanes.enter(lane)
-        self._tenants.enter(lane.tenant)
-
-    def _count(self, lane: Lane[J], change: int) -> None:
-        lane.num_waiting += change
-        lane.tenant.num_waiting += change
-        self.num_waiting += change
-
-
-def charge(lane: Lane[J], cost: float) -> None:
-    """Count what a lane and its tenant got, in tokens."""
-    lane.counter += cost
-    lane.tenant.counter += cost
+    def _activate(self, queue: VariantQueue) -> None:
+        queue.tenant.variants.activate(queue)
+        self._tenants.activate(queue.tenant)

@@ -1,344 +1,311 @@
-"""What the next step computes: running jobs first, then prompts, fairly among tenants and variants.
+"""Plans each step: one token for each decoding sequence, then chunks of prompts, fairly among tenants and variants.
 
-Plain Python: no tensors, no clock (`now` is passed in, in seconds), no threads. `fairness.py` says whose turn it is,
-`tenure.py` which variants have slots; here are seats, pages and the tokens of a step.
+Plain Python without tensors, threads or a clock: times are seconds and are passed in. `FairQueue` chooses the sequence
+to admit next, `SlotPolicy` the variants that have slots; this file owns the tokens of a step, the number of running
+sequences and the preemption for pages.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
-from server.engine.scheduling.fair_queue import Entry, FairQueue, J, Job, Lane, charge
-from server.engine.scheduling.slot_policy import Slots, Tenure, TenurePolicy
-
-PROMPT_COST = 1.0  # of one token, in the fairness counters
-GENERATED_COST = 2.0
-
-Held = TypeVar("Held", bound=Job, contravariant=True)
-
-
-class Pages(Protocol[Held]):
-    """The key-value cache; `server/engine/scheduling/kv_cache.py`."""
-
-    page_tokens: int
-
-    @property
-    def num_available(self) -> int: ...  # pages that can be given away now
-    def attach(self, job: Held, /) -> None: ...  # the pages of a known prefix, for a job that begins (again)
-    def grow(
-        self, job: Held, num_tokens: int, /
-    ) -> bool: ...  # pages for so many tokens more; False: too few, no change
-    def release(self, job: Held, /) -> None: ...  # takes them all back; num_computed becomes 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What a step may hold, and who may make whom wait."""
-
-    max_num_seqs: int = 64  # jobs that run at a time
-    max_batch_tokens: int = 512  # of one step
-    prefill_share: float = 0.25  # of a step's tokens, what one prompt may take while another waits for them
-    reserve_tokens: int = 32  # per running job, room for which admission leaves in the cache
-    delta_cost_tokens: float = 8.0  # what reading one delta costs in a step; its jobs share it
-    tenure_s: float = 1.0  # for which a loaded variant keeps its slot
-    cold_wait_s: float = 5.0  # after which a variant may displace another from its slot
-    seat_wait_s: float = 1.0  # after which a job may take a seat from those who have many
-    recompute_share: float = (
-        0.25  # of what is computed, what those displaced for a slot may have to compute again
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_batch_tokens <= self.max_num_seqs:
-            raise ValueError(
-                f"max_batch_tokens must be above max_num_seqs, so that prompts move while all seats decode; "
-                f"got {self.max_batch_tokens} and {self.max_num_seqs}"
-            )
-        if not 0 < self.prefill_share <= 1:
-            raise ValueError(f"prefill_share must be above 0 and at most 1, got {self.prefill_share}")
-        if not 0 < self.recompute_share <= 1:
-            raise ValueError(f"recompute_share must be above 0 and at most 1, got {self.recompute_share}")
-        for name in ("reserve_tokens", "delta_cost_tokens", "tenure_s", "cold_wait_s", "seat_wait_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(Generic[J]):
-    """One step."""
-
-    batch: list[tuple[J, int]]  # jobs, and how many of their tokens are computed
-    preempted: list[J]  # they wait again, without pages; none of them is in the batch
-    unfit: list[J]  # too large for the cache even alone; the scheduler has forgotten them
-    wants: tuple[str, ...]  # digests that somebody waits for: those that load, then the longest waiting first
-    costs: list[tuple[Lane[J], float]]  # what `charge` counts when the step is done
+from server.deltas.residency import Residency
+from server.engine.scheduling.constants import SchedulerConstants
+from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
+from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.slot_policy import SlotPolicy
+from server.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
-class _Draft(Generic[J]):
-    """A plan in the making."""
+class StepPlan:
+    """The sequences that one step computes, and those that were preempted or refused while it was planned."""
 
-    max_tokens: int
-    batch: dict[Entry[J], int] = field(default_factory=dict)
-    preempted: list[J] = field(default_factory=list)
-    unfit: list[J] = field(default_factory=list)
-    admits: bool = True
+    batch: dict[Sequence, int] = field(default_factory=dict)  # number of tokens to compute
+    num_tokens: int = 0  # of the whole batch
+    preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
+    too_long: list[Sequence] = field(
+        default_factory=list
+    )  # removed: the KV cache cannot hold them even alone
+    costs: list[tuple[VariantQueue, float]] = field(default_factory=list)  # charged when the step is done
+    admits: bool = True  # False once no further sequence may be admitted
 
-    @property
-    def budget(self) -> int:
-        """Tokens that are left."""
-        return self.max_tokens - sum(self.batch.values())
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute that many more tokens of a sequence."""
+        self.batch[sequence] = self.batch.get(sequence, 0) + num_tokens
+        self.num_tokens += num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.num_tokens -= self.batch.pop(sequence, 0)
+        self.preempted.append(sequence)
 
 
-class Scheduler(Generic[J]):
-    """Takes jobs in, and plans a step at a time. One thread calls it."""
+class Scheduler:
+    """Takes sequences in and plans one step at a time. Called by the engine thread only."""
 
-    def __init__(self, limits: SchedulerLimits, pages: Pages[J], slots: Slots) -> None:
-        self._limits = limits
-        self._pages = pages
-        self._queue = FairQueue[J]()
-        self._tenure = Tenure[J](
-            slots, self._queue, TenurePolicy(limits.tenure_s, limits.cold_wait_s, limits.recompute_share)
-        )
-        self._entries: dict[str, Entry[J]] = {}
-        self._running: dict[int, Entry[J]] = {}  # by order
-        self._too_few = -1, -1  # the order of the job that found too few pages last, and how many there were
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        residency: Residency,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        constants: SchedulerConstants | None = None,
+    ) -> None:
+        """Plan steps of at most `max_num_seqs` sequences and `max_batch_tokens` tokens.
+
+        Raises:
+            ValueError: a step cannot hold a sequence, or no prompt could advance while all running sequences decode.
+        """
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        if max_batch_tokens <= max_num_seqs:
+            raise ValueError(
+                "max_batch_tokens must be above max_num_seqs, so that prompts advance while all sequences decode; "
+                f"got {max_batch_tokens} and {max_num_seqs}"
+            )
+        self._kv_cache = kv_cache
+        self._max_num_seqs, self._max_batch_tokens = max_num_seqs, max_batch_tokens
+        self._constants = constants or SchedulerConstants()
+        self._queue = FairQueue()
+        self._slot_policy = SlotPolicy(residency, self._queue, self._constants)
+        # Both by order of arrival.
+        self._waiting: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        # Order of the sequence that last found too few pages, and how many pages were available then.
+        self._too_few_pages = -1, -1
         self._num_added = 0
-        self._now = 0.0  # what the caller said last
+        # The time of the last call that passed one.
+        self._now = 0.0
 
     @property
-    def running(self) -> list[J]:
-        """Jobs that have a seat, the most senior first."""
-        return [entry.job for entry in self._seniors()]
+    def running(self) -> list[Sequence]:
+        """Running sequences in order of arrival."""
+        return [self._running[order] for order in sorted(self._running)]
 
-    @property
-    def waiting(self) -> list[J]:
-        """Jobs that have none, the most senior first; O(jobs)."""
-        return [entry.job for entry in self._entries.values() if entry.is_waiting]
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Let a new sequence wait for admission.
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.num_waiting
-
-    @property
-    def num_waiting_for_load(self) -> int:
-        """Of those that wait, the jobs whose delta is not there or must go; O(variants that wait)."""
-        return self._tenure.num_waiting
-
-    def add(self, job: J, now: float) -> None:
-        """Let a job wait for its turn."""
-        assert job.id not in self._entries, f"job {job.id} is scheduled already"
+        Raises:
+            ValueError: the sequence was added before.
+        """
+        if sequence.order >= 0:
+            raise ValueError(f"sequence {sequence.id} was scheduled before")
         self._now = now
-        lane = self._queue.lane(job.tenant, job.digest)
-        entry = Entry(job, self._num_added, lane, job.num_tokens)
+        sequence.order = self._num_added
         self._num_added += 1
-        self._entries[job.id] = entry
-        self._wait(entry)
+        sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.digest)
+        self._enqueue(sequence)
 
-    def remove(self, job: J) -> None:
-        """Forget a job that has ended in whatever way, its pages too; unknown ones are ignored."""
-        entry = self._entries.pop(job.id, None)
-        if entry is None:
-            return
-        if entry.is_waiting:
-            self._queue.take(entry)
-            self._tenure.leave(entry, self._now)
-        else:
-            self._pages.release(entry.job)
-            self._unseat(entry)
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended and release its pages; no effect if it is not scheduled."""
+        if self._waiting.pop(sequence.order, None) is not None:
+            self._queue.remove(sequence.queue, sequence.order)
+            self._slot_policy.leave(sequence, self._now)
+        elif sequence.order in self._running:
+            self._kv_cache.release(sequence)
+            self._stop(sequence)
 
-    def plan(self, now: float) -> Plan[J]:
-        """The next step. Whoever is preempted has given its pages back and waits again."""
-        draft = _Draft[J](self._limits.max_batch_tokens)
+    def load_ended(self, digest: str, now: float) -> None:
+        """Note that a load has ended, whether the delta is resident now or the load failed."""
         self._now = now
-        self._tenure.turn(now, lambda entry: self._preempt(entry, draft))
-        self._decode(draft)
-        self._prefill(draft)
-        self._fill_up(draft)
-        batch = [(entry.job, num_tokens) for entry, num_tokens in draft.batch.items()]
-        return Plan(batch, draft.preempted, draft.unfit, self._tenure.wants, self._costs(draft))
+        self._slot_policy.load_ended(digest, now)
 
-    def charge(self, plan: Plan[J], now: float) -> None:
-        """Count what the step of a plan gave, beside the prompts, which were counted when they were planned."""
+    def plan(self, now: float) -> StepPlan:
+        """Plan the next step. Preempted sequences have released their pages and wait again."""
+        plan = StepPlan()
         self._now = now
-        self._tenure.computed(sum(num_tokens for _, num_tokens in plan.batch))
-        for lane, cost in plan.costs:
-            charge(lane, cost)
+        self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
+        self._decode(plan)
+        self._prefill(plan)
+        self._use_rest(plan)
+        plan.costs = self._costs(plan)
+        return plan
 
-    def _decode(self, draft: _Draft[J]) -> None:
-        """One token for every running job whose prompt is computed, the most senior first."""
-        for entry in self._seniors():
-            if entry.is_waiting or _num_missing(entry) != 1:
+    def charge(self, plan: StepPlan, now: float) -> None:
+        """Charge the variant queues for a computed step. Prompt tokens were charged when they were planned."""
+        self._now = now
+        self._slot_policy.repay(plan.num_tokens)
+        for queue, cost in plan.costs:
+            queue.charge(cost)
+
+    def _decode(self, plan: StepPlan) -> None:
+        """Plan one token for each running sequence whose prompt is computed, in order of arrival."""
+        for sequence in self.running:
+            if sequence.order not in self._running or sequence.num_missing_tokens != 1:
                 continue
-            if self._grow(entry, draft):
-                draft.batch[entry] = 1
+            if self._allocate_next(sequence, plan):
+                plan.add(sequence, 1)
 
-    def _grow(self, entry: Entry[J], draft: _Draft[J]) -> bool:
-        """Room for one token more. The most senior running job always gets it, so jobs always end."""
-        while not self._pages.grow(entry.job, 1):
-            draft.admits = False
+    def _allocate_next(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Allocate the next token of a running sequence, by preempting others if pages are short.
+
+        The first running sequence is never preempted, so sequences always end.
+        """
+        while not self._kv_cache.allocate(sequence, 1):
+            plan.admits = False
             if len(self._running) == 1:
-                self._give_up(entry, draft)
+                self._refuse(sequence, plan)
                 return False
-            senior = min(self._running)
-            victim = max((e for e in self._running.values() if e.order != senior), key=_harmless)
-            self._preempt(victim, draft)
-            if victim is entry:
+            victim = max(self._preemptible(self._running.values()), key=_preemption_order)
+            self._preempt(victim, plan)
+            if victim is sequence:
                 return False
         return True
 
-    def _prefill(self, draft: _Draft[J]) -> None:
-        """Chunks of prompts: those that are under way and those that begin, in the order of fairness."""
-        under_way = deque(
-            sorted((e for e in self._running.values() if _num_missing(e) > 1), key=_entitlement)
+    def _prefill(self, plan: StepPlan) -> None:
+        """Plan chunks of prompts, those begun before and those of sequences admitted now, in order of fairness."""
+        begun = deque(
+            sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_order)
         )
-        while draft.budget > 0:
-            first = self._queue.first() if draft.admits else None
-            if under_way and (first is None or _entitlement(under_way[0]) <= _entitlement(first)):
-                self._chunk(under_way.popleft(), draft)
+        while plan.num_tokens < self._max_batch_tokens:
+            first = self._first_waiting() if plan.admits else None
+            if begun and (first is None or _fairness_order(begun[0]) <= _fairness_order(first)):
+                self._plan_chunk(begun.popleft(), plan)
             elif first is None:
                 return
-            elif self._admit(first, draft):
-                self._chunk(first, draft)
+            elif self._admit(first, plan):
+                self._plan_chunk(first, plan)
 
-    def _chunk(self, entry: Entry[J], draft: _Draft[J]) -> None:
-        share = max(1, int(self._limits.prefill_share * self._limits.max_batch_tokens))
-        self._take_tokens(entry, min(share, _num_missing(entry), draft.budget), draft)
+    def _first_waiting(self) -> Sequence | None:
+        order = self._queue.first()
+        return None if order is None else self._waiting[order]
 
-    def _fill_up(self, draft: _Draft[J]) -> None:
-        """What prompts leave over goes to those that could use more than their share."""
-        for entry, num_tokens in list(draft.batch.items()):
-            more = min(_num_missing(entry) - num_tokens, draft.budget)
+    def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
+        share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
+        num_left = self._max_batch_tokens - plan.num_tokens
+        self._plan_prompt(sequence, min(share, sequence.num_missing_tokens, num_left), plan)
+
+    def _use_rest(self, plan: StepPlan) -> None:
+        """Give the tokens that are left to prompts that could use more than their share."""
+        for sequence, num_tokens in list(plan.batch.items()):
+            num_left = self._max_batch_tokens - plan.num_tokens
+            more = min(sequence.num_missing_tokens - num_tokens, num_left)
             if more > 0:
-                self._take_tokens(entry, more, draft)
+                self._plan_prompt(sequence, more, plan)
 
-    def _take_tokens(self, entry: Entry[J], num_tokens: int, draft: _Draft[J]) -> None:
-        """Put tokens of a prompt into the batch; counted at once, lest the tenant's next prompt be first again."""
-        draft.batch[entry] = draft.batch.get(entry, 0) + num_tokens
-        reached = min(entry.job.num_computed_tokens + draft.batch[entry], entry.num_prompt)
-        begun = max(entry.job.num_computed_tokens + draft.batch[entry] - num_tokens, entry.num_charged)
-        if reached > begun:
-            charge(entry.lane, PROMPT_COST * (reached - begun))
-            entry.num_charged = reached
+    def _plan_prompt(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        """Add prompt tokens to the batch and charge them now, so that the tenant's next prompt is not first again."""
+        plan.add(sequence, num_tokens)
+        end = sequence.num_computed_tokens + plan.batch[sequence]
+        reached = min(end, sequence.num_prompt_tokens)
+        charged = max(end - num_tokens, sequence.num_charged_tokens)
+        if reached > charged:
+            sequence.queue.charge(self._constants.prompt_token_cost * (reached - charged))
+            sequence.num_charged_tokens = reached
 
-    def _costs(self, draft: _Draft[J]) -> list[tuple[Lane[J], float]]:
-        """What generated tokens and the reading of deltas cost, per job."""
-        sharers = Counter(entry.lane.digest for entry in draft.batch)
+    def _costs(self, plan: StepPlan) -> list[tuple[VariantQueue, float]]:
+        """Return the cost of each sequence's generated token and of its share of reading its delta."""
+        num_sharing = Counter(sequence.digest for sequence in plan.batch)
         costs = []
-        for entry, num_tokens in draft.batch.items():
-            cost = GENERATED_COST if num_tokens == _num_missing(entry) else 0.0
-            if entry.lane.digest is not None:
-                cost += self._limits.delta_cost_tokens / sharers[entry.lane.digest]
-            costs.append((entry.lane, cost))
+        for sequence, num_tokens in plan.batch.items():
+            generates = num_tokens == sequence.num_missing_tokens
+            cost = self._constants.generated_token_cost if generates else 0.0
+            if sequence.digest is not None:
+                cost += self._constants.delta_cost_tokens / num_sharing[sequence.digest]
+            costs.append((sequence.queue, cost))
         return costs
 
-    def _admit(self, entry: Entry[J], draft: _Draft[J]) -> bool:
-        """Give the job whose turn it is a seat and pages for all its tokens; else nobody is admitted in this step."""
-        displaced = False
-        if len(self._running) >= self._limits.max_num_seqs:
-            displaced = self._displace(entry, draft)
-            if not displaced:
-                draft.admits = False
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Admit the next sequence with pages for all its tokens. If it does not fit, admit no other in this step."""
+        preempted = False
+        if len(self._running) >= self._max_num_seqs:
+            preempted = self._preempt_for(sequence, plan)
+            if not preempted:
+                plan.admits = False
                 return False
-        fits = self._take_pages(entry)
+        fits = self._allocate_all(sequence)
         if not fits and not self._running:
-            self._give_up(entry, draft)
+            self._refuse(sequence, plan)
             return False
-        if not fits and not displaced and self._displace(entry, draft):
-            displaced, fits = True, self._take_pages(entry)
-        draft.admits = fits and not displaced
+        if not fits and not preempted and self._preempt_for(sequence, plan):
+            preempted, fits = True, self._allocate_all(sequence)
+        plan.admits = fits and not preempted
         if fits:
-            self._seat(entry)
+            self._start(sequence)
         return fits
 
-    def _take_pages(self, entry: Entry[J]) -> bool:
-        """Pages for all tokens of a job, where enough are left over for the running ones to grow."""
-        order, num_available = self._too_few
-        if self._running and order == entry.order and num_available >= self._pages.num_available:
-            return False  # a prefix is not looked for in every step
-        self._pages.attach(entry.job)
-        reserve = self._limits.reserve_tokens * len(self._running)
-        free = self._pages.num_available * self._pages.page_tokens
-        missing = _num_missing(entry)
-        if missing + reserve <= free and self._pages.grow(entry.job, missing):
+    def _allocate_all(self, sequence: Sequence) -> bool:
+        """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
+        order, num_available = self._too_few_pages
+        if self._running and order == sequence.order and num_available >= self._kv_cache.num_available:
+            # No pages came free, so the cached prefix is not looked up again.
+            return False
+        self._kv_cache.attach_prefix(sequence)
+        reserve = self._constants.reserve_tokens * len(self._running)
+        num_free = self._kv_cache.num_available * self._kv_cache.page_tokens
+        num_missing = sequence.num_missing_tokens
+        if num_missing + reserve <= num_free and self._kv_cache.allocate(sequence, num_missing):
             return True
-        self._pages.release(entry.job)
-        self._too_few = entry.order, self._pages.num_available
+        self._kv_cache.release(sequence)
+        self._too_few_pages = sequence.order, self._kv_cache.num_available
         return False
 
-    def _displace(self, entry: Entry[J], draft: _Draft[J]) -> bool:
-        """Preempt a job for one that has waited too long: a tenant's second for another's first, or inside a tenant a
-        variant's second for another's first. It never comes back the same way, because the other way round there is
-        no second.
+    def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt a running sequence for one that has waited for `preempt_wait_s`; False if there is none.
+
+        The victim's tenant must have another running sequence and the beneficiary's none (likewise between one
+        tenant's variants), so swaps cannot reverse.
         """
-        if self._now - entry.waits_since < self._limits.seat_wait_s:
+        if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
             return False
-        lane, senior = entry.lane, min(self._running)
-        if not lane.tenant.num_running:
-            victims = [e for e in self._running.values() if e.lane.tenant.num_running > 1]
-        elif not lane.num_running:
-            victims = [
-                e for e in self._running.values() if e.lane.tenant is lane.tenant and e.lane.num_running > 1
-            ]
+        queue, running = sequence.queue, self._running.values()
+        if not queue.tenant.num_running:
+            victims = [s for s in running if s.queue.tenant.num_running > 1]
+        elif not queue.num_running:
+            victims = [s for s in running if s.queue.tenant is queue.tenant and s.queue.num_running > 1]
         else:
             return False
-        victims = [e for e in victims if e.order != senior and e.has_progressed]
+        victims = [s for s in self._preemptible(victims) if s.has_progressed]
         if victims:
-            self._preempt(max(victims, key=_harmless), draft)
+            self._preempt(max(victims, key=_preemption_order), plan)
         return bool(victims)
 
-    def _wait(self, entry: Entry[J]) -> None:
-        entry.waits_since = self._now
-        self._tenure.wait(entry, self._now)
-        self._queue.push(entry)
+    def _preemptible(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return all of the sequences but the one that arrived first among all running ones."""
+        first = min(self._running)
+        return [sequence for sequence in sequences if sequence.order != first]
 
-    def _seat(self, entry: Entry[J]) -> None:
-        self._queue.take(entry)
-        self._running[entry.order] = entry
-        entry.num_at_start = entry.job.num_tokens
-        entry.lane.num_running += 1
-        entry.lane.tenant.num_running += 1
-        self._tenure.start(entry)
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.waiting_since = self._now
+        self._waiting[sequence.order] = sequence
+        self._slot_policy.enqueue(sequence, self._now)
+        self._queue.push(sequence.queue, sequence.order)
 
-    def _unseat(self, entry: Entry[J]) -> None:
-        del self._running[entry.order]
-        entry.lane.num_running -= 1
-        entry.lane.tenant.num_running -= 1
-        self._tenure.stop(entry, self._now)
+    def _start(self, sequence: Sequence) -> None:
+        """Let a waiting sequence run."""
+        del self._waiting[sequence.order]
+        self._running[sequence.order] = sequence
+        self._queue.remove(sequence.queue, sequence.order)
+        sequence.num_tokens_at_admission = sequence.num_tokens
+        sequence.queue.count_running(1)
+        self._slot_policy.admit(sequence)
 
-    def _preempt(self, entry: Entry[J], draft: _Draft[J]) -> None:
-        """Let a running job wait again: its tokens stay, what was computed of them is lost."""
-        draft.batch.pop(entry, None)
-        draft.preempted.append(entry.job)
-        self._pages.release(entry.job)
-        self._wait(entry)
-        self._unseat(entry)
+    def _stop(self, sequence: Sequence) -> None:
+        """Let a running sequence run no more."""
+        del self._running[sequence.order]
+        sequence.queue.count_running(-1)
+        self._slot_policy.stop(sequence, self._now)
 
-    def _give_up(self, entry: Entry[J], draft: _Draft[J]) -> None:
-        draft.unfit.append(entry.job)
-        self.remove(entry.job)
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Let a running sequence wait again. It keeps its tokens and loses its pages."""
+        plan.preempt(sequence)
+        self._kv_cache.release(sequence)
+        self._enqueue(sequence)
+        self._stop(sequence)
 
-    def _seniors(self) -> list[Entry[J]]:
-        return [self._running[order] for order in sorted(self._running)]
-
-
-def _num_missing(entry: Entry[J]) -> int:
-    """Tokens that the cache does not hold; a job that decodes has one."""
-    return entry.job.num_tokens - entry.job.num_computed_tokens
+    def _refuse(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.too_long.append(sequence)
+        self.remove(sequence)
 
 
-def _entitlement(entry: Entry[J]) -> tuple[float, bool, float, int]:
-    """The least goes first; of one tenant, prompts under way before those that wait."""
-    return entry.lane.tenant.counter, entry.is_waiting, entry.lane.counter, entry.order
+def _fairness_order(sequence: Sequence) -> tuple[float, bool, float, int]:
+    """Sort by the tenant served least; of one tenant, prompts begun before come before waiting ones."""
+    queue = sequence.queue
+    return queue.tenant.counter, sequence.is_waiting, queue.counter, sequence.order
 
 
-def _harmless(entry: Entry[J]) -> tuple[float, int]:
-    """The greatest is preempted first: of the tenant that got most, the most junior."""
-    return entry.lane.tenant.counter, entry.order
+def _preemption_order(sequence: Sequence) -> tuple[float, int]:
+    """Sort by preference against preemption: last comes the latest arrival of the tenant served most."""
+    return sequence.queue.tenant.counter, sequence.order

@@ -1,361 +1,300 @@
-"""Which variants have slots: the cold one that is loaded next, and the resident one that makes place.
+"""Chooses which cold variant is loaded next, and which resident variant gives up its slot for it.
 
-A resident variant that nobody wants makes place at once, the least recently used first. One that has jobs keeps its
-slot for a tenure. Then, where others have waited for half of `cold_wait_s`, it is closed: none of its jobs begins any
-more, and when the running ones have ended, its slot is free. Where a variant has waited for all of `cold_wait_s`, a
-slot is freed at once: the running jobs of the variant that suffers least are preempted. What they have to compute
-again is paid for by a share of what all steps compute, before another one is treated so; hence throughput cannot
-collapse. Cold variants are loaded in turns of the tenants that want them: one tenant's hundred do not stand before
-another's one.
+A resident variant without sequences gives up its slot at once, the least recently used first. One that has sequences
+keeps its slot for `min_resident_s`, and then:
 
-So the first job of a cold variant has its delta, and with it a turn, after at most
+- Once other variants have waited for half of `cold_wait_s`, it is closed: no sequence of it is admitted any more, and
+  its slot is free when its running sequences have ended.
+- Once a variant has waited for `cold_wait_s`, a slot is freed at once: the running sequences of the resident variant
+  with the fewest sequences are preempted. Recomputation is charged to a budget refilled by recompute_share; no forced
+  eviction until it is repaid, so throughput cannot collapse.
 
-    cold_wait_s + ceil((ahead + 1) / slots) * (tenure_s + load time + first token) + (ahead + 1) * payback
+Loads go to the tenant that had the fewest, so one tenant's hundred cold variants do not delay another tenant's one.
 
-`ahead`: cold variants whose turn comes before; `slots`: those that are not pinned; first token: the time in which the
-first job of a loaded variant makes one; payback: the time in which `recompute_share` of what is computed is as much as
-the running jobs of one variant have in the cache. Plain data: what a slot is, and when a load has ended, `Slots` knows.
+The first sequence of a cold variant can therefore start after at most
+
+    cold_wait_s + ceil((ahead + 1) / slots) * (min_resident_s + load + first_token) + (ahead + 1) * repay
+
+where `ahead` is the number of cold variants loaded before it, `slots` the number of slots that are not pinned, `load`
+the time of one load, `first_token` the time from the end of a load to the first token of the variant, and `repay` the
+time in which `recompute_share` of the computed tokens equals the tokens that one variant's running sequences hold in
+the KV cache.
+
+Must not know what a slot is or how a delta is loaded (`Residency`), nor how sequences share a step (`Scheduler`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Generic, Protocol
+from itertools import chain, islice, takewhile
 
-from server.engine.scheduling.fair_queue import Entry, FairQueue, J, Lane, Turns
+from server.deltas.residency import Residency
+from server.engine.scheduling.cold_queue import ColdQueue
+from server.engine.scheduling.constants import SchedulerConstants
+from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
+from server.engine.scheduling.scheduled_variant import ScheduledVariant, SlotState
+from server.engine.sequence import Sequence
 
-CLOSE_AFTER = (
-    0.5  # of `cold_wait_s`: earlier, and hot variants are loaded again and again for what would have passed
-)
-POLLED_PER_PLAN = 16  # cold variants of which one plan asks whether somebody else has made them resident
-
-
-class Slots(Protocol):
-    """The places of deltas; `server/deltas/residency.py`."""
-
-    def is_resident(self, digest: str) -> bool: ...
-    def is_loading(self, digest: str) -> bool: ...
-    def is_pinned(self, digest: str) -> bool: ...
-    def load(
-        self, digest: str
-    ) -> bool: ...  # begin; evicts what nobody holds, least recently used; False: no place
-    def hold(self, digest: str) -> None: ...  # a held delta is never evicted
-    def let_go(self, digest: str) -> None: ...
+# Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
+# for waits that would have ended without it.
+CLOSE_AFTER = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class TenurePolicy:
-    """See the module."""
+class SlotPolicy:
+    """Moves each variant that has sequences through the states of `SlotState`.
 
-    tenure_s: float
-    cold_wait_s: float
-    recompute_share: float
+    `_variants` holds each variant that has sequences, and exactly one collection of `_in_state` does, in order of
+    entry. The two cold queues index those that wait for a slot by tenant. The time of a step depends on the number of
+    slots and of variants that change state in it, not on how many wait.
 
+    `Scheduler` reports each sequence that begins to wait, is admitted, stops or leaves, and each load that has ended.
+    """
 
-class State(Enum):
-    COLD = auto()  # not resident
-    LOADING = auto()
-    OPEN = auto()  # resident and held: its jobs may begin
-    CLOSED = auto()  # resident and held until its running jobs have ended
-
-
-@dataclass(slots=True, eq=False)
-class Variant(Generic[J]):
-    """A variant that has jobs. One that has none is forgotten, and its delta let go."""
-
-    digest: str
-    state: State
-    since: float  # when it began to wait for a slot
-    opened_at: float = 0.0
-    has_started: bool = False  # one of its jobs has, since it was opened
-    num_waiting: int = 0
-    running: dict[int, Entry[J]] = field(default_factory=dict)  # by order
-    lanes: dict[Lane[J], None] = field(default_factory=dict)  # those with jobs that wait
-
-    @property
-    def num_jobs(self) -> int:
-        return self.num_waiting + len(self.running)
-
-
-@dataclass(slots=True, eq=False)
-class Wants(Generic[J]):
-    """The cold variants of one tenant, the longest waiting first, and how many loads it had."""
-
-    counter: float = 0.0
-    variants: dict[str, Variant[J]] = field(default_factory=dict)
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self.variants)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.variants
-
-    @property
-    def oldest(self) -> Variant[J]:
-        return next(iter(self.variants.values()))
-
-
-class ColdQueue(Generic[J]):
-    """Cold variants by the turns of the tenants that wait for them."""
-
-    def __init__(self) -> None:
-        self._turns: Turns[str, Wants[J]] = Turns(lambda name: Wants())
-
-    def add(self, tenant: str, variant: Variant[J]) -> None:
-        wants = self._turns.member(tenant)
-        wants.variants[variant.digest] = variant
-        if len(wants.variants) == 1:
-            self._turns.enter(wants)
-
-    def drop(self, tenant: str, digest: str) -> None:
-        self._turns.member(tenant).variants.pop(digest, None)
-
-    def first(self) -> Wants[J] | None:
-        """The tenant whose turn it is; it has wants."""
-        return self._turns.least()
-
-
-class Tenure(Generic[J]):
-    """See the module. The scheduler tells it of every job that begins to wait, starts, stops and leaves."""
-
-    def __init__(self, slots: Slots, queue: FairQueue[J], policy: TenurePolicy) -> None:
-        self._slots = slots
+    def __init__(self, residency: Residency, queue: FairQueue, constants: SchedulerConstants) -> None:
+        self._residency = residency
         self._queue = queue
-        self._policy = policy
-        self._debt = 0.0  # tokens to be computed again because of variants that had to make place at once
-        self._variants: dict[str, Variant[J]] = {}
-        self._cold: dict[str, Variant[J]] = {}  # since when they wait, ascending
-        self._young: dict[str, Variant[J]] = {}  # of them, those that have not waited for `cold_wait_s`
-        self._all = ColdQueue[J]()
-        self._overdue = ColdQueue[J]()
-        self._loading: dict[str, Variant[J]] = {}
-        self._held: dict[str, Variant[J]] = {}  # open or closed
-        self._closed: dict[str, Variant[J]] = {}
-        self._polled = 0
+        self._constants = constants
+        # Tokens to recompute because of forced evictions, not yet repaid.
+        self._debt = 0.0
+        self._variants: dict[str, ScheduledVariant] = {}
+        self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
+        self._cold_by_tenant, self._overdue_by_tenant = ColdQueue(), ColdQueue()
+        # Waiting variants that became resident, or still were, since the last step.
+        self._maybe_resident: list[ScheduledVariant] = []
 
-    @property
-    def wants(self) -> tuple[str, ...]:
-        """The variants that wait for a slot or are being loaded, the longest waiting first."""
-        return (*self._loading, *self._cold)
-
-    @property
-    def num_waiting(self) -> int:
-        """Jobs that wait because of their delta: it is not there, or its turn is over."""
-        absent = (self._loading, self._cold, self._closed)
-        return sum(variant.num_waiting for variants in absent for variant in variants.values())
-
-    def wait(self, entry: Entry[J], now: float) -> None:
-        """A job begins to wait, before it stands in the queue."""
-        lane = entry.lane
-        if lane.digest is None:
+    def enqueue(self, sequence: Sequence, now: float) -> None:
+        """Take in a sequence that begins to wait, before it enters the fair queue."""
+        queue = sequence.queue
+        if queue.digest is None:
             return
-        variant = self._variants.get(lane.digest) or self._meet(lane.digest, now)
+        variant = self._variants.get(queue.digest) or self._meet(queue.digest, now)
         variant.num_waiting += 1
-        lane.is_open = variant.state is State.OPEN
-        if lane not in variant.lanes:
-            variant.lanes[lane] = None
-            if variant.state is State.COLD:
-                self._want(lane, variant)
+        queue.is_open = variant.state is SlotState.OPEN
+        if queue not in variant.queues:
+            variant.queues[queue] = None
+            if variant.state.is_waiting:
+                self._await_slot(queue, variant)
 
-    def start(self, entry: Entry[J]) -> None:
-        """A job that waited runs."""
-        if entry.lane.digest is not None:
-            variant = self._variants[entry.lane.digest]
-            variant.running[entry.order] = entry
-            variant.has_started = True
-            self._wait_no_longer(entry, variant)
+    def admit(self, sequence: Sequence) -> None:
+        """Count a waiting sequence as running."""
+        if sequence.queue.digest is not None:
+            variant = self._variants[sequence.queue.digest]
+            variant.running[sequence.order] = sequence
+            variant.was_used = True
+            self._stop_waiting(sequence, variant)
 
-    def stop(self, entry: Entry[J], now: float) -> None:
-        """A job that ran has ended, or waits again: `wait` comes first."""
-        if entry.lane.digest is not None:
-            variant = self._variants[entry.lane.digest]
-            del variant.running[entry.order]
+    def stop(self, sequence: Sequence, now: float) -> None:
+        """Remove a running sequence that has ended, or that waits again and was enqueued before this call."""
+        if sequence.queue.digest is not None:
+            variant = self._variants[sequence.queue.digest]
+            del variant.running[sequence.order]
             self._settle(variant, now)
 
-    def leave(self, entry: Entry[J], now: float) -> None:
-        """A job that waited has ended."""
-        if entry.lane.digest is not None:
-            variant = self._variants[entry.lane.digest]
-            self._wait_no_longer(entry, variant)
+    def leave(self, sequence: Sequence, now: float) -> None:
+        """Remove a waiting sequence that has ended."""
+        if sequence.queue.digest is not None:
+            variant = self._variants[sequence.queue.digest]
+            self._stop_waiting(sequence, variant)
             self._settle(variant, now)
 
-    def turn(self, now: float, preempt: Callable[[Entry[J]], None]) -> None:
-        """See which loads have ended, and begin those for which there is, or can be made, a place."""
-        self._see_loads(now)
-        self._see_overdue(now)
-        self._reopen()
-        while (wants := self._all.first()) is not None and self._load(wants.oldest, now):
-            wants.counter += 1
-        while (wants := self._overdue.first()) is not None and self._free_one(now, preempt):
-            if not self._load(wants.oldest, now):
-                break
-            wants.counter += 1
-        self._see_resident(now)
-        self._close(now)
-
-    def computed(self, num_tokens: int) -> None:
-        """A step has computed so many tokens: a share of them pays for what is computed again."""
-        self._debt = max(0.0, self._debt - self._policy.recompute_share * num_tokens)
-
-    def _see_loads(self, now: float) -> None:
-        for variant in list(self._loading.values()):
-            if self._slots.is_resident(variant.digest):
+    def load_ended(self, digest: str, now: float) -> None:
+        """Note the end of a load, whether this policy began it and whether it failed or not."""
+        variant = self._variants.get(digest)
+        if variant is None:
+            return
+        if variant.state.is_waiting:
+            self._maybe_resident.append(variant)
+        elif variant.state is SlotState.LOADING:
+            if self._residency.is_resident(digest):
                 self._open(variant, now)
-            elif not self._slots.is_loading(variant.digest):
-                self._leave_state(variant)
+            else:
                 self._become_cold(variant, now)
 
-    def _see_overdue(self, now: float) -> None:
-        while self._young:
-            variant = next(iter(self._young.values()))
-            if now - variant.since < self._policy.cold_wait_s:
+    def update(self, now: float, preempt: Callable[[Sequence], None]) -> None:
+        """Begin the loads for which a slot is free or can be freed.
+
+        Args:
+            now: seconds on the clock of all other calls.
+            preempt: makes a running sequence wait again; it calls `enqueue` and `stop`.
+        """
+        self._mark_overdue(now)
+        self._reopen()
+        while (loads := self._cold_by_tenant.first()) is not None and self._load(loads.oldest, now):
+            loads.counter += 1
+        while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(now, preempt):
+            if not self._load(loads.oldest, now):
                 break
-            del self._young[variant.digest]
-            for lane in variant.lanes:
-                self._overdue.add(lane.tenant.name, variant)
+            loads.counter += 1
+        self._open_resident(now)
+        self._close_for_waiting(now)
 
-    def _see_resident(self, now: float) -> None:
-        """Open some of the cold variants that are resident all the same: prefetched, or let go and not evicted yet."""
-        cold = list(self._cold.values())
-        self._polled = self._polled % len(cold) if cold else 0
-        for variant in cold[self._polled : self._polled + POLLED_PER_PLAN]:
-            if self._slots.is_resident(variant.digest):
+    def repay(self, num_tokens: int) -> None:
+        """Refill the budget for recomputation by its share of the tokens that a step computed."""
+        self._debt = max(0.0, self._debt - self._constants.recompute_share * num_tokens)
+
+    def _mark_overdue(self, now: float) -> None:
+        cold = self._in_state[SlotState.COLD]
+        while cold:
+            variant = next(iter(cold.values()))
+            if now - variant.waiting_since < self._constants.cold_wait_s:
+                break
+            self._move(variant, SlotState.OVERDUE)
+            for queue in variant.queues:
+                self._overdue_by_tenant.add(queue.tenant.name, variant)
+
+    def _open_resident(self, now: float) -> None:
+        """Open waiting variants that are resident: prefetched, or closed before and not evicted since."""
+        candidates, self._maybe_resident = self._maybe_resident, []
+        for variant in candidates:
+            is_current = self._variants.get(variant.digest) is variant and variant.state.is_waiting
+            if is_current and self._residency.is_resident(variant.digest):
                 self._open(variant, now)
-        self._polled += POLLED_PER_PLAN
 
-    def _load(self, variant: Variant[J], now: float) -> bool:
-        """Begin to load a cold variant; False where there is no place."""
-        if self._slots.is_resident(variant.digest):
+    def _load(self, variant: ScheduledVariant, now: float) -> bool:
+        """Begin to load a waiting variant; False if there is no slot."""
+        if self._residency.is_resident(variant.digest):
             self._open(variant, now)
             return True
-        if not self._slots.load(variant.digest):
+        if not self._residency.load(variant.digest):
             return False
-        self._leave_state(variant)
-        variant.state = State.LOADING
-        self._loading[variant.digest] = variant
+        self._move(variant, SlotState.LOADING)
         return True
 
-    def _close(self, now: float) -> None:
-        """Close as many variants as others wait for a slot, if so many have had their tenure."""
-        patience = self._policy.cold_wait_s * CLOSE_AFTER
-        impatient = itertools.takewhile(lambda variant: now - variant.since >= patience, self._cold.values())
-        num_missing = sum(1 for _ in impatient) - len(self._closed)
+    def _close_for_waiting(self, now: float) -> None:
+        """Close as many variants as others have waited for, of those that were resident for long enough."""
+        num_held = len(self._in_state[SlotState.OPEN]) + len(self._in_state[SlotState.CLOSED])
+        patience_s = self._constants.cold_wait_s * CLOSE_AFTER
+        impatient = takewhile(
+            lambda variant: now - variant.waiting_since >= patience_s, self._longest_waiting()
+        )
+        num_missing = sum(1 for _ in islice(impatient, num_held)) - len(self._in_state[SlotState.CLOSED])
         if num_missing > 0:
-            still_open = [v for v in self._had_tenure(now) if v.state is State.OPEN]
-            for victim in sorted(still_open, key=_harm)[:num_missing]:
-                self._shut(victim)
-                self._settle(victim, now)
+            still_open = [v for v in self._evictable(now) if v.state is SlotState.OPEN]
+            for variant in sorted(still_open, key=_eviction_order)[:num_missing]:
+                self._close(variant)
+                self._settle(variant, now)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Number of variants that wait for a slot."""
+        return len(self._in_state[SlotState.COLD]) + len(self._in_state[SlotState.OVERDUE])
+
+    def _longest_waiting(self) -> Iterator[ScheduledVariant]:
+        """Variants that wait for a slot, the longest waiting first."""
+        return chain(self._in_state[SlotState.OVERDUE].values(), self._in_state[SlotState.COLD].values())
 
     def _reopen(self) -> None:
-        """Those who waited may have gone meanwhile: open what was closed for them."""
-        while len(self._closed) > len(self._cold):
-            _, variant = self._closed.popitem()
-            variant.state = State.OPEN
-            for lane in variant.lanes:
-                self._queue.open(lane)
+        """Open closed variants whose slots no waiting variant needs any more."""
+        closed = self._in_state[SlotState.CLOSED]
+        while len(closed) > self._num_waiting:
+            variant = closed[next(reversed(closed))]
+            self._move(variant, SlotState.OPEN)
+            for queue in variant.queues:
+                self._queue.open(queue)
 
-    def _free_one(self, now: float, preempt: Callable[[Entry[J]], None]) -> bool:
-        """Take the slot of the variant that suffers least, its running jobs with it, unless too much is due already."""
+    def _free_slot(self, now: float, preempt: Callable[[Sequence], None]) -> bool:
+        """Free the slot of the variant that loses least by preempting its sequences; False if the budget is spent."""
         if self._debt > 0:
             return False
-        progressed = (v for v in self._had_tenure(now) if all(e.has_progressed for e in v.running.values()))
-        victim = min(progressed, key=_harm, default=None)
+        progressed = (variant for variant in self._evictable(now) if variant.has_progressed)
+        victim = min(progressed, key=_eviction_order, default=None)
         if victim is None:
             return False
-        self._shut(victim)
-        for entry in list(victim.running.values()):
-            self._debt += entry.job.num_computed_tokens
-            preempt(entry)
+        self._close(victim)
+        for sequence in list(victim.running.values()):
+            self._debt += sequence.num_computed_tokens
+            preempt(sequence)
         self._settle(victim, now)
         return True
 
-    def _had_tenure(self, now: float) -> Iterator[Variant[J]]:
-        """Those that had their slots for long enough, and some use of them."""
-        for variant in self._held.values():
-            long_enough = now - variant.opened_at >= self._policy.tenure_s
-            if long_enough and variant.has_started and not self._slots.is_pinned(variant.digest):
+    def _evictable(self, now: float) -> Iterator[ScheduledVariant]:
+        """Held variants that are not pinned and had their slots for long enough, with a sequence admitted."""
+        for variant in chain(
+            self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values()
+        ):
+            long_enough = now - variant.opened_at >= self._constants.min_resident_s
+            if long_enough and variant.was_used and not self._residency.is_pinned(variant.digest):
                 yield variant
 
-    def _shut(self, variant: Variant[J]) -> None:
-        variant.state = State.CLOSED
-        self._closed[variant.digest] = variant
-        for lane in variant.lanes:
-            lane.is_open = False
+    def _meet(self, digest: str, now: float) -> ScheduledVariant:
+        """Add a variant that had no sequences.
 
-    def _meet(self, digest: str, now: float) -> Variant[J]:
-        """A variant that nobody wanted until now. Where others wait for a slot, it waits behind them even if resident:
-        else a variant whose jobs are short would never be idle when a slot is looked for.
+        While others wait for a slot it waits behind them even if it is resident. Otherwise a variant with short
+        sequences would never be idle when a slot is looked for.
         """
-        variant = self._variants[digest] = Variant[J](digest, State.COLD, now)
-        if self._slots.is_loading(digest):
-            variant.state = State.LOADING
-            self._loading[digest] = variant
-        elif self._slots.is_resident(digest) and not self._cold:
+        others_wait = self._num_waiting > 0
+        variant = self._variants[digest] = ScheduledVariant(digest, SlotState.COLD, now)
+        self._in_state[SlotState.COLD][digest] = variant
+        if self._residency.is_loading(digest):
+            self._move(variant, SlotState.LOADING)
+        elif self._residency.is_resident(digest) and not others_wait:
             self._open(variant, now)
         else:
-            self._become_cold(variant, now)
+            self._maybe_resident.append(variant)
         return variant
 
-    def _open(self, variant: Variant[J], now: float) -> None:
-        self._leave_state(variant)
-        self._slots.hold(variant.digest)
-        variant.state, variant.opened_at, variant.has_started = State.OPEN, now, False
-        self._held[variant.digest] = variant
-        for lane in variant.lanes:
-            self._queue.open(lane)
+    def _open(self, variant: ScheduledVariant, now: float) -> None:
+        """Hold a resident variant and let its sequences be admitted."""
+        self._residency.hold(variant.digest)
+        self._move(variant, SlotState.OPEN)
+        variant.opened_at, variant.was_used = now, False
+        for queue in variant.queues:
+            self._queue.open(queue)
 
-    def _become_cold(self, variant: Variant[J], now: float) -> None:
-        variant.state, variant.since = State.COLD, now
-        self._cold[variant.digest] = self._young[variant.digest] = variant
-        for lane in variant.lanes:
-            self._want(lane, variant)
+    def _close(self, variant: ScheduledVariant) -> None:
+        """Admit no more sequences of an open variant."""
+        self._move(variant, SlotState.CLOSED)
+        for queue in variant.queues:
+            queue.is_open = False
 
-    def _want(self, lane: Lane[J], variant: Variant[J]) -> None:
-        self._all.add(lane.tenant.name, variant)
-        if variant.digest not in self._young:
-            self._overdue.add(lane.tenant.name, variant)
+    def _become_cold(self, variant: ScheduledVariant, now: float) -> None:
+        """Let a variant wait for a slot, behind those that wait already."""
+        self._move(variant, SlotState.COLD)
+        variant.waiting_since = now
+        for queue in variant.queues:
+            self._await_slot(queue, variant)
 
-    def _wait_no_longer(self, entry: Entry[J], variant: Variant[J]) -> None:
+    def _await_slot(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
+        self._cold_by_tenant.add(queue.tenant.name, variant)
+        if variant.state is SlotState.OVERDUE:
+            self._overdue_by_tenant.add(queue.tenant.name, variant)
+
+    def _stop_waiting(self, sequence: Sequence, variant: ScheduledVariant) -> None:
+        """Uncount a waiting sequence that has left its queue."""
         variant.num_waiting -= 1
-        lane = entry.lane
-        if not lane.num_waiting:
-            del variant.lanes[lane]
-            self._want_no_longer(lane, variant)
+        queue = sequence.queue
+        if not queue.waiting:
+            del variant.queues[queue]
+            self._remove_cold(queue, variant)
 
-    def _want_no_longer(self, lane: Lane[J], variant: Variant[J]) -> None:
-        self._all.drop(lane.tenant.name, variant.digest)
-        self._overdue.drop(lane.tenant.name, variant.digest)
+    def _remove_cold(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
+        self._cold_by_tenant.remove(queue.tenant.name, variant.digest)
+        self._overdue_by_tenant.remove(queue.tenant.name, variant.digest)
 
-    def _settle(self, variant: Variant[J], now: float) -> None:
-        """Let go of a variant that nobody wants, and of a closed one whose jobs have stopped."""
-        if not variant.num_jobs:
-            self._leave_state(variant)
-            del self._variants[variant.digest]
-        elif variant.state is State.CLOSED and not variant.running:
-            self._leave_state(variant)
+    def _settle(self, variant: ScheduledVariant, now: float) -> None:
+        """Drop a variant without sequences, and free the slot of a closed one without running sequences."""
+        if not variant.num_sequences:
+            self._move(variant, None)
+        elif variant.state is SlotState.CLOSED and not variant.running:
             self._become_cold(variant, now)
+            self._maybe_resident.append(variant)
 
-    def _leave_state(self, variant: Variant[J]) -> None:
-        """Take a variant out of everything that its state put it into."""
-        digest = variant.digest
-        if variant.state is State.COLD:
-            self._cold.pop(digest, None)
-            self._young.pop(digest, None)
-            for lane in variant.lanes:
-                self._want_no_longer(lane, variant)
-        elif variant.state is State.LOADING:
-            del self._loading[digest]
+    def _move(self, variant: ScheduledVariant, state: SlotState | None) -> None:
+        """Put a variant at the end of another state's collection; None drops it."""
+        digest, old = variant.digest, variant.state
+        del self._in_state[old][digest]
+        if state is None:
+            del self._variants[digest]
         else:
-            del self._held[digest]
-            self._closed.pop(digest, None)
-            self._slots.let_go(digest)
+            self._in_state[state][digest] = variant
+            variant.state = state
+        if old.is_waiting and (state is None or not state.is_waiting):
+            for queue in variant.queues:
+                self._remove_cold(queue, variant)
+        if old.is_held and (state is None or not state.is_held):
+            self._residency.let_go(digest)
 
 
-def _harm(variant: Variant[J]) -> tuple[bool, int, float]:
-    """The least goes first: closed already, the fewest jobs, the longest in its slot."""
-    return variant.state is State.OPEN, variant.num_jobs, variant.opened_at
+def _eviction_order(variant: ScheduledVariant) -> tuple[bool, int, float]:
+    """Sort closed variants first, then those with the fewest sequences, then those opened first."""
+    return variant.state is SlotState.OPEN, variant.num_sequences, variant.opened_at

@@ -1,44 +1,55 @@
-"""An engine without a model: simulated time, slots with load times, pages, steps that cost what they hold.
+"""An engine without a model: simulated time, slots with load times, steps that cost what they hold.
 
-`simulate` runs jobs through a scheduler and checks after every plan what must hold of each.
+Sequences, scheduler and KV cache are the real ones; `SimResidency` and the step are simulated. `simulate` runs
+sequences through a scheduler and checks each plan.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from server.engine.scheduling.scheduler import Plan, Scheduler, SchedulerLimits
+from deltastore.registry.records import VersionRecord
+from server.deltas.residency import Residency
+from server.engine.request import Request
+from server.engine.scheduling.constants import SchedulerConstants
+from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.scheduler import Scheduler, StepPlan
+from server.engine.sequence import Sequence
 
 Times = list[float]
 IDLE_S = 0.005  # until an engine without work looks again
 STUCK_S = 2000.0
+TOKEN = 7  # what every prompt consists of, and every step generates
 
 
-@dataclass(slots=True, eq=False)
-class SimJob:
-    """A job, how long it will be, and what happened to it."""
+class SimSequence(Sequence):
+    """A sequence, how long it will be, and what happened to it."""
 
-    id: str
-    tenant: str
-    digest: str | None
-    num_prompt: int
-    num_output: int
-    arrived_at: float
-    cancel_at: float = float("inf")
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_pages: int = 0
-    num_preempted: int = 0
-    num_ends: int = 0
-    token_times: Times = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = self.num_prompt
+    def __init__(
+        self,
+        id: str,
+        tenant: str,
+        digest: str | None,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        arrived_at: float,
+        cancel_at: float = math.inf,
+    ) -> None:
+        record = None if digest is None else version(digest)
+        super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens), 0)
+        self.id = id
+        self.arrived_at = arrived_at
+        self.num_output_tokens = num_output_tokens
+        self.cancel_at = cancel_at
+        self.num_preempted = 0
+        self.num_ends = 0
+        self.token_times: Times = []
 
     @property
     def first_token_s(self) -> float:
@@ -46,49 +57,30 @@ class SimJob:
 
     @property
     def num_generated(self) -> int:
-        return self.num_tokens - self.num_prompt
+        return self.num_tokens - self.num_prompt_tokens
 
 
-class SimPages:
-    """Counts pages. No prefix is ever known."""
-
-    def __init__(self, num_pages: int, page_tokens: int = 16) -> None:
-        self.num_pages = self.num_available = num_pages
-        self.page_tokens = page_tokens
-
-    def attach(self, job: SimJob) -> None:
-        assert job.num_pages == 0, "a job that begins holds pages already"
-        job.num_computed_tokens = 0
-
-    def grow(self, job: SimJob, num_tokens: int) -> bool:
-        more = -(-(job.num_computed_tokens + num_tokens) // self.page_tokens) - job.num_pages
-        if more > self.num_available:
-            return False
-        job.num_pages += max(0, more)
-        self.num_available -= max(0, more)
-        return True
-
-    def release(self, job: SimJob) -> None:
-        self.num_available += job.num_pages
-        job.num_pages = job.num_computed_tokens = 0
+def version(digest: str) -> VersionRecord:
+    """Make a record of a version without a file."""
+    return VersionRecord("public", digest, 1, digest, 0, 0, 0, "", (), "", "per-axis", {}, activate=True)
 
 
-class SimSlots:
+class SimResidency(Residency):
     """Slots under least-recently-used eviction; a load takes `load_s`, at most `num_loads` at a time."""
 
     def __init__(self, num_slots: int, load_s: float, num_loads: int = 4) -> None:
-        self.num_slots = num_slots
+        self.num_sim_slots = num_slots
         self.load_s = load_s
         self.now = 0.0
         self.num_loaded = 0
         self.pinned: set[str] = set()
         self.holds: Counter[str] = Counter()
-        self._resident: OrderedDict[str, None] = OrderedDict()  # least recently used first
+        self._lru: OrderedDict[str, None] = OrderedDict()  # resident, least recently used first
         self._ready_at: dict[str, float] = {}
         self._loader_free_at = [0.0] * num_loads
 
     def is_resident(self, digest: str) -> bool:
-        return digest in self._resident
+        return digest in self._lru
 
     def is_loading(self, digest: str) -> bool:
         return digest in self._ready_at
@@ -97,47 +89,50 @@ class SimSlots:
         return digest in self.pinned
 
     def hold(self, digest: str) -> None:
-        self._resident.move_to_end(digest)
+        self._lru.move_to_end(digest)
         self.holds[digest] += 1
 
     def let_go(self, digest: str) -> None:
         assert self.holds[digest] > 0
         self.holds[digest] -= 1
-        self._resident.move_to_end(digest)
+        self._lru.move_to_end(digest)
 
     def load(self, digest: str) -> bool:
-        if digest in self._resident or digest in self._ready_at:
+        if digest in self._lru or digest in self._ready_at:
             return True
-        if len(self._resident) + len(self._ready_at) >= self.num_slots:
-            idle = [d for d in self._resident if not self.holds[d] and d not in self.pinned]
+        if len(self._lru) + len(self._ready_at) >= self.num_sim_slots:
+            idle = [d for d in self._lru if not self.holds[d] and d not in self.pinned]
             if not idle:
                 return False
-            del self._resident[idle[0]]
+            del self._lru[idle[0]]
         begins = max(self.now, heapq.heappop(self._loader_free_at))
         self._ready_at[digest] = begins + self.load_s
         heapq.heappush(self._loader_free_at, begins + self.load_s)
         self.num_loaded += 1
         return True
 
-    def fail(self, digest: str) -> None:
+    def fail_load(self, digest: str) -> None:
         """End a load without a delta."""
         del self._ready_at[digest]
 
-    def adopt(self, now: float) -> None:
-        """Make visible what has been loaded by now."""
+    def end_loads(self, now: float) -> list[str]:
+        """Make resident what has been loaded by now, and return it."""
         self.now = now
-        for digest in [d for d, ready_at in self._ready_at.items() if ready_at <= now]:
+        ended = [digest for digest, ready_at in self._ready_at.items() if ready_at <= now]
+        for digest in ended:
             del self._ready_at[digest]
-            self._resident[digest] = None
+            self._lru[digest] = None
+        return ended
 
 
 class AnyScheduler(Protocol):
-    """The real one, or one to compare it with."""
+    """The scheduler, or one to compare it with."""
 
-    def add(self, job: SimJob, now: float) -> None: ...
-    def remove(self, job: SimJob) -> None: ...
-    def plan(self, now: float) -> Plan[SimJob]: ...
-    def charge(self, plan: Plan[SimJob], now: float) -> None: ...
+    def add(self, sequence: SimSequence, now: float) -> None: ...
+    def remove(self, sequence: SimSequence) -> None: ...
+    def load_ended(self, digest: str, now: float) -> None: ...
+    def plan(self, now: float) -> StepPlan: ...
+    def charge(self, plan: StepPlan, now: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,46 +143,83 @@ class Costs:
     token_s: float = 0.0001
     delta_s: float = 0.0006
 
-    def of(self, plan: Plan[SimJob]) -> float:
-        num_tokens = sum(n for _, n in plan.batch)
-        num_deltas = len({job.digest for job, _ in plan.batch} - {None})
-        return self.step_s + self.token_s * num_tokens + self.delta_s * num_deltas
+    def of(self, plan: StepPlan) -> float:
+        num_deltas = len({sequence.digest for sequence in plan.batch} - {None})
+        return self.step_s + self.token_s * sum(plan.batch.values()) + self.delta_s * num_deltas
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The settings that a scheduler is given, and its constants."""
+
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512
+    constants: SchedulerConstants = field(default_factory=SchedulerConstants)
+
+
+def step_limits(max_num_seqs: int = 64, max_batch_tokens: int = 512, **constants: float) -> StepLimits:
+    """Make limits with some constants changed."""
+    return StepLimits(max_num_seqs, max_batch_tokens, SchedulerConstants(**constants))  # type: ignore[arg-type]
+
+
+def pages(num_pages: int, page_tokens: int = 16) -> KVCache:
+    """Make a KV cache of so many pages beside the padding page. Nothing is committed to it, so no prefix is found."""
+    return KVCache(num_pages + 1, page_tokens)
 
 
 @dataclass(slots=True)
 class World:
-    """What one simulation has: limits, pages, slots, costs."""
+    """The limits, pages, slots and costs of one simulation, and what it computed."""
 
-    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    pages: SimPages = field(default_factory=lambda: SimPages(100_000))
-    slots: SimSlots = field(default_factory=lambda: SimSlots(8, load_s=0.02))
+    limits: StepLimits = field(default_factory=StepLimits)
+    kv_cache: KVCache = field(default_factory=lambda: pages(100_000))
+    residency: SimResidency = field(default_factory=lambda: SimResidency(8, load_s=0.02))
     costs: Costs = field(default_factory=Costs)
-    on_step: Callable[[Plan[SimJob], float], None] = lambda plan, now: None
+    on_step: Callable[[StepPlan, float], None] = lambda plan, now: None
     num_steps: int = 0
-    num_tokens: int = 0  # computed, those that were computed again too
+    num_tokens: int = 0  # computed, the recomputed ones included
     end_s: float = 0.0
 
-    def scheduler(self) -> Scheduler[SimJob]:
-        return Scheduler(self.limits, self.pages, self.slots)
+    def scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.kv_cache,
+            self.residency,
+            self.limits.max_num_seqs,
+            self.limits.max_batch_tokens,
+            self.limits.constants,
+        )
+
+    def end_loads(self, scheduler: AnyScheduler, now: float) -> None:
+        """Make resident what has been loaded by now, as the engine does between steps."""
+        for digest in self.residency.end_loads(now):
+            scheduler.load_ended(digest, now)
+
+    def fail_load(self, scheduler: AnyScheduler, digest: str, now: float) -> None:
+        """End a load without a delta, as the engine does between steps."""
+        self.residency.fail_load(digest)
+        scheduler.load_ended(digest, now)
 
 
 def simulate(
-    world: World, jobs: Iterable[SimJob], scheduler: AnyScheduler | None = None, until_s: float = 1e9
+    world: World,
+    sequences: Iterable[SimSequence],
+    scheduler: AnyScheduler | None = None,
+    until_s: float = 1e9,
 ) -> None:
-    """Run until every job has ended, or until `until_s`."""
+    """Run until every sequence has ended, or until `until_s`."""
     scheduler = scheduler or world.scheduler()
-    arrivals = sorted(jobs, key=lambda job: job.arrived_at)[::-1]  # the first one last
-    live: dict[str, SimJob] = {}
+    arrivals = sorted(sequences, key=lambda sequence: sequence.arrived_at)[::-1]  # the first one last
+    live: dict[str, SimSequence] = {}
     now = 0.0
     while (arrivals or live) and now < until_s:
-        world.slots.adopt(now)
+        world.end_loads(scheduler, now)
         while arrivals and arrivals[-1].arrived_at <= now:
-            job = arrivals.pop()
-            live[job.id] = job
-            scheduler.add(job, now)
-        for job in [job for job in live.values() if job.cancel_at <= now]:
-            end(job, live)
-            scheduler.remove(job)
+            sequence = arrivals.pop()
+            live[sequence.id] = sequence
+            scheduler.add(sequence, now)
+        for sequence in [sequence for sequence in live.values() if sequence.cancel_at <= now]:
+            end(sequence, live)
+            scheduler.remove(sequence)
         plan = scheduler.plan(now)
         check(world, plan, live)
         if plan.batch:
@@ -197,103 +229,112 @@ def simulate(
             world.on_step(plan, now)
         else:
             now = max(now + IDLE_S, 0.0 if live or not arrivals else arrivals[-1].arrived_at)
-        assert now < STUCK_S, f"{len(live)} jobs never end"
+        assert now < STUCK_S, f"{len(live)} sequences never end"
     world.end_s = now
 
 
-def end(job: SimJob, live: dict[str, SimJob]) -> None:
-    job.num_ends += 1
-    del live[job.id]
+def end(sequence: SimSequence, live: dict[str, SimSequence]) -> None:
+    sequence.num_ends += 1
+    del live[sequence.id]
 
 
-def check(world: World, plan: Plan[SimJob], live: dict[str, SimJob]) -> None:
-    """What holds of every plan."""
-    batch = [job for job, _ in plan.batch]
-    assert len({job.id for job in batch}) == len(batch) <= world.limits.max_num_seqs
-    assert sum(n for _, n in plan.batch) <= world.limits.max_batch_tokens
-    for job in plan.preempted:
-        job.num_preempted += 1
-        assert job.num_pages == 0
-        assert job not in batch
-    for job in plan.unfit:
-        end(job, live)
-    for job, num_tokens in plan.batch:
-        assert job.id in live
-        assert 0 < num_tokens <= job.num_tokens - job.num_computed_tokens
-        assert job.num_pages * world.pages.page_tokens >= job.num_computed_tokens + num_tokens
-        assert job.digest is None or (world.slots.is_resident(job.digest) and world.slots.holds[job.digest])
+def check(world: World, plan: StepPlan, live: dict[str, SimSequence]) -> None:
+    """Check what must hold of every plan."""
+    assert len({sequence.id for sequence in plan.batch}) == len(plan.batch) <= world.limits.max_num_seqs
+    assert sum(plan.batch.values()) == plan.num_tokens <= world.limits.max_batch_tokens
+    for sequence in plan.preempted:
+        live[sequence.id].num_preempted += 1
+        assert not sequence.page_table.pages
+        assert sequence not in plan.batch
+    for sequence in plan.too_long:
+        end(live[sequence.id], live)
+    for sequence, num_tokens in plan.batch.items():
+        assert sequence.id in live
+        assert 0 < num_tokens <= sequence.num_tokens - sequence.num_computed_tokens
+        num_held = len(sequence.page_table.pages) * world.kv_cache.page_tokens
+        assert num_held >= sequence.num_computed_tokens + num_tokens
+        digest = sequence.digest
+        assert digest is None or (world.residency.is_resident(digest) and world.residency.holds[digest])
 
 
 def finish(
-    world: World, plan: Plan[SimJob], live: dict[str, SimJob], scheduler: AnyScheduler, now: float
+    world: World, plan: StepPlan, live: dict[str, SimSequence], scheduler: AnyScheduler, now: float
 ) -> None:
-    """What a step does to its jobs."""
+    """Do what a step does to its sequences."""
     world.num_steps += 1
-    for job, num_tokens in plan.batch:
-        world.num_tokens += num_tokens
-        job.num_computed_tokens += num_tokens
-        if job.num_computed_tokens < job.num_tokens:
+    world.kv_cache.take_pages_to_zero()
+    for sequence in [live[sequence.id] for sequence in plan.batch]:
+        world.num_tokens += plan.batch[sequence]
+        sequence.num_computed_tokens += plan.batch[sequence]
+        if sequence.num_computed_tokens < sequence.num_tokens:
             continue
-        job.num_tokens += 1
-        job.token_times.append(now)
-        if job.num_generated == job.num_output:
-            end(job, live)
-            scheduler.remove(job)
+        sequence.tokens.append(TOKEN)
+        sequence.token_times.append(now)
+        if sequence.num_generated == sequence.num_output_tokens:
+            end(sequence, live)
+            scheduler.remove(sequence)
 
 
 class FifoScheduler:
-    """What simple servers do: first come, first served. A delta is loaded when its job is the next to begin, into the
-    slot that was used least recently; only running jobs keep a slot. The others wait behind it, unless `skips`.
+    """A simple server: first come, first served.
+
+    A delta is loaded when its sequence is the next to begin, into the slot that was used least recently; only running
+    sequences keep a slot. The others wait behind it, unless `skips`.
     """
 
     def __init__(self, world: World, *, skips: bool) -> None:
-        self._limits, self._pages, self._slots = world.limits, world.pages, world.slots
+        self._limits, self._kv_cache, self._residency = world.limits, world.kv_cache, world.residency
         self._skips = skips
-        self._waiting: OrderedDict[str, SimJob] = OrderedDict()
-        self._running: OrderedDict[str, SimJob] = OrderedDict()
+        self._waiting: OrderedDict[str, SimSequence] = OrderedDict()
+        self._running: OrderedDict[str, SimSequence] = OrderedDict()
 
-    def add(self, job: SimJob, now: float) -> None:
-        self._waiting[job.id] = job
+    def add(self, sequence: SimSequence, now: float) -> None:
+        self._waiting[sequence.id] = sequence
 
-    def remove(self, job: SimJob) -> None:
-        self._waiting.pop(job.id, None)
-        if self._running.pop(job.id, None) is not None:
-            self._pages.release(job)
-            if job.digest is not None:
-                self._slots.let_go(job.digest)
+    def remove(self, sequence: SimSequence) -> None:
+        self._waiting.pop(sequence.id, None)
+        if self._running.pop(sequence.id, None) is not None:
+            self._kv_cache.release(sequence)
+            if sequence.digest is not None:
+                self._residency.let_go(sequence.digest)
 
-    def plan(self, now: float) -> Plan[SimJob]:
-        for job in list(self._waiting.values()):
-            if not self._begin(job) and not self._skips:
-                break
-        batch = [(job, 1) for job in self._running.values() if job.num_tokens - job.num_computed_tokens == 1]
-        budget = self._limits.max_batch_tokens - len(batch)
-        for job in self._running.values():
-            num_tokens = min(budget, job.num_tokens - job.num_computed_tokens)
-            if job.num_tokens - job.num_computed_tokens > 1 and num_tokens:
-                batch.append((job, num_tokens))
-                budget -= num_tokens
-        return Plan(batch, [], [], (), [])
-
-    def charge(self, plan: Plan[SimJob], now: float) -> None:
+    def load_ended(self, digest: str, now: float) -> None:
         pass
 
-    def _begin(self, job: SimJob) -> bool:
+    def plan(self, now: float) -> StepPlan:
+        for sequence in list(self._waiting.values()):
+            if not self._begin(sequence) and not self._skips:
+                break
+        plan, running = StepPlan(), list(self._running.values())
+        for sequence in running:
+            if sequence.num_missing_tokens == 1:
+                plan.add(sequence, 1)
+        for sequence in running:
+            num_tokens = min(self._limits.max_batch_tokens - plan.num_tokens, sequence.num_missing_tokens)
+            if sequence.num_missing_tokens > 1 and num_tokens:
+                plan.add(sequence, num_tokens)
+        return plan
+
+    def charge(self, plan: StepPlan, now: float) -> None:
+        pass
+
+    def _begin(self, sequence: SimSequence) -> bool:
         if len(self._running) >= self._limits.max_num_seqs:
             return False
-        if job.digest is not None and not self._slots.is_resident(job.digest):
-            self._slots.load(job.digest)
+        if sequence.digest is not None and not self._residency.is_resident(sequence.digest):
+            self._residency.load(sequence.digest)
             return False
-        if not self._pages.grow(job, job.num_prompt + job.num_output):
+        num_tokens = sequence.num_prompt_tokens + sequence.num_output_tokens
+        if not self._kv_cache.allocate(sequence, num_tokens):
             return False
-        if job.digest is not None:
-            self._slots.hold(job.digest)
-        self._running[job.id] = self._waiting.pop(job.id)
+        if sequence.digest is not None:
+            self._residency.hold(sequence.digest)
+        self._running[sequence.id] = self._waiting.pop(sequence.id)
         return True
 
 
 def poisson(rng: random.Random, per_s: float, seconds: float) -> Times:
-    """Arrival times."""
+    """Draw arrival times."""
     times: Times = []
     now = rng.expovariate(per_s)
     while now < seconds:
@@ -303,6 +344,6 @@ def poisson(rng: random.Random, per_s: float, seconds: float) -> Times:
 
 
 def zipf(rng: random.Random, num_variants: int, num: int, exponent: float = 1.0) -> list[str]:
-    """Digests, the first ones often."""
+    """Draw digests, the first ones often."""
     weights = [1 / (rank + 1) ** exponent for rank in range(num_variants)]
     return [f"v{index}" for index in rng.choices(range(num_variants), weights, k=num)]

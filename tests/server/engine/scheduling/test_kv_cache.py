@@ -1,45 +1,49 @@
-"""Pages: who holds them, and which prefixes are found again, by whom."""
+"""Pages of sequences, and the prefixes that are found again, by delta and tenant."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.scheduling.kv_cache import PADDING_PAGE, KVCache, PageTable
+from server.engine.request import Request
+from server.engine.scheduling.kv_cache import PADDING_PAGE, KVCache
+from server.engine.sequence import Sequence
+from server.sampling_params import SamplingParams
+from tests.server.helpers.simulation import version
 
 SIZE = 4
 
 
-@dataclass(eq=False)
-class Held:
-    """The least that the cache needs of a sequence."""
-
-    tokens: list[int]
-    digest: str | None = None
-    tenant: str = "default"
-    reuses_prefix: bool = True
-    num_computed_tokens: int = 0
-    held: PageTable = field(default_factory=PageTable)
-
-
-def begin(cache: KVCache, holder: Held) -> Held:
-    cache.attach(holder)
-    return holder
+def sequence(
+    tokens: list[int],
+    digest: str | None = None,
+    tenant: str = "default",
+    *,
+    prompt_logprobs: int | None = None,
+) -> Sequence:
+    record = None if digest is None else version(digest)
+    params = SamplingParams(prompt_logprobs=prompt_logprobs)
+    return Sequence(Request("r", tenant, digest, record, tuple(tokens), params), 0)
 
 
-def compute(cache: KVCache, holder: Held) -> None:
-    """All of its tokens, as one step would."""
-    assert cache.grow(holder, len(holder.tokens) - holder.num_computed_tokens)
-    holder.num_computed_tokens = len(holder.tokens)
-    cache.commit(holder)
+def begin(cache: KVCache, seq: Sequence) -> Sequence:
+    cache.attach_prefix(seq)
+    return seq
+
+
+def compute(cache: KVCache, seq: Sequence) -> None:
+    """Compute all tokens, as one step would."""
+    assert cache.allocate(seq, len(seq.tokens) - seq.num_computed_tokens)
+    seq.num_computed_tokens = len(seq.tokens)
+    cache.commit(seq)
 
 
 def seen(cache: KVCache, tokens: list[int], digest: str | None = None, tenant: str = "default") -> int:
-    """How many tokens of a prefix a newcomer is given."""
-    newcomer = begin(cache, Held(tokens, digest, tenant))
+    """Return how many cached tokens a new sequence is given."""
+    newcomer = begin(cache, sequence(tokens, digest, tenant))
     found = newcomer.num_computed_tokens
     cache.release(newcomer)
     return found
@@ -47,7 +51,7 @@ def seen(cache: KVCache, tokens: list[int], digest: str | None = None, tenant: s
 
 def test_a_prefix_is_found_again_in_whole_pages_and_its_last_token_is_left_to_compute() -> None:
     cache = KVCache(10, SIZE)
-    first = begin(cache, Held(list(range(10))))
+    first = begin(cache, sequence(list(range(10))))
     compute(cache, first)
     assert seen(cache, list(range(10))) == 8
     assert seen(cache, list(range(8))) == 4
@@ -57,41 +61,41 @@ def test_a_prefix_is_found_again_in_whole_pages_and_its_last_token_is_left_to_co
 
 def test_a_prefix_outlives_the_sequence_that_made_it() -> None:
     cache = KVCache(10, SIZE)
-    first = begin(cache, Held(list(range(9))))
+    first = begin(cache, sequence(list(range(9))))
     compute(cache, first)
     cache.release(first)
     assert cache.num_available == cache.num_pages
     assert seen(cache, list(range(9))) == 8
 
 
-def test_a_prefix_is_another_ones_for_every_other_delta_and_tenant() -> None:
+def test_a_prefix_is_found_only_by_the_same_delta_and_tenant() -> None:
     cache = KVCache(10, SIZE)
-    compute(cache, begin(cache, Held(list(range(9)), "ab", "c")))
+    compute(cache, begin(cache, sequence(list(range(9)), "ab", "c")))
     assert seen(cache, list(range(9)), "ab", "c") == 8
     for digest, tenant in ((None, "c"), ("", "c"), ("ab", "d"), ("a", "bc"), ("abc", ""), ("ac", "c")):
         assert seen(cache, list(range(9)), digest, tenant) == 0
 
 
-def test_who_wants_every_token_computed_is_given_none() -> None:
+def test_a_sequence_with_prompt_logprobs_is_given_no_cached_prefix() -> None:
     cache = KVCache(10, SIZE)
-    compute(cache, begin(cache, Held(list(range(9)))))
-    newcomer = begin(cache, Held(list(range(9)), reuses_prefix=False))
+    compute(cache, begin(cache, sequence(list(range(9)))))
+    newcomer = begin(cache, sequence(list(range(9)), prompt_logprobs=0))
     assert newcomer.num_computed_tokens == 0
 
 
-def test_growing_beyond_what_is_there_changes_nothing() -> None:
+def test_allocating_more_pages_than_are_available_changes_nothing() -> None:
     cache = KVCache(4, SIZE)
-    holder = begin(cache, Held(list(range(20))))
-    assert not cache.grow(holder, 13)
-    assert holder.held.pages == []
+    seq = begin(cache, sequence(list(range(20))))
+    assert not cache.allocate(seq, 13)
+    assert seq.page_table.pages == []
     assert cache.num_available == 3
-    assert cache.grow(holder, 12)
+    assert cache.allocate(seq, 12)
     assert cache.usage == 1
 
 
-def test_bad_numbers_are_never_found_again() -> None:
+def test_discarded_pages_are_never_found_again() -> None:
     cache = KVCache(10, SIZE)
-    bad = begin(cache, Held(list(range(9))))
+    bad = begin(cache, sequence(list(range(9))))
     compute(cache, bad)
     cache.discard(bad)
     assert seen(cache, list(range(9))) == 0
@@ -101,59 +105,71 @@ def test_bad_numbers_are_never_found_again() -> None:
 def test_the_least_recently_used_prefix_is_forgotten_first_and_its_end_before_its_beginning() -> None:
     cache = KVCache(6, SIZE)
     for start in (0, 100):
-        holder = begin(cache, Held(list(range(start, start + 9))))
-        compute(cache, holder)
-        cache.release(holder)
-    assert seen(cache, list(range(9))) == 8  # used again, so the other is the older one now
-    holder = begin(cache, Held([7] * 8))
-    compute(cache, holder)
+        seq = begin(cache, sequence(list(range(start, start + 9))))
+        compute(cache, seq)
+        cache.release(seq)
+    # Used again, so the other one is evicted first.
+    assert seen(cache, list(range(9))) == 8
+    seq = begin(cache, sequence([7] * 8))
+    compute(cache, seq)
     assert seen(cache, list(range(100, 109))) == 4
     assert seen(cache, list(range(9))) == 8
 
 
-def test_every_page_is_reported_once_each_time_it_changes_hands() -> None:
+def test_each_allocated_page_is_reported_once_to_be_zeroed() -> None:
     cache = KVCache(3, SIZE)
-    first = begin(cache, Held([1] * 5))
+    first = begin(cache, sequence([1] * 5))
     compute(cache, first)
-    assert sorted(cache.take_fresh()) == sorted(first.held.pages)
-    assert cache.take_fresh() == []
+    assert sorted(cache.take_pages_to_zero()) == sorted(first.page_table.pages)
+    assert cache.take_pages_to_zero() == []
     cache.release(first)
-    second = begin(cache, Held([2] * 5))
+    second = begin(cache, sequence([2] * 5))
     compute(cache, second)
-    assert sorted(cache.take_fresh()) == sorted(second.held.pages)
+    assert sorted(cache.take_pages_to_zero()) == sorted(second.page_table.pages)
 
 
 def test_queries_and_hits_are_counted_in_tokens() -> None:
     cache = KVCache(10, SIZE)
-    compute(cache, begin(cache, Held(list(range(9)))))
-    waiting = begin(cache, Held(list(range(9))))
-    cache.release(waiting)  # there was no room for it
+    compute(cache, begin(cache, sequence(list(range(9)))))
+    waiting = begin(cache, sequence(list(range(9))))
+    # As if there were too few pages for the rest.
+    cache.release(waiting)
     compute(cache, begin(cache, waiting))
-    assert cache.take_counts() == (18, 8)
-    assert cache.take_counts() == (0, 0)
+    assert cache.take_prefix_counts() == (18, 8)
+    assert cache.take_prefix_counts() == (0, 0)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32), st.integers(2, 12))
 def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) -> None:
     draw = random.Random(seed)
-    cache, holders = KVCache(num_pages, SIZE), list[Held]()
+    cache, live = KVCache(num_pages, SIZE), list[Sequence]()
     for _ in range(60):
         action = draw.random()
         if action < 0.5:
             tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 14))]
-            holder = begin(cache, Held(tokens, tenant=draw.choice("ab")))
-            if cache.grow(holder, len(tokens) - holder.num_computed_tokens):
-                holder.num_computed_tokens = len(tokens)
-                cache.commit(holder)
-                holders.append(holder)
+            seq = begin(cache, sequence(tokens, tenant=draw.choice("ab")))
+            if cache.allocate(seq, len(tokens) - seq.num_computed_tokens):
+                seq.num_computed_tokens = len(tokens)
+                cache.commit(seq)
+                live.append(seq)
             else:
-                cache.release(holder)
-        elif holders:
-            holder = holders.pop(draw.randrange(len(holders)))
-            (cache.discard if action > 0.9 else cache.release)(holder)
-        held = {page for holder in holders for page in holder.held.pages}
+                cache.release(seq)
+        elif live:
+            seq = live.pop(draw.randrange(len(live)))
+            (cache.discard if action > 0.9 else cache.release)(seq)
+        held = {page for seq in live for page in seq.page_table.pages}
         assert PADDING_PAGE not in held
         assert len(held) + cache.num_available == cache.num_pages
-        private = [page for h in holders for page in h.held.pages[len(h.held.keys) :]]
-        assert len(private) == len(set(private))  # a page that is not full has one holder
+        private = [page for h in live for page in h.page_table.pages[len(h.page_table.keys) :]]
+        assert len(private) == len(set(private))  # a page that is not full has one seq
+
+
+def test_a_cache_without_pages_and_a_second_prefix_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 pages, got 1"):
+        KVCache(1, SIZE)
+    cache = KVCache(10, SIZE)
+    seq = begin(cache, sequence(list(range(9))))
+    compute(cache, seq)
+    with pytest.raises(RuntimeError, match="r/0 has pages already"):
+        cache.attach_prefix(seq)

@@ -1,4 +1,4 @@
-"""Whatever comes and goes: every job ends exactly once, and pages and slots are given back."""
+"""Every sequence ends exactly once and gives its pages and slots back, whatever arrives and is cancelled."""
 
 from __future__ import annotations
 
@@ -7,26 +7,35 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.scheduling.scheduler import SchedulerLimits
-from tests.server.helpers.simulation import SimJob, SimPages, SimSlots, World, simulate
+from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.slot_policy import SlotPolicy
+from tests.server.helpers.simulation import (
+    SimResidency,
+    SimSequence,
+    StepLimits,
+    World,
+    pages,
+    simulate,
+    step_limits,
+)
 
 LIMITS = st.builds(
-    SchedulerLimits,
+    step_limits,
     max_num_seqs=st.integers(1, 6),
     max_batch_tokens=st.integers(7, 40),
     prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
     reserve_tokens=st.sampled_from([0, 8, 32]),
     delta_cost_tokens=st.sampled_from([0.0, 8.0]),
-    tenure_s=st.sampled_from([0.0, 0.1, 1.0]),
+    min_resident_s=st.sampled_from([0.0, 0.1, 1.0]),
     cold_wait_s=st.sampled_from([0.0, 0.2, 2.0]),
     recompute_share=st.sampled_from([0.01, 1.0]),
 )
-SLOTS = st.builds(SimSlots, st.integers(1, 3), st.sampled_from([0.0, 0.05, 0.5]), st.integers(1, 2))
-PAGES = st.builds(SimPages, st.integers(4, 20), st.sampled_from([1, 4, 16]))
+SLOTS = st.builds(SimResidency, st.integers(1, 3), st.sampled_from([0.0, 0.05, 0.5]), st.integers(1, 2))
+PAGES = st.builds(pages, st.integers(4, 20), st.sampled_from([1, 4, 16]))
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[SimJob]:
+def sequences(draw: st.DrawFn) -> list[SimSequence]:
     rows = draw(
         st.lists(
             st.tuples(
@@ -42,30 +51,41 @@ def jobs(draw: st.DrawFn) -> list[SimJob]:
         )
     )
     return [
-        SimJob(f"j{i}", f"t{tenant}", f"v{variant}" if variant else None, prompt, output, at, at + patience)
+        SimSequence(
+            f"j{i}", f"t{tenant}", f"v{variant}" if variant else None, prompt, output, at, at + patience
+        )
         for i, (tenant, variant, prompt, output, at, patience) in enumerate(rows)
     ]
 
 
 @settings(max_examples=150, deadline=None)
-@given(LIMITS, SLOTS, PAGES, jobs())
-def test_every_job_ends_once_and_gives_everything_back(
-    limits: SchedulerLimits, slots: SimSlots, pages: SimPages, jobs: list[SimJob]
+@given(LIMITS, SLOTS, PAGES, sequences())
+def test_every_sequence_ends_once_and_gives_everything_back(
+    limits: StepLimits, residency: SimResidency, kv_cache: KVCache, sequences: list[SimSequence]
 ) -> None:
-    world = World(limits, pages, slots)
+    world = World(limits, kv_cache, residency)
     scheduler = world.scheduler()
-    simulate(world, jobs, scheduler)
-    assert [job.num_ends for job in jobs] == [1] * len(jobs)
-    assert pages.num_available == pages.num_pages
-    assert not +slots.holds
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_for_load) == (0, 0, 0)
-    for job in jobs:
-        fits = job.num_prompt + job.num_output - 1 <= pages.num_pages * pages.page_tokens
-        assert job.num_generated == job.num_output or not fits or job.cancel_at < math.inf
-    tenure = scheduler._tenure
-    assert not tenure._variants
-    assert not tenure._cold
-    assert not tenure._young
-    assert not tenure._loading
-    assert not tenure._held
-    assert not tenure._closed
+    policy = scheduler._slot_policy
+    world.on_step = lambda plan, now: check_states(policy)
+    simulate(world, sequences, scheduler)
+    assert [sequence.num_ends for sequence in sequences] == [1] * len(sequences)
+    assert kv_cache.num_available == kv_cache.num_pages
+    assert not +residency.holds
+    assert not scheduler.running
+    assert not any(sequence.is_waiting for sequence in sequences)
+    for sequence in sequences:
+        fits = sequence.num_prompt_tokens + sequence.num_output_tokens - 1 <= kv_cache.max_tokens
+        is_complete = sequence.num_generated == sequence.num_output_tokens
+        assert is_complete or not fits or sequence.cancel_at < math.inf
+    check_states(policy)
+    assert not policy._variants
+
+
+def check_states(policy: SlotPolicy) -> None:
+    """Check that each variant is in the collection of its state and in no other, and the held ones are held once."""
+    in_states = [(state, v) for state, variants in policy._in_state.items() for v in variants.values()]
+    assert all(variant.state is state for state, variant in in_states)
+    assert sorted(variant.digest for _, variant in in_states) == sorted(policy._variants)
+    residency = policy._residency
+    assert isinstance(residency, SimResidency)
+    assert set(+residency.holds) == {variant.digest for state, variant in in_states if state.is_held}

@@ -1,4 +1,4 @@
-"""What a step holds: decodes, chunks of prompts, seats, pages under pressure."""
+"""The contents of a step: decodes, chunks of prompts, admissions, and preemption when pages are short."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 
-from server.engine.scheduling.scheduler import Plan, SchedulerLimits
-from tests.server.helpers.simulation import SimJob, SimPages, SimSlots, World, simulate
+from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.scheduler import StepPlan
+from server.engine.sequence import Sequence
+from tests.server.helpers.simulation import (
+    TOKEN,
+    SimResidency,
+    SimSequence,
+    World,
+    pages,
+    simulate,
+    step_limits,
+)
 
 
-def job(name: str, num_prompt: int = 10, num_output: int = 10, **more: Any) -> SimJob:
-    return SimJob(
+def sequence(name: str, num_prompt: int = 10, num_output: int = 10, **more: Any) -> SimSequence:
+    return SimSequence(
         name,
         more.pop("tenant", "a"),
         more.pop("digest", None),
@@ -22,21 +32,22 @@ def job(name: str, num_prompt: int = 10, num_output: int = 10, **more: Any) -> S
     )
 
 
-def step(world: World, plan: Plan[SimJob]) -> None:
-    """Compute a plan by hand: every job whose tokens are all computed gets another."""
-    for each, num_tokens in plan.batch:
+def step(plan: StepPlan) -> None:
+    """Compute a plan by hand: each sequence whose tokens are all computed generates another."""
+    for each, num_tokens in plan.batch.items():
         each.num_computed_tokens += num_tokens
-        each.num_tokens += each.num_computed_tokens == each.num_tokens
+        if each.num_computed_tokens == each.num_tokens:
+            each.tokens.append(TOKEN)
 
 
-def planned(plan: Plan[SimJob]) -> dict[str, int]:
-    return {each.id: num_tokens for each, num_tokens in plan.batch}
+def planned(plan: StepPlan) -> dict[str, int]:
+    return {each.id: num_tokens for each, num_tokens in plan.batch.items()}
 
 
-def test_a_long_prompt_does_not_keep_running_jobs_from_decoding() -> None:
-    world = World(SchedulerLimits(max_num_seqs=16, max_batch_tokens=64))
-    decoding = [job(f"d{i}", 4, 100) for i in range(8)]
-    simulate(world, [*decoding, job("long", 2000, 5, arrived_at=0.2)])
+def test_a_long_prompt_does_not_keep_running_sequences_from_decoding() -> None:
+    world = World(step_limits(max_num_seqs=16, max_batch_tokens=64))
+    decoding = [sequence(f"d{i}", 4, 100) for i in range(8)]
+    simulate(world, [*decoding, sequence("long", 2000, 5, arrived_at=0.2)])
     fullest_s = world.costs.step_s + 64 * world.costs.token_s
     for each in decoding:
         gaps = [after - before for before, after in zip(each.token_times, each.token_times[1:], strict=False)]
@@ -44,151 +55,160 @@ def test_a_long_prompt_does_not_keep_running_jobs_from_decoding() -> None:
 
 
 def test_a_prompt_alone_takes_the_whole_step() -> None:
-    world = World(SchedulerLimits(max_batch_tokens=100, max_num_seqs=8))
+    world = World(step_limits(max_batch_tokens=100, max_num_seqs=8))
     scheduler = world.scheduler()
-    scheduler.add(job("long", 500), 0.0)
+    scheduler.add(sequence("long", 500), 0.0)
     assert planned(scheduler.plan(0.0)) == {"long": 100}
 
 
 def test_of_two_prompts_neither_takes_the_other_ones_tokens() -> None:
-    world = World(SchedulerLimits(max_batch_tokens=100, max_num_seqs=8))
+    world = World(step_limits(max_batch_tokens=100, max_num_seqs=8))
     scheduler = world.scheduler()
-    scheduler.add(job("long", 500), 0.0)
-    scheduler.add(job("short", 20, tenant="b"), 0.0)
+    scheduler.add(sequence("long", 500), 0.0)
+    scheduler.add(sequence("short", 20, tenant="b"), 0.0)
     assert planned(scheduler.plan(0.0)) == {"long": 80, "short": 20}
 
 
 def test_another_tenants_prompt_does_not_wait_for_one_that_is_under_way() -> None:
-    world = World(SchedulerLimits(max_batch_tokens=100, max_num_seqs=8, prefill_share=1.0))
+    world = World(step_limits(max_batch_tokens=100, max_num_seqs=8, prefill_share=1.0))
     scheduler = world.scheduler()
-    scheduler.add(job("long", 5000), 0.0)
-    step(world, scheduler.plan(0.0))
-    scheduler.add(job("late", 30, tenant="b"), 0.0)
-    scheduler.add(job("last", 30, tenant="a"), 0.0)
+    scheduler.add(sequence("long", 5000), 0.0)
+    step(scheduler.plan(0.0))
+    scheduler.add(sequence("late", 30, tenant="b"), 0.0)
+    scheduler.add(sequence("last", 30, tenant="a"), 0.0)
     assert planned(scheduler.plan(0.1)) == {"late": 30, "long": 70}
 
 
 def test_prompts_under_way_share_the_steps_fairly() -> None:
-    world = World(SchedulerLimits(max_batch_tokens=100, max_num_seqs=8, prefill_share=1.0))
+    world = World(step_limits(max_batch_tokens=100, max_num_seqs=8, prefill_share=1.0))
     scheduler = world.scheduler()
-    early, late = job("early", 5000), job("late", 5000, tenant="b")
+    early, late = sequence("early", 5000), sequence("late", 5000, tenant="b")
     scheduler.add(early, 0.0)
-    step(world, scheduler.plan(0.0))
+    step(scheduler.plan(0.0))
     scheduler.add(late, 0.1)
     for _ in range(21):
-        step(world, scheduler.plan(0.1))
+        step(scheduler.plan(0.1))
     assert (early.num_computed_tokens, late.num_computed_tokens) == (1100, 1100)
 
 
-def test_a_job_that_waits_for_its_delta_blocks_nobody() -> None:
+def test_a_sequence_that_waits_for_its_delta_blocks_no_other() -> None:
     world = World()
     scheduler = world.scheduler()
-    scheduler.add(job("cold", digest="v"), 0.0)
-    scheduler.add(job("same tenant"), 0.0)
-    scheduler.add(job("another", tenant="b"), 0.0)
+    cold = sequence("cold", digest="v")
+    scheduler.add(cold, 0.0)
+    scheduler.add(sequence("same tenant"), 0.0)
+    scheduler.add(sequence("another", tenant="b"), 0.0)
     plan = scheduler.plan(0.0)
     assert planned(plan) == {"same tenant": 10, "another": 10}
-    assert plan.wants == ("v",)
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_for_load) == (2, 1, 1)
+    assert world.residency.is_loading("v")
+    assert len(scheduler.running) == 2
+    assert cold.is_waiting
 
 
-def test_running_and_waiting_jobs_are_listed_in_the_order_in_which_they_came() -> None:
-    world = World(SchedulerLimits(max_num_seqs=2))
+def test_running_and_waiting_sequences_keep_the_order_in_which_they_came() -> None:
+    world = World(step_limits(max_num_seqs=2))
     scheduler = world.scheduler()
-    jobs = [job(name) for name in ("one", "two", "three", "four")]
-    for each in jobs:
+    sequences = [sequence(name) for name in ("one", "two", "three", "four")]
+    for each in sequences:
         scheduler.add(each, 0.0)
     scheduler.plan(0.0)
-    assert scheduler.running == jobs[:2]
-    assert scheduler.waiting == jobs[2:]
+    assert scheduler.running == sequences[:2]
+    assert [each for each in sequences if each.is_waiting] == sequences[2:]
+    for each in sequences[:2]:
+        scheduler.remove(each)
+    assert list(scheduler.plan(0.1).batch) == scheduler.running == sequences[2:]
 
 
-def test_a_job_is_removed_wherever_it_is_and_leaves_nothing_behind() -> None:
-    world = World(SchedulerLimits(max_num_seqs=1), slots=SimSlots(2, load_s=0.0))
+def test_a_sequence_is_removed_wherever_it_is_and_leaves_nothing_behind() -> None:
+    world = World(step_limits(max_num_seqs=1), residency=SimResidency(2, load_s=0.0))
     scheduler = world.scheduler()
-    runs, waits, cold = job("runs", digest="v"), job("waits", digest="v"), job("cold", digest="w")
+    runs, waits, cold = (
+        sequence("runs", digest="v"),
+        sequence("waits", digest="v"),
+        sequence("cold", digest="w"),
+    )
     for each in (runs, waits, cold):
         scheduler.add(each, 0.0)
     scheduler.plan(0.0)
-    world.slots.adopt(0.1)
+    world.end_loads(scheduler, 0.1)
     assert planned(scheduler.plan(0.1)) == {"runs": 10}
     for each in (cold, runs, waits, waits):
         scheduler.remove(each)
     assert planned(scheduler.plan(0.2)) == {}
     assert not scheduler.running
-    assert not scheduler.waiting
-    assert world.pages.num_available == world.pages.num_pages
-    assert not +world.slots.holds
+    assert not any(each.is_waiting for each in (runs, waits, cold))
+    assert world.kv_cache.num_available == world.kv_cache.num_pages
+    assert not +world.residency.holds
 
 
-def test_the_most_senior_job_advances_when_there_are_no_pages_left() -> None:
-    world = World(pages=SimPages(8))
-    jobs = [job(f"j{i}", 16, 100) for i in range(6)]
-    simulate(world, jobs)
-    assert jobs[0].num_preempted == 0
-    assert sum(each.num_preempted for each in jobs) > 0
-    assert all(each.num_generated == 100 for each in jobs)
+def test_the_first_sequence_advances_when_there_are_no_pages_left() -> None:
+    world = World(kv_cache=pages(8))
+    sequences = [sequence(f"j{i}", 16, 100) for i in range(6)]
+    simulate(world, sequences)
+    assert sequences[0].num_preempted == 0
+    assert sum(each.num_preempted for each in sequences) > 0
+    assert all(each.num_generated == 100 for each in sequences)
 
 
-def test_pages_are_taken_from_the_tenant_that_got_most() -> None:
-    world = World(SchedulerLimits(reserve_tokens=0), pages=SimPages(6))
+def test_pages_are_taken_from_the_tenant_that_was_served_most() -> None:
+    world = World(step_limits(reserve_tokens=0), kv_cache=pages(6))
     scheduler = world.scheduler()
-    scheduler.add(job("heavy", 32, tenant="a"), 0.0)
-    scheduler.add(job("heavy too", 32, tenant="a"), 0.0)
-    scheduler.add(job("light", 16, tenant="b"), 0.0)
+    scheduler.add(sequence("heavy", 32, tenant="a"), 0.0)
+    scheduler.add(sequence("heavy too", 32, tenant="a"), 0.0)
+    scheduler.add(sequence("light", 16, tenant="b"), 0.0)
     plan = scheduler.plan(0.0)
     assert len(plan.batch) == 3
-    step(world, plan)
+    step(plan)
     plan = scheduler.plan(0.1)
     assert [each.id for each in plan.preempted] == ["heavy too"]
     assert planned(plan) == {"heavy": 1, "light": 1}
 
 
-def test_the_most_senior_job_keeps_its_pages_though_its_tenant_got_most() -> None:
-    world = World(SchedulerLimits(reserve_tokens=0), pages=SimPages(4))
+def test_the_first_sequence_keeps_its_pages_though_its_tenant_was_served_most() -> None:
+    world = World(step_limits(reserve_tokens=0), kv_cache=pages(4))
     scheduler = world.scheduler()
-    scheduler.add(job("senior", 48, tenant="a"), 0.0)
-    scheduler.add(job("junior", 16, tenant="b"), 0.0)
-    step(world, scheduler.plan(0.0))
+    scheduler.add(sequence("senior", 48, tenant="a"), 0.0)
+    scheduler.add(sequence("junior", 16, tenant="b"), 0.0)
+    step(scheduler.plan(0.0))
     assert [each.id for each in scheduler.plan(0.1).preempted] == ["junior"]
 
 
-def test_nobody_begins_in_a_step_that_takes_pages_from_others() -> None:
-    world = World(SchedulerLimits(reserve_tokens=0), pages=SimPages(6))
+def test_no_sequence_is_admitted_in_a_step_that_preempts_for_pages() -> None:
+    world = World(step_limits(reserve_tokens=0), kv_cache=pages(6))
     scheduler = world.scheduler()
-    scheduler.add(job("senior", 32, tenant="a"), 0.0)
-    scheduler.add(job("junior", 64, tenant="b"), 0.0)
-    step(world, scheduler.plan(0.0))
-    scheduler.add(job("tiny", 8, tenant="c"), 0.1)
+    scheduler.add(sequence("senior", 32, tenant="a"), 0.0)
+    scheduler.add(sequence("junior", 64, tenant="b"), 0.0)
+    step(scheduler.plan(0.0))
+    scheduler.add(sequence("tiny", 8, tenant="c"), 0.1)
     assert planned(scheduler.plan(0.1)) == {"senior": 1}
     assert "tiny" in planned(scheduler.plan(0.2))
 
 
-def test_admission_leaves_the_running_jobs_room_to_grow() -> None:
-    world = World(SchedulerLimits(reserve_tokens=32), pages=SimPages(6))
+def test_admission_leaves_pages_for_the_running_sequences_to_grow() -> None:
+    world = World(step_limits(reserve_tokens=32), kv_cache=pages(6))
     scheduler = world.scheduler()
     for name in ("one", "two", "three"):
-        scheduler.add(job(name, 30), 0.0)
+        scheduler.add(sequence(name, 30), 0.0)
     assert planned(scheduler.plan(0.0)) == {"one": 30, "two": 30}
 
 
 def test_while_no_pages_come_free_a_prefix_is_not_looked_for_again() -> None:
     attached = []
 
-    class Counting(SimPages):
-        def attach(self, job: SimJob) -> None:
-            attached.append(job.id)
-            super().attach(job)
+    class CountingCache(KVCache):
+        def attach_prefix(self, sequence: Sequence) -> None:
+            attached.append(sequence.id)
+            super().attach_prefix(sequence)
 
-    world = World(pages=Counting(20))
-    simulate(world, [job("runs", 200, 100), job("waits", 200, 100)])
+    world = World(kv_cache=CountingCache(21, 16))
+    simulate(world, [sequence("runs", 200, 100), sequence("waits", 200, 100)])
     assert attached == ["runs", "waits", "waits"]
 
 
-def test_a_small_job_begins_when_the_large_one_before_it_has_gone() -> None:
-    world = World(pages=SimPages(20))
+def test_a_small_sequence_begins_when_the_large_one_before_it_has_gone() -> None:
+    world = World(kv_cache=pages(20))
     scheduler = world.scheduler()
-    runs, large, small = job("runs", 200), job("large", 200), job("small", 20)
+    runs, large, small = sequence("runs", 200), sequence("large", 200), sequence("small", 20)
     for each in (runs, large, small):
         scheduler.add(each, 0.0)
     assert planned(scheduler.plan(0.0)) == {"runs": 200}
@@ -196,43 +216,43 @@ def test_a_small_job_begins_when_the_large_one_before_it_has_gone() -> None:
     assert "small" in planned(scheduler.plan(0.1))
 
 
-def test_with_room_left_over_fewer_tokens_are_computed_twice() -> None:
+def test_with_reserve_tokens_fewer_tokens_are_computed_twice() -> None:
     computed = {}
     for reserve in (0, 32):
-        world = World(SchedulerLimits(reserve_tokens=reserve), pages=SimPages(100))
-        simulate(world, [job(f"j{i}", 32, 100) for i in range(200)])
+        world = World(step_limits(reserve_tokens=reserve), kv_cache=pages(100))
+        simulate(world, [sequence(f"j{i}", 32, 100) for i in range(200)])
         computed[reserve] = world.num_tokens
     assert computed[32] < 0.9 * computed[0]
 
 
-def test_a_job_that_cannot_fit_is_handed_back_and_the_next_one_runs() -> None:
-    world = World(pages=SimPages(4))
+def test_a_sequence_that_cannot_fit_is_handed_back_and_the_next_one_runs() -> None:
+    world = World(kv_cache=pages(4))
     scheduler = world.scheduler()
-    huge, small = job("huge", 65), job("small", 64)
+    huge, small = sequence("huge", 65), sequence("small", 64)
     scheduler.add(huge, 0.0)
     scheduler.add(small, 0.0)
     plan = scheduler.plan(0.0)
-    assert plan.unfit == [huge]
+    assert plan.too_long == [huge]
     assert planned(plan) == {"small": 64}
-    step(world, plan)
+    step(plan)
     plan = scheduler.plan(0.1)
-    assert plan.unfit == [small]
-    assert plan.batch == []
-    assert world.pages.num_available == 4
+    assert plan.too_long == [small]
+    assert not plan.batch
+    assert world.kv_cache.num_available == 4
 
 
 def test_what_is_computed_again_is_not_charged_again() -> None:
-    world = World(SchedulerLimits(reserve_tokens=0, max_num_seqs=8), pages=SimPages(5))
+    world = World(step_limits(reserve_tokens=0, max_num_seqs=8), kv_cache=pages(5))
     scheduler = world.scheduler()
-    scheduler.add(job("senior", 32, tenant="a"), 0.0)
-    scheduler.add(job("junior", 48, tenant="b"), 0.0)
-    step(world, scheduler.plan(0.0))
-    entry = scheduler._entries["junior"]
-    before = entry.lane.counter
+    scheduler.add(sequence("senior", 32, tenant="a"), 0.0)
+    junior = sequence("junior", 48, tenant="b")
+    scheduler.add(junior, 0.0)
+    step(scheduler.plan(0.0))
+    before = junior.queue.counter
     assert [each.id for each in scheduler.plan(0.1).preempted] == ["junior"]
     scheduler.remove(scheduler.running[0])
     assert planned(scheduler.plan(0.2)) == {"junior": 49}
-    assert entry.lane.counter == before == 48
+    assert junior.queue.counter == before == 48
 
 
 @pytest.mark.parametrize(
@@ -243,11 +263,19 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
         {"prefill_share": 0.0},
         {"prefill_share": 1.5},
         {"recompute_share": 0.0},
-        {"tenure_s": -1.0},
+        {"min_resident_s": -1.0},
         {"reserve_tokens": -1},
     ],
     ids=str,
 )
 def test_limits_that_make_no_sense_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
-        SchedulerLimits(**bad)
+        World(step_limits(**bad)).scheduler()
+
+
+def test_a_sequence_is_scheduled_once() -> None:
+    scheduler = World().scheduler()
+    once = sequence("once")
+    scheduler.add(once, 0.0)
+    with pytest.raises(ValueError, match="once was scheduled before"):
+        scheduler.add(once, 0.1)

@@ -99,7 +99,7 @@ class Judge:
     def of_base(self) -> Verdict:
         """What there was to gain."""
         base = Checkpoint.open(self.base)
-        longer = base_with_added_rows(base, pair_up(base, Checkpoint.open(self.finetune)))
+        longer = base_with_added_rows(pair_up(base, Checkpoint.open(self.finetune)))
         score = exact_match(self.base, self.task, self.items)
         return Verdict(self.domain.fidelity(longer), self.general.fidelity(longer), score)
 

@@ -1,9 +1,9 @@
-"""A delta's life in one function: two checkpoints in, one artifact out. Each step is another file's."""
+"""Compress two checkpoints into one artifact: check, fit, write, report. Each step is another file's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,63 +16,42 @@ from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows, f
 from compressor.config import CompressConfig
 from compressor.io.adapters import finetune_directory
 from compressor.io.checkpoint_store import CheckpointStore, open_checkpoint_store
-from compressor.io.delta_writer import Carried, Coding, carry, changed
-from compressor.io.outputs import check_apart
+from compressor.io.delta_writer import DeltaContents, WrittenDelta, write_delta
+from compressor.io.outputs import check_file_name, check_free_disk, check_not_an_input
+from compressor.io.pair_coding import PairCoding, changed_names, delta_tensors
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.side_files import own_files
 from compressor.io.sources import checkpoint_directory
-from compressor.planning import Needs, check_memory, check_place, check_room, needs
+from compressor.planning import Needs, check_memory, disk_bytes, needs
 from compressor.report import Report, check_report, write_report
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import FidelityError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
-from deltastore.format.plan import OneBitPlan, is_matrix, one_bit_plan
+from deltastore.format.plan import FP16_BYTES, OneBitPlan, is_matrix, one_bit_plan
 from deltastore.memory import return_freed_memory
 from deltastore.progress import identify_base
 
-if TYPE_CHECKING:  # brings the model library, which takes seconds
+# For types alone, because it imports transformers, which takes seconds.
+if TYPE_CHECKING:
     from compressor.fitting.fit import Fitted
+    from compressor.fitting.training import Training
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
 NUM_EXAMPLES = 4  # in a report
-FULL_BYTES = 2  # per weight of the checkpoint that a delta is compared with
 
 
 @dataclass(frozen=True, slots=True)
-class CompressResult:
-    """What was made, and at what cost."""
+class CompressResult(WrittenDelta):
+    """A written delta and what it cost."""
 
-    out: Path
-    digest: str  # SHA-256, 64 hex digits
-    artifact_bytes: int
-    full_bytes: int  # of the fine-tune at 16 bits
-    num_unchanged: int  # tensors that the fine-tune shares with its base
     seconds: float
-    peak_memory_bytes: int  # by how much the process's peak grew
-    manifest: Manifest
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller than the fine-tune at 16 bits."""
-        return self.full_bytes / self.artifact_bytes
+    peak_memory_bytes: int  # growth of the process's peak resident memory
 
     def as_json(self) -> dict[str, Any]:
-        specs = self.manifest.tensors.items()
-        return {
-            "out": str(self.out),
-            "digest": f"sha256:{self.digest}",
-            "artifact_bytes": self.artifact_bytes,
-            "device_bytes": self.manifest.device_bytes,
-            "full_bytes": self.full_bytes,
-            "ratio": self.ratio,
-            "fidelity": self.manifest.fidelity,
-            "num_unchanged": self.num_unchanged,
-            "seconds": self.seconds,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "tensors": {name: spec.model_dump(exclude_defaults=True) for name, spec in specs},
-        }
+        cost = {"seconds": self.seconds, "peak_memory_bytes": self.peak_memory_bytes}
+        return {**WrittenDelta.as_json(self), **cost}
 
 
 def compress(config: CompressConfig) -> CompressResult:
@@ -82,116 +61,136 @@ def compress(config: CompressConfig) -> CompressResult:
         CheckpointError: a checkpoint that cannot be read, or a pair that no delta can carry.
         MemoryTooSmall: less memory than fitting needs.
         FidelityError: a delta below `min_agreement`, which is not written.
-        StorageFull: no room at `out`.
-        UsageError: an `out` that cannot be written, calibration text that cannot be had.
+        StorageFull: too little free disk at `out`.
+        UsageError: an `out` that cannot be written, or calibration text that cannot be read.
     """
     started = time.perf_counter()
     text = None if config.training is None else config.training.calibration.source
-    check_apart(config.out, {"--base": config.base, "--finetune": config.finetune, "--calibration": text})
+    check_not_an_input(
+        config.out, {"--base": config.base, "--finetune": config.finetune, "--calibration": text}
+    )
     if config.report is not None:
         check_report(config.report)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
-        base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
-        pairs = pair_up(base, finetune)
-        memory = _peak_memory()  # by now everything is imported
-        manifest, digest, texts = _make(config, base, finetune, pairs)
+        pairs = pair_up(Checkpoint.open(base_directory), Checkpoint.open(directory))
+        # Every module that compressing needs is imported by now.
+        memory = _peak_memory_bytes()
+        manifest, digest, unseen = _fit_and_write(config, pairs)
         if config.report is not None:
-            _report(config, config.report, pairs, texts)
+            _report(config, config.report, pairs, unseen)
     return CompressResult(
         out=config.out,
         digest=digest,
         artifact_bytes=config.out.stat().st_size,
-        full_bytes=FULL_BYTES * pairs.num_weights,
+        full_bytes=FP16_BYTES * pairs.num_weights,
         num_unchanged=len(pairs.tensors) - len(manifest.tensors),
-        seconds=time.perf_counter() - started,
-        peak_memory_bytes=max(0, _peak_memory() - memory),  # Linux counts by processor, and may read low
         manifest=manifest,
+        seconds=time.perf_counter() - started,
+        # Linux counts resident pages by processor and may read low.
+        peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
     )
 
 
 def plan(config: CompressConfig) -> Needs:
-    """The memory, time and disk that `compress` will take; reads headers alone, beside an adapter, which is merged.
+    """Return the memory, time and disk that `compress` will take.
+
+    Reads headers only, except that an adapter is merged.
 
     Raises:
         CheckpointError, UsageError: as `compress`.
     """
-    check_place(config.out)
+    check_file_name(config.out)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
         base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
         pairs = pair_up(base, finetune)
-        return needs(config, pairs, _coded(config, pairs), own_files(base, finetune))
+        return needs(config, pairs, _coded_names(config, pairs), own_files(base, finetune))
 
 
-def _make(
-    config: CompressConfig, base: Checkpoint, finetune: Checkpoint, pairs: Pairs
-) -> tuple[Manifest, str, Sequence[Tensor]]:
-    """Fit and write: the manifest, the artifact's digest, and text that nothing was fitted to."""
-    files, coded = own_files(base, finetune), _coded(config, pairs)
-    check_room(config, pairs, coded, files)
+def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str, Sequence[Tensor]]:
+    """Return the manifest, the artifact's digest, and sequences ``[tokens]`` of text that nothing was fitted to."""
+    files, coded = own_files(pairs.base, pairs.finetune), _coded_names(config, pairs)
+    check_file_name(config.out)
+    needed_bytes = disk_bytes(config, pairs, coded, files)
+    check_free_disk(config.out.parent, needed_bytes, "compressing needs up to")
     check_memory(config, pairs, coded)
-    identity = _identity(base, config)
+    base = _identify(pairs.base, config)
     with ArtifactWriter(config.out) as writer:
         if config.training is None:
-            carried = carry(pairs, files, Coding(coded, config.method, {}, _shown(config)), writer)
-            manifest = _manifest(identity, config, pairs, carried)
-            return manifest, writer.finish(manifest), ()
-        inputs = _inputs(identity, finetune, config)
+            contents = _contents(config, base, pairs, files, None)
+            return *write_delta(contents, writer, progress=config.progress), ()
+        inputs = _inputs(base, pairs.finetune, config, config.training)
         with open_checkpoint_store(config.out, inputs, resume=config.resume) as store:
-            fitted = _fit(config, pairs, coded, store)
+            fitted = _fit(config, config.training, pairs, coded, store)
             _check_agreement(config, fitted)
-            coding = Coding(coded, config.method, fitted.deltas, _shown(config))
-            carried = carry(pairs, files, coding, writer)
-            manifest = _manifest(identity, config, pairs, carried, fitted)
-            digest = writer.finish(manifest)
+            contents = _contents(config, base, pairs, files, fitted)
+            manifest, digest = write_delta(contents, writer, progress=config.progress)
             store.discard()
     return manifest, digest, fitted.unseen
 
 
-def _report(config: CompressConfig, directory: Path, pairs: Pairs, texts: Sequence[Tensor]) -> None:
-    """The page about what was made, with examples where there was text."""
-    from compressor.evaluate.examples import examples  # brings the model library, which takes seconds
+def _contents(
+    config: CompressConfig, base: Base, pairs: Pairs, files: Mapping[str, bytes], fitted: Fitted | None
+) -> DeltaContents:
+    deltas = {} if fitted is None else fitted.deltas
+    return DeltaContents(
+        base=base,
+        method=config.method,
+        tied=pairs.tied,
+        tensors=delta_tensors(pairs, PairCoding(_coded_names(config, pairs), config.method, deltas)),
+        files=files,
+        settings=config.settings(),
+        num_sequences=None if fitted is None else fitted.num_sequences,
+        # 0 stands where no matrix differs; else `write_delta` replaces it.
+        fidelity={"weight_error": 0.0} | ({} if fitted is None else fitted.as_json()),
+    )
 
-    base, finetune = pairs.tensors[0].base, pairs.tensors[0].finetune
+
+def _report(config: CompressConfig, directory: Path, pairs: Pairs, unseen: Sequence[Tensor]) -> None:
+    """Write the report, with continuations of unseen text where there was any."""
+    # Deferred, because it imports transformers, which takes seconds.
+    from compressor.evaluate.examples import examples
+
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
     with Artifact.open(config.out) as artifact:
         device = torch.device("cpu") if config.training is None else config.training.place()
-        own = DeltaModel(base, artifact)
-        shown = examples(base_with_added_rows(base, pairs), finetune, own, texts[:NUM_EXAMPLES], device)
-        write_report(directory, Report.of(base, finetune, artifact, shown, finetune_id))
+        base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
+        shown = examples(base, pairs.finetune, delta, unseen[:NUM_EXAMPLES], device)
+        write_report(directory, Report.of(pairs.base, pairs.finetune, artifact, shown, finetune_id))
 
 
-def _fit(config: CompressConfig, pairs: Pairs, coded: frozenset[str], store: CheckpointStore) -> Fitted:
-    """What calibration text makes of the matrices."""
-    from compressor.fitting.fit import Fit  # brings the model library, which takes seconds
+def _fit(
+    config: CompressConfig, training: Training, pairs: Pairs, coded: frozenset[str], store: CheckpointStore
+) -> Fitted:
+    """Fit the deltas of the matrices that differ to calibration text."""
+    # Deferred, because it imports transformers, which takes seconds.
+    from compressor.fitting.fit import Fit
 
-    assert config.training is not None
-    spare = int((config.training.budget - 1) * _plan(config, pairs).device_bytes)
-    wanted = coded & changed(pairs)
+    spare_bytes = int((training.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
+    fitted_names = coded & changed_names(pairs)
     return_freed_memory()
     fit = Fit(
-        pairs={pair.name: pair for pair in pairs.tensors if pair.name in wanted},
-        base=base_with_added_rows(pairs.tensors[0].base, pairs),
-        finetune=finetune_with_own_head(pairs.tensors[0].finetune, pairs),
+        pairs={pair.name: pair for pair in pairs.tensors if pair.name in fitted_names},
+        base=base_with_added_rows(pairs),
+        finetune=finetune_with_own_head(pairs),
         method=config.method,
-        training=config.training,
-        spare_bytes=spare,
+        training=training,
+        spare_bytes=spare_bytes,
         store=store,
         shows=config.progress,
     )
     return fit.run()
 
 
-def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig) -> dict[str, Any]:
-    """What a run must share with one that it goes on with."""
-    assert config.training is not None
+def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig, training: Training) -> dict[str, Any]:
+    """Return what a resumed run must share with the run that it continues."""
     return {
         "base": base.fingerprint,
         "finetune": identify_base(finetune, config.progress).fingerprint,
         "version": version("peraxis"),
         "settings": config.settings(),
-        "text": config.training.calibration.source,
+        "text": training.calibration.source,
     }
 
 
@@ -204,50 +203,31 @@ def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
         )
 
 
-def _plan(config: CompressConfig, pairs: Pairs) -> OneBitPlan:
-    """What one bit per weight takes of everything that differs."""
+def _one_bit_plan(config: CompressConfig, pairs: Pairs) -> OneBitPlan:
+    """Return the bytes of one bit per weight for every matrix of the pair."""
     return one_bit_plan(
         {pair.name: pair.shape for pair in pairs.tensors}, embeddings=config.embeddings == "compress"
     )
 
 
-def _identity(base: Checkpoint, config: CompressConfig) -> Base:
+def _identify(base: Checkpoint, config: CompressConfig) -> Base:
+    """Return the base's identity under the name that the manifest shows: the directory's, or the hub id."""
     identity = identify_base(base, config.progress)
     return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 
-def _manifest(
-    base: Base, config: CompressConfig, pairs: Pairs, carried: Carried, fitted: Fitted | None = None
-) -> Manifest:
-    """No paths and no times: the same inputs give the same bytes."""
-    return Manifest(
-        base_id=base.id,
-        base_fingerprint=base.fingerprint,
-        method=config.method,
-        tied=pairs.tied,
-        device_bytes=carried.device_bytes,
-        config=dict(base.config),
-        tensors=carried.specs,
-        files=carried.files,
-        compressor={"version": version("peraxis"), "settings": config.settings()}
-        | ({} if fitted is None else {"num_sequences": fitted.num_sequences}),
-        fidelity={"weight_error": carried.weight_error} | ({} if fitted is None else fitted.as_json()),
-    )
-
-
-def _coded(config: CompressConfig, pairs: Pairs) -> frozenset[str]:
-    """The names of what is coded at one bit where it differs."""
+def _coded_names(config: CompressConfig, pairs: Pairs) -> frozenset[str]:
+    """Return the names of the matrices that are coded at one bit where they differ from the base."""
     embeddings = config.embeddings == "compress"
     return frozenset(
         pair.name for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=embeddings)
     )
 
 
-def _shown(config: CompressConfig) -> str:
-    return config.out.name if config.progress else ""
+def _peak_memory_bytes() -> int:
+    """Return the most resident bytes so far.
 
-
-def _peak_memory() -> int:
-    """The most resident bytes so far. Not getrusage's figure, which a process inherits from the one that started it."""
+    Reads /proc, because getrusage's figure is inherited from the parent process.
+    """
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))

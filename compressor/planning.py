@@ -10,14 +10,13 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
 from compressor.io.pairs import Pairs, TensorPair
-from deltastore.errors import MemoryTooSmall, StorageFull, UsageError
+from deltastore.errors import MemoryTooSmall
 from deltastore.format.plan import FP16_BYTES, one_bit_plan
 
 if TYPE_CHECKING:  # brings the model library, which takes seconds
@@ -122,31 +121,6 @@ def check_memory(config: CompressConfig, pairs: Pairs, coded: Collection[str]) -
             )
 
 
-def check_place(out: Path) -> None:
-    """Refuse an `out` that cannot be a file."""
-    if out.is_dir() or not out.parent.is_dir():
-        place = f"{out} is a directory" if out.is_dir() else f"{out.parent}: no such directory"
-        raise UsageError(f"{place}: give --out the name of a file in a directory that exists")
-
-
-def check_room(
-    config: CompressConfig, pairs: Pairs, coded: Collection[str], files: Mapping[str, bytes]
-) -> None:
-    """Refuse an `out` that cannot be written, or with too little room beside it.
-
-    Raises:
-        StorageFull, UsageError: so.
-    """
-    out = config.out
-    check_place(out)
-    needed, free = disk_bytes(config, pairs, coded, files), shutil.disk_usage(out.parent).free
-    if free < needed:
-        raise StorageFull(
-            f"{out.parent}: {free} bytes are free and compressing needs up to {needed}: "
-            "free some space there or choose another --out"
-        )
-
-
 def disk_bytes(
     config: CompressConfig, pairs: Pairs, coded: Collection[str], files: Mapping[str, bytes]
 ) -> int:
@@ -215,7 +189,7 @@ def _stages(
     coding = Stage("coding", [Part("row blocks of every thread", CODING_BYTES, "host")], 0.0, moved)
     if training is None:
         return [coding]
-    sizes = sizes_of(pairs.tensors, coded, pairs.tensors[0].finetune.config)
+    sizes = sizes_of(pairs.tensors, coded, pairs.finetune.config)
     free = _free(device)["host" if device.type == "cpu" else "device"]
     return [*Model(sizes, training, config.method, device.type == "cpu", free).stages(), coding]
 

@@ -106,23 +106,23 @@ class DeltaModel:
         return next(stored, beside)
 
 
-def base_with_added_rows(base: Checkpoint, pairs: Pairs) -> Weights:
-    """The base as the variant of a delta that changes nothing: with the rows that the fine-tune adds, as they are.
+def base_with_added_rows(pairs: Pairs) -> Weights:
+    """Return the base with the rows that the fine-tune adds to its vocabulary, as the fine-tune has them.
 
-    So it has a logit for every token of the fine-tune, and can be compared with it on any text.
+    It has a logit for every token of the fine-tune, so that the two can be compared on any text.
     """
     longer = {
         pair.base_tensor.name: pair
         for pair in pairs.tensors
         if pair.added_rows and pair.name == pair.base_tensor.name
     }
-    return _BaseWithAddedRows(base, longer, base.is_tied()) if longer else base
+    return _BaseWithAddedRows(pairs.base, longer, pairs.base.is_tied()) if longer else pairs.base
 
 
-def finetune_with_own_head(finetune: Checkpoint, pairs: Pairs) -> Weights:
-    """The fine-tune with a head of its own where the delta has one: where it ties what the base does not."""
+def finetune_with_own_head(pairs: Pairs) -> Weights:
+    """Return the fine-tune, with its head stored apart where it ties what the base does not."""
     heads = [pair for pair in pairs.tensors if pair.name != pair.tensor.name]
-    return _FinetuneWithOwnHead(finetune, *heads) if heads else finetune
+    return _FinetuneWithOwnHead(pairs.finetune, *heads) if heads else pairs.finetune
 
 
 @dataclass(frozen=True, slots=True, eq=False)

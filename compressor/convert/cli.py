@@ -1,16 +1,13 @@
-"""The command `peraxis import`: options in, one call, the result out."""
+"""The command `peraxis import`: parse options, import one diff file, print the result."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    from compressor.convert.importer import ImportResult
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -20,7 +17,8 @@ def import_(
     kind: Annotated[
         Literal["bitdelta", "per-axis"],
         typer.Argument(
-            metavar="bitdelta|per-axis", help="Whose file it is: BitDelta's, or the per-axis paper's."
+            metavar="bitdelta|per-axis",
+            help="The code that saved the file: BitDelta's, or the per-axis paper's.",
         ),
     ],
     base: Annotated[
@@ -44,7 +42,7 @@ def import_(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
 ) -> None:
-    """Make a delta of somebody else's one-bit delta. The file is loaded as tensors alone; no code of it runs.
+    """Make a delta of a one-bit delta that BitDelta or the per-axis code saved. No code in the file runs.
 
     Its keys, for bitdelta: MODULE.mask, int32 of shape (in/32, out), bit i of word j being input 32j+i, and one number
     in MODULE.coeff. For per-axis: MODULE.mask_row with MODULE.coeff_row of length in, or MODULE.mask_col with
@@ -52,27 +50,25 @@ def import_(
 
     Example: peraxis import bitdelta --base BASE --finetune TUNED --diff diff.pt --out tuned.safetensors
     """
-    from compressor.convert.importer import (  # imported when needed: torch takes seconds
-        ImportConfig,
-        import_diff,
-    )
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.convert.importer import ImportConfig, import_diff
 
     result = import_diff(ImportConfig(kind, base, diff, out, finetune, progress))
-    print(json.dumps(result.as_json(), indent=2) if as_json else _text(result))
-
-
-def _text(result: ImportResult) -> str:
-    facts = result.as_json()
-    error = facts["weight_error"]
-    lines = [
-        f"{result.out}  {facts['digest']}",
+    error = result.manifest.fidelity.get("weight_error")
+    if as_json:
+        print(json.dumps({**result.as_json(), "weight_error": error}, indent=2))
+        return
+    print(f"{result.out}  sha256:{result.digest}")
+    print(
         f"{_size(result.artifact_bytes)} against {_size(result.full_bytes)} at 16 bits: "
-        f"{facts['ratio']:.2f} times smaller",
-        f"{len(facts['tensors'])} tensors changed, {result.num_unchanged} as in the base; "
-        f"method {result.manifest.method}",
-        *([] if error is None else [f"weight error {error:.4f} of the difference's norm"]),
-    ]
-    return "\n".join(lines)
+        f"{result.ratio:.2f} times smaller"
+    )
+    num_changed = len(result.manifest.tensors)
+    print(
+        f"{num_changed} tensors changed, {result.num_unchanged} as in the base; method {result.manifest.method}"
+    )
+    if error is not None:
+        print(f"weight error {error:.4f} of the difference's norm")
 
 
 def _size(num_bytes: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressor.blockwise.delta_model import DeltaModel
 from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
-from compressor.io.outputs import check_apart
+from compressor.io.outputs import check_free_disk, check_not_an_input
 from compressor.io.pairs import is_finite
 from compressor.io.row_blocks import row_blocks
 from compressor.io.side_files import tokenizer_files
@@ -74,7 +74,7 @@ def merge(config: MergeConfig) -> MergeResult:
         StorageFull: no room at `out`.
         UsageError: an `out` that is there already, or cannot be written.
     """
-    check_apart(config.out, {"--base": config.base, "--delta": config.delta})
+    check_not_an_input(config.out, {"--base": config.base, "--delta": config.delta})
     base = Checkpoint.open(checkpoint_directory(config.base))
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
@@ -185,12 +185,7 @@ def _check_out(out: Path, needed: int) -> None:
         raise UsageError(f"{out.parent}: no such directory: give --out a new name in a directory that exists")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out}: it is there already: choose another --out or remove it")
-    free = shutil.disk_usage(out.parent).free
-    if free < needed:
-        raise StorageFull(
-            f"{out.parent}: {free} bytes are free and the checkpoint takes {needed}: "
-            "free some space there or choose another --out"
-        )
+    check_free_disk(out.parent, needed, "the checkpoint takes")
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None
         with _telling_of_text():
-            students = (base_with_added_rows(base, pairs), variant)
+            students = (base_with_added_rows(pairs), variant)
             num_sequences, (of_base, of_delta) = _measure(finetune, students, config)
         foreign = tuple(_foreign(pairs, artifact))
     scores = {} if tasks is None else _scores(tasks, directories, config)
@@ -142,7 +142,7 @@ def _measure(
 
 def _check_finetune(pairs: Pairs, variant: DeltaModel) -> None:
     """The delta could have been made from this fine-tune."""
-    where, finetune = variant.artifact.where, pairs.tensors[0].finetune.path
+    where, finetune = variant.artifact.where, pairs.finetune.path
     remedy = "give the fine-tune that it was made from"
     if pairs.tied != variant.artifact.manifest.tied:
         raise CheckpointError(f"{where}: it ties the output head otherwise than {finetune}: {remedy}")

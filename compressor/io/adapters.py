@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from compressor.io.outputs import check_free_disk
 from compressor.io.sources import checkpoint_directory
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -87,15 +88,10 @@ def _check_files(adapter: Path, base: Path) -> None:
             f"{adapter}: no {WEIGHTS_FILE} in it; adapter_model.bin is a pickle and is not loaded: "
             "convert it, by loading it once with peft and saving it again"
         )
-    place = tempfile.gettempdir()
-    stored = [*Checkpoint.open(base).tensors.values()]
+    stored = Checkpoint.open(base).tensors.values()
     needed = MERGED_BYTES * sum(math.prod(tensor.shape) for tensor in stored)
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise StorageFull(
-            f"{place}: {free} bytes are free and the merged adapter takes {needed}: "
-            "free some space there or set TMPDIR to a directory on a larger disk"
-        )
+    directory, way_out = Path(tempfile.gettempdir()), "set TMPDIR to a directory on a larger disk"
+    check_free_disk(directory, needed, "the merged adapter takes", way_out)
 
 
 def _warn_of_another_base(adapter: Path, base: Path) -> None:

@@ -1,148 +1,148 @@
-"""Writing a delta: every tensor of a pair into the artifact, coded, whole or not at all, and what is said of it.
+"""Write one delta: its tensors, side files and manifest into an artifact.
 
-Knows pairs and the artifact's writer; nothing of how deltas were fitted.
+Both `peraxis compress` and `peraxis import` end here. This file owns the manifest; it must not know where a tensor
+comes from or how it was fitted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from compressor.codec import Coded, Method, code_matrix, measured
+from torch import Tensor
+
+from compressor.codec import Method
 from compressor.evaluate.fidelity import rounded
-from compressor.io.pairs import Pairs, TensorPair
-from compressor.io.row_blocks import Map, row_blocks, workers
-from deltastore.errors import CheckpointError
+from deltastore.base.base import Base
 from deltastore.format.artifact import ArtifactWriter
-from deltastore.format.manifest import TensorSpec
-from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual
-from deltastore.format.onebit import OneBit
-from deltastore.format.validate import LARGEST_SCALE
+from deltastore.format.manifest import Manifest, TensorSpec
+from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import byte_progress
 
-Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedMatrix:
+    """A matrix at one bit per weight, with its record for the manifest."""
+
+    delta: MatrixDelta
+    spec: TensorSpec
+    added_rows: Tensor | None = None  # [rows, in]: rows that the base lacks, in the fine-tune's dtype
+    squared_norm: float = 0.0  # of the difference from the base; 0 where it was not measured
+    squared_error: float = 0.0  # of that difference less the delta
 
 
-@dataclass(slots=True)
-class Carried:
-    """What has been written so far."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaTensor:
+    """One tensor of the fine-tune that a delta may carry."""
 
-    specs: dict[str, TensorSpec] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
-    device_bytes: int = 0
-    squared_norm: float = 0.0
-    squared_error: float = 0.0
+    name: str
+    num_bytes: int  # that `content` reads, for the progress bar
+    # Coded, whole, or None where the tensor equals the base's. Called once, so that one tensor is in memory at a time.
+    content: Callable[[], CodedMatrix | Tensor | None]
 
-    @property
-    def weight_error(self) -> float:
-        """Of all coded matrices together: norm of what is lost over norm of the differences."""
-        return rounded(math.sqrt(self.squared_error / self.squared_norm)) if self.squared_norm else 0.0
 
-    def add(self, pair: TensorPair, coded: Coded[MatrixDelta], zeros: Zeros) -> None:
-        """Say of a coded matrix what the manifest says."""
-        self.squared_norm += coded.squared_norm
-        self.squared_error += coded.squared_error
-        self.specs[pair.name] = TensorSpec(
-            codec="onebit",
-            shape=list(pair.tensor.shape),
-            axis=coded.delta.axis,
-            planes=coded.delta.num_planes,
-            rank=coded.delta.rank,
-            added_rows=pair.added_rows,
-            against=pair.against,
-            num_zeros=coded.num_zeros,
-            zeros=zeros if coded.num_zeros else None,
-            error=rounded(coded.error),
-        )
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaContents:
+    """Everything that goes into one artifact."""
+
+    base: Base
+    method: Method
+    tied: bool  # the output head is the input embedding
+    tensors: Sequence[DeltaTensor]  # in layer order
+    files: Mapping[str, bytes]  # the fine-tune's tokenizer, chat template and generation config
+    settings: Mapping[str, Any]  # that the delta was made with
+    num_sequences: int | None = None  # of calibration text; None where there was none
+    fidelity: Mapping[str, Any] = field(default_factory=dict)  # measured so far; `weight_error` is added
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
-    """Which tensors are coded, and as what."""
+class WrittenDelta:
+    """An artifact on disk."""
 
-    names: frozenset[str]
-    method: Method  # of those that were not fitted
-    fitted: Mapping[str, MatrixDelta]
-    what: str  # that progress speaks of; "" for none
+    out: Path
+    digest: str  # SHA-256, 64 hex digits
+    artifact_bytes: int
+    full_bytes: int  # of the fine-tune at 16 bits
+    num_unchanged: int  # tensors that the fine-tune shares with its base
+    manifest: Manifest
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the fine-tune at 16 bits over bytes of the artifact."""
+        return self.full_bytes / self.artifact_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        specs = self.manifest.tensors.items()
+        return {
+            "out": str(self.out),
+            "digest": f"sha256:{self.digest}",
+            "artifact_bytes": self.artifact_bytes,
+            "device_bytes": self.manifest.device_bytes,
+            "full_bytes": self.full_bytes,
+            "ratio": self.ratio,
+            "fidelity": self.manifest.fidelity,
+            "num_unchanged": self.num_unchanged,
+            "tensors": {name: spec.model_dump(exclude_defaults=True) for name, spec in specs},
+        }
 
 
-def carry(pairs: Pairs, files: Mapping[str, bytes], coding: Coding, writer: ArtifactWriter) -> Carried:
-    """Append everything that the fine-tune does not share with its base.
+def write_delta(contents: DeltaContents, writer: ArtifactWriter, *, progress: bool) -> tuple[Manifest, str]:
+    """Write every tensor and file of `contents` and then the manifest.
+
+    The manifest holds no paths and no times, so the same contents give the same bytes.
+
+    Returns:
+        The manifest, and the artifact's SHA-256 as 64 hex digits.
 
     Raises:
-        CheckpointError: NaN or infinity in a tensor, or a difference that no delta can carry.
+        CheckpointError: a tensor's content cannot be carried by a delta.
+        StorageFull: the disk is full.
     """
-    carried = Carried()
-    total = sum(pair.num_bytes for pair in pairs.tensors)
-    with byte_progress(total, coding.what, bool(coding.what)) as bar, workers() as each:
-        for pair in pairs.tensors:
-            if pair.name not in coding.names:
-                _carry_whole(pair, writer, carried)
-            elif (own := coding.fitted.get(pair.name)) is not None:
-                _carry_coded(pair, measured(pair, own, each), writer, carried, zeros="fitted")
-            else:
-                found = code_matrix(pair, coding.method, each)
-                _carry_coded(pair, _as_matrix(found), writer, carried, zeros="alternate")
-            bar.update(pair.num_bytes)
-    carried.device_bytes = writer.device_bytes
-    for name, content in files.items():
-        writer.add_file(name, content)
-        carried.files.append(name)
-    return carried
+    specs: dict[str, TensorSpec] = {}
+    squared_norm, squared_error = 0.0, 0.0
+    num_bytes = sum(tensor.num_bytes for tensor in contents.tensors)
+    with byte_progress(num_bytes, writer.path.name, progress) as bar:
+        for tensor in contents.tensors:
+            content = tensor.content()
+            if isinstance(content, CodedMatrix):
+                writer.add_onebit(tensor.name, content.delta, content.added_rows)
+                specs[tensor.name] = content.spec
+                squared_norm += content.squared_norm
+                squared_error += content.squared_error
+            elif content is not None:
+                writer.add_whole(tensor.name, content)
+                specs[tensor.name] = TensorSpec(codec="whole", shape=list(content.shape))
+            bar.update(tensor.num_bytes)
+    device_bytes = writer.device_bytes
+    for name, file in contents.files.items():
+        writer.add_file(name, file)
+    measured = {"weight_error": rounded(math.sqrt(squared_error / squared_norm))} if squared_norm else {}
+    manifest = _manifest(contents, specs, device_bytes, measured)
+    return manifest, writer.finish(manifest)
 
 
-def changed(pairs: Pairs) -> frozenset[str]:
-    """Names of the tensors that a delta says something of. Reads everything once, so that bad input ends before work.
-
-    Raises:
-        CheckpointError: NaN or infinity in a tensor.
-    """
-    with workers() as each:
-        return frozenset(pair.name for pair in pairs.tensors if _is_changed(pair, each))
-
-
-def _is_changed(pair: TensorPair, each: Map) -> bool:
-    differs = list(each(lambda rows: bool(pair.block(rows).any()), row_blocks(pair.shape)))
-    return pair.added() is not None or any(differs)
-
-
-def _as_matrix(coded: Coded[OneBit]) -> Coded[MatrixDelta]:
-    delta = MatrixDelta((coded.delta,))
-    return Coded(delta, coded.num_zeros, coded.squared_norm, coded.squared_error)
-
-
-def _carry_whole(pair: TensorPair, writer: ArtifactWriter, carried: Carried) -> None:
-    if pair.is_changed():
-        writer.add_whole(pair.name, pair.whole())
-        carried.specs[pair.name] = TensorSpec(codec="whole", shape=list(pair.tensor.shape))
-
-
-def _carry_coded(
-    pair: TensorPair, coded: Coded[MatrixDelta], writer: ArtifactWriter, carried: Carried, zeros: Zeros
-) -> None:
-    if coded.is_zero and not pair.added_rows:
-        return
-    largest = _largest(coded.delta)
-    if not largest <= LARGEST_SCALE:
-        raise CheckpointError(
-            f"{pair.tensor.file}: tensor {pair.tensor.name!r} differs from the base's by {largest:.3g}: "
-            "give the base that it was tuned from"
-        )
-    writer.add_onebit(pair.name, coded.delta, pair.added())
-    carried.add(pair, coded, zeros)
-
-
-def _largest(delta: MatrixDelta) -> float:
-    """What no number of a delta exceeds, as an upload's check computes it."""
-    planes = (
-        largest_of_plane(
-            plane.gain, [scale.float() for scale in (plane.scale_out, plane.scale_in) if scale is not None]
-        )
-        for plane in delta.planes
+def _manifest(
+    contents: DeltaContents,
+    specs: dict[str, TensorSpec],
+    device_bytes: int,
+    measured: Mapping[str, float],
+) -> Manifest:
+    compressor: dict[str, Any] = {"version": version("peraxis"), "settings": dict(contents.settings)}
+    if contents.num_sequences is not None:
+        compressor["num_sequences"] = contents.num_sequences
+    return Manifest(
+        base_id=contents.base.id,
+        base_fingerprint=contents.base.fingerprint,
+        method=contents.method,
+        tied=contents.tied,
+        device_bytes=device_bytes,
+        config=dict(contents.base.config),
+        tensors=specs,
+        files=list(contents.files),
+        compressor=compressor,
+        fidelity={**contents.fidelity, **measured},
     )
-    residual = 0.0
-    if delta.left is not None and delta.right is not None:
-        residual = largest_of_residual(delta.left.float(), delta.right.float())
-    return sum(planes) + residual

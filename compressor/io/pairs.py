@@ -105,6 +105,8 @@ class TensorPair:
 class Pairs:
     """Everything that a delta of two checkpoints may carry."""
 
+    base: Checkpoint
+    finetune: Checkpoint
     tensors: Sequence[TensorPair]  # in layer order
     tied: bool  # both models' output heads are their input embeddings
 
@@ -149,7 +151,7 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     for pair in paired:
         _check_shapes(pair)
         _check_dtypes(pair)
-    return Pairs(paired, tied=base_head is None and head is None)
+    return Pairs(base, finetune, paired, tied=base_head is None and head is None)
 
 
 def is_computed(name: str) -> bool:

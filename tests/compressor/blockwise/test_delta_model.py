@@ -81,7 +81,7 @@ def test_the_base_as_a_variant_answers_as_the_base_does(
             lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
         )
     base, finetune = Checkpoint.open(models.base), Checkpoint.open(models.finetunes[0])
-    weights = base_with_added_rows(base, pair_up(base, finetune))
+    weights = base_with_added_rows(pair_up(base, finetune))
     logits = logits_of(weights)
     assert logits.shape[-1] == expected.shape[-1] + 4
     torch.testing.assert_close(logits[..., :-4], expected)
@@ -94,4 +94,4 @@ def test_the_base_with_all_of_the_vocabulary_is_itself(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path)
     rewrite_config(models.base, use_cache=False)
     base = Checkpoint.open(models.base)
-    assert base_with_added_rows(base, pair_up(base, Checkpoint.open(models.finetunes[0]))) is base
+    assert base_with_added_rows(pair_up(base, Checkpoint.open(models.finetunes[0]))) is base

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compressor.convert.diff_files import Kind
-from compressor.convert.importer import ImportConfig, ImportResult, import_diff
+from compressor.convert.importer import ImportConfig, import_diff
 from compressor.convert.merge import DtypeName, MergeConfig, merge
+from compressor.io.delta_writer import WrittenDelta
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
@@ -44,7 +45,7 @@ def models(tmp_path: Path) -> TinyModels:
 
 def imported(
     models: TinyModels, content: dict[str, Tensor], kind: Kind = "bitdelta", finetune: Path | None = None
-) -> ImportResult:
+) -> WrittenDelta:
     """Import a file with this content, and check the artifact as an upload would be."""
     diff, out = models.base.parent / "diff.pt", models.base.parent / "delta.safetensors"
     torch.save(content, diff)

@@ -265,7 +265,7 @@ def test_an_out_that_cannot_be_written_is_refused(models: TinyModels, tmp_path: 
 
 def test_a_full_disk_is_refused_before_work(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(models, bitdelta(models))
-    monkeypatch.setattr("compressor.convert.importer.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("compressor.io.outputs.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "1000 bytes are free" in refused(models, StorageFull)
 
 

@@ -38,7 +38,7 @@ def pair(directory: Path, **config: Any) -> TinyModels:
 def written(models: TinyModels, texts: list[torch.Tensor] = TEXTS) -> list[Example]:
     base, finetune = map(Checkpoint.open, (models.base, models.finetunes[0]))
     with Artifact.open(models.base.parent / "delta") as artifact:
-        students = base_with_added_rows(base, pair_up(base, finetune)), DeltaModel(base, artifact)
+        students = base_with_added_rows(pair_up(base, finetune)), DeltaModel(base, artifact)
         return examples(students[0], finetune, students[1], texts, CPU)
 
 

@@ -1,6 +1,6 @@
-"""The `peraxis` command: mounts the commands of the packages and turns errors into exit codes.
+"""The `peraxis` command: mount the commands of the packages and turn errors into exit codes.
 
-A package is imported when one of its commands is used, so that help and version answer at once.
+A package is imported when one of its commands runs, so that help and version answer at once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from deltastore.memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a command lives: a module with a Typer `app`, which holds it by name or, as a group, is it."""
+class CommandEntry:
+    """One command of the help page, and the module that defines it."""
 
+    # The module has a Typer `app` with a command of this name. With `is_group`, the whole `app` is the command.
     module: str
     panel: str
     help: str
@@ -38,25 +39,29 @@ class Entry:
 TERMINATED = 128 + signal.SIGTERM
 
 DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
-COMMANDS: Mapping[str, Entry] = {
-    "compress": Entry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
-    "merge": Entry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
-    "import": Entry("compressor.convert.cli", DELTAS, "Make a delta of BitDelta's file, or of the paper's."),
-    "eval": Entry("compressor.evaluate.cli", DELTAS, "Measure how near a delta is to its fine-tune."),
-    "inspect": Entry(
-        "deltastore.cli", DELTAS, "Show what is inside a delta, or what a model's shapes would give."
+COMMANDS: Mapping[str, CommandEntry] = {
+    "compress": CommandEntry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
+    "merge": CommandEntry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
+    "import": CommandEntry(
+        "compressor.convert.cli", DELTAS, "Make a delta from a file of BitDelta or of the paper."
     ),
-    "verify": Entry("deltastore.cli", DELTAS, "Check a delta, also against its base."),
-    "serve": Entry("server.cli", SERVICE, "Serve a base and the variants of a registry over HTTP."),
-    "registry": Entry("deltastore.registry.cli", SERVICE, "List, clean and check a registry on disk.", True),
-    "demo": Entry("demo.cli", OTHER, "Walk the whole way once, on this machine's CPU."),
+    "eval": CommandEntry("compressor.evaluate.cli", DELTAS, "Measure how close a delta is to its fine-tune."),
+    "inspect": CommandEntry(
+        "deltastore.cli", DELTAS, "Show the contents of a delta, or plan one from a model's shapes."
+    ),
+    "verify": CommandEntry("deltastore.cli", DELTAS, "Check a delta, and optionally that it fits a base."),
+    "serve": CommandEntry("server.cli", SERVICE, "Serve a base and the variants of a registry over HTTP."),
+    "registry": CommandEntry(
+        "deltastore.registry.cli", SERVICE, "List, clean and check a registry on disk.", True
+    ),
+    "demo": CommandEntry("demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."),
 }
 
 
 class LazyGroup(TyperGroup):
-    """A group of names and help lines; what a name stands for is imported when it is resolved."""
+    """A group that knows its commands' names and help lines, and imports a command when it is resolved."""
 
-    entries: Mapping[str, Entry] = {}
+    entries: Mapping[str, CommandEntry] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -64,8 +69,8 @@ class LazyGroup(TyperGroup):
         return name, command if entry is None else _load(str(name), entry), rest
 
 
-def build(commands: Mapping[str, Entry] = COMMANDS) -> LazyGroup:
-    """The root command over `commands`; imports none of them."""
+def build(commands: Mapping[str, CommandEntry] = COMMANDS) -> LazyGroup:
+    """Return the root command over `commands` without importing them."""
     app = typer.Typer(
         name="peraxis",
         cls=LazyGroup,
@@ -81,10 +86,10 @@ def build(commands: Mapping[str, Entry] = COMMANDS) -> LazyGroup:
     return root
 
 
-def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
-    """Run one command line and return its exit code; an error is one line on stderr, or one JSON document.
+def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) -> int:
+    """Run one command line and return its exit code. An error is one line on stderr, or with `--json` a document.
 
-    0 done; 1 a failed job; 2 wrong arguments; 130 interrupted; 143 terminated; another code where a command says so.
+    Exit codes: 0 done, 1 a failed job, 2 wrong arguments, 130 interrupted, 143 terminated, or the command's own.
     """
     as_json = "--json" in args
     try:
@@ -92,7 +97,8 @@ def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
             outcome = build(commands).main(
                 list(args) or ["--help"], prog_name="peraxis", standalone_mode=False
             )
-            sys.stdout.flush()  # here, where what goes wrong is told as everything else is
+            # Flush here, so that a failing write is reported like every other error.
+            sys.stdout.flush()
     except _Terminated:
         return _report("terminated", "Terminated", TERMINATED, as_json)
     except typer.TyperException as error:
@@ -113,17 +119,17 @@ def run(args: Sequence[str], commands: Mapping[str, Entry] = COMMANDS) -> int:
 
 
 def main() -> None:
-    """Entry point of the installed script."""
+    """Run the command line of this process; the entry point of the installed script."""
     sys.exit(run(sys.argv[1:]))
 
 
 class _Terminated(BaseException):
-    """SIGTERM; like KeyboardInterrupt it passes whoever catches errors, and cleans up on its way."""
+    """Raised by SIGTERM. Like KeyboardInterrupt it is no Exception, so it unwinds every `with` and `finally`."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind the command, where nobody listens to it and signals can be had at all."""
+    """Let SIGTERM unwind the block, if it has no handler yet and this is the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -136,29 +142,29 @@ def _terminable() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would stop the cleaning up
+    # A second SIGTERM would interrupt the clean-up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Terminated
 
 
 def _memory_message(error: MemoryError | RuntimeError) -> str:
     reason = " ".join(str(error).split())[:120]
     return (
-        f"out of memory{f' ({reason})' if reason else ''}: free some, or use less: when serving, lower "
-        "--max-gpu-deltas, --kv-cache-gb or --max-host-cache-gb; when compressing, lower --samples, give "
-        "--no-learn-signs, or --device cpu where it is the GPU's"
+        f"out of memory{f' ({reason})' if reason else ''}: free some memory or use less: when serving, lower "
+        "--max-gpu-deltas, --kv-cache-gb or --max-host-cache-gb; when compressing, lower --samples, add "
+        "--no-learn-signs, or use --device cpu if GPU memory ran out"
     )
 
 
-def _load(name: str, entry: Entry) -> Any:
+def _load(name: str, entry: CommandEntry) -> Any:
     group = get_group(importlib.import_module(entry.module).app)
-    group.no_args_is_help = (
-        False  # a missing command is a wrong argument, reported as one line like every other
-    )
+    # A missing command is then reported in one line, like every other wrong argument.
+    group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
 
 
 def _placeholder() -> None:
-    raise AssertionError("a listed command is replaced by its own before it runs")
+    raise RuntimeError("LazyGroup replaces this placeholder before it runs")
 
 
 def _print_version() -> None:
@@ -179,7 +185,10 @@ def _report(message: str, kind: str, code: int, as_json: bool) -> int:
 
 
 def _is_printed(text: str) -> bool:
-    """Whether stdout took this and all before; where not, the rest goes nowhere, lest Python complain at exit."""
+    """Write and flush `text` to stdout. If stdout fails, redirect it to /dev/null and return False.
+
+    Without the redirection, Python's own flush at exit would fail, too.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -27,7 +27,7 @@ from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.engine.request import Request
 from server.metrics import Metrics
-from server.process import spare_collections
+from server.process import freeze_startup_objects
 from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
@@ -145,7 +145,7 @@ def serving(
         stopping=threading.Event(),
         on_lost=lambda: None,
     )
-    spare_collections()  # as the server's process does
+    freeze_startup_objects()  # as the server's process does
     try:
         yield Service(engine, tokenizers, records, metrics)
     finally:

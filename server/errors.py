@@ -1,4 +1,4 @@
-"""What a request or the service can fail with, beside the errors of the store. `api/errors.py` maps all to HTTP."""
+"""Errors of requests and of the service. `server/api/errors.py` maps them and those of deltastore to HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from deltastore.errors import PeraxisError
 
 
 class InvalidRequest(PeraxisError):
-    """A request that cannot be served as it is; `param` names the field at fault."""
+    """A request that cannot be served; `param` names the field at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -14,20 +14,20 @@ class InvalidRequest(PeraxisError):
 
 
 class QueueFull(PeraxisError):
-    """More requests wait than the server admits."""
+    """The server admits no more requests now: its queue is full, or the base is still loading."""
 
 
 class Draining(PeraxisError):
-    """The server is shutting down and takes no new requests."""
+    """The server is shutting down and admits no new requests."""
 
 
 class LoadTimeout(PeraxisError):
-    """A variant could not be brought into a slot in time."""
+    """A variant was not loaded into a slot within `load_timeout`."""
 
 
 class NotServable(PeraxisError):
-    """A base whose architecture this server cannot run delta-aware."""
+    """A base that this server cannot serve: an unsupported architecture or device, or too little memory."""
 
 
 class EngineFailed(PeraxisError):
-    """A step failed; the requests in it fail with this and nothing else does."""
+    """A step or the engine itself failed."""

@@ -1,7 +1,7 @@
-"""Every metric of the service and its labels. Holds numbers; who counts what is decided where it happens.
+"""Every metric of the service and its labels. Callers decide what they count.
 
-An attribute is called as its metric without `peraxis_`. Series whose labels are known in advance stand at 0 from the
-start, so that a rate over the first event is not lost.
+An attribute has its metric's name without `peraxis_`. Series whose labels are known in advance start at 0, so that a
+rate includes the first event.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class Metrics:
-    """The service's metrics in one registry of prometheus-client. Thread-safe."""
+    """The service's metrics in one prometheus_client registry. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -55,7 +55,7 @@ class Metrics:
         self._define_registry_and_process()
 
     def variant_label(self, tenant: str, name: str | None) -> str:
-        """The `variant` label of a variant, or of the base where `name` is None."""
+        """Return the `variant` label of a variant, or of the base if `name` is None."""
         if name is None:
             return BASE
         with self._lock:
@@ -66,12 +66,12 @@ class Metrics:
         return f"{tenant}/{name}"
 
     def variant_labels(self) -> frozenset[tuple[str, str]]:
-        """Tenant and name of every variant that has a label of its own."""
+        """Return tenant and name of every variant that has a label of its own."""
         with self._lock:
             return frozenset(self._labels)
 
     def forget_variant(self, tenant: str, name: str) -> None:
-        """Remove a deleted variant's series and give its label's place to another."""
+        """Remove the series of a deleted variant, so that another variant can have a label."""
         with self._lock:
             self._labels.discard((tenant, name))
         for metric in self._per_variant:
@@ -88,7 +88,7 @@ class Metrics:
             "variant_load_bytes", "Bytes of loaded deltas", source=SOURCES
         )
         self.variant_load_failures_total = self._counter(
-            "variant_load_failures", "Deltas that could not be loaded", reason=LOAD_FAILURES
+            "variant_load_failures", "Deltas that failed to load", reason=LOAD_FAILURES
         )
         self.cold_start_seconds = self._histogram(
             "cold_start_seconds",
@@ -96,33 +96,31 @@ class Metrics:
             source=SOURCES,
         )
         self.variant_lookups_total = self._counter(
-            "variant_lookups", "Where a request found its delta", result=LOOKUPS
+            "variant_lookups", "Requests by the level of their delta at admission", result=LOOKUPS
         )
 
     def _define_residency(self) -> None:
         self.slots = self._gauge("slots", "Slots for deltas in device memory")
         self.slots_in_use = self._gauge("slots_in_use", "Slots that hold a delta or are being filled")
         self.slots_pinned = self._gauge("slots_pinned", "Slots whose delta is never evicted")
-        self.variants_resident = self._gauge("variants_resident", "Deltas in memory", level=LEVELS)
+        self.variants_resident = self._gauge("variants_resident", "Deltas in memory, by level", level=LEVELS)
         self.variant_resident = self._gauge(
             "variant_resident", "1 while the variant is in memory", variant=(), level=()
         )
         self.variant_evictions_total = self._counter(
-            "variant_evictions", "Deltas that left memory", level=LEVELS, reason=EVICTION_REASONS
+            "variant_evictions", "Deltas evicted from memory", level=LEVELS, reason=EVICTION_REASONS
         )
-        self.host_cache_bytes = self._gauge("host_cache_bytes", "Host memory that holds deltas")
-        self.host_cache_limit_bytes = self._gauge(
-            "host_cache_limit_bytes", "Host memory that may hold deltas"
-        )
+        self.host_cache_bytes = self._gauge("host_cache_bytes", "Host memory used by the host cache")
+        self.host_cache_limit_bytes = self._gauge("host_cache_limit_bytes", "Size limit of the host cache")
         self.device_memory_bytes = self._gauge(
-            "device_memory_bytes", "Device memory by what it holds", kind=MEMORY_KINDS
+            "device_memory_bytes", "Device memory by use", kind=MEMORY_KINDS
         )
 
     def _define_requests(self) -> None:
-        self.num_requests_running = self._gauge("num_requests_running", "Requests that are given tokens now")
+        self.num_requests_running = self._gauge("num_requests_running", "Requests that run")
         self.num_requests_waiting = self._gauge("num_requests_waiting", "Admitted requests that wait")
         self.num_requests_waiting_by_reason = self._gauge(
-            "num_requests_waiting_by_reason", "Admitted requests that wait, and for what", reason=WAIT_REASONS
+            "num_requests_waiting_by_reason", "Admitted requests that wait, by reason", reason=WAIT_REASONS
         )
         self.request_queue_seconds = self._histogram(
             "request_queue_seconds", "From admission to the first step"
@@ -139,7 +137,7 @@ class Metrics:
         self.prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens processed")
         self.generation_tokens_total = self._counter("generation_tokens", "Tokens generated")
         self.admission_rejections_total = self._counter(
-            "admission_rejections", "Requests that were not admitted", reason=REJECTIONS
+            "admission_rejections", "Requests that were refused", reason=REJECTIONS
         )
         self.http_requests_total = self._counter(
             "http_requests", "HTTP requests by route and status", route=(), code=()
@@ -153,7 +151,7 @@ class Metrics:
             "variant_tokens", "Tokens processed and generated", variant=(BASE,), kind=KINDS
         )
         self.variant_active_version = self._gauge(
-            "variant_active_version", "The version that a request without one gets", variant=()
+            "variant_active_version", "Version that requests without a version get", variant=()
         )
         self.tenant_requests_total = self._counter(
             "tenant_requests", "HTTP requests by status", tenant=(), code=()
@@ -162,7 +160,7 @@ class Metrics:
             "tenant_tokens", "Tokens processed and generated", tenant=(), kind=()
         )
         self.tenant_rejections_total = self._counter(
-            "tenant_rejections", "Requests that were not admitted", tenant=(), reason=()
+            "tenant_rejections", "Requests that were refused", tenant=(), reason=()
         )
         self._per_variant = (
             self.variant_resident,
@@ -175,17 +173,17 @@ class Metrics:
         self.step_seconds = self._histogram("step_seconds", "Time of one step of the engine")
         self.batch_requests = self._histogram("batch_requests", "Requests in a step", BATCH_BUCKETS)
         self.kv_cache_usage_ratio = self._gauge(
-            "kv_cache_usage_ratio", "Share of the key-value cache that running requests hold"
+            "kv_cache_usage_ratio", "Share of the KV cache's pages that running requests use"
         )
         self.prefix_cache_queries_total = self._counter(
-            "prefix_cache_queries", "Tokens that were looked for among known prefixes"
+            "prefix_cache_queries", "Tokens looked up in the prefix cache"
         )
-        self.prefix_cache_hits_total = self._counter("prefix_cache_hits", "Tokens that were found there")
+        self.prefix_cache_hits_total = self._counter("prefix_cache_hits", "Tokens found in the prefix cache")
         self.preemptions_total = self._counter(
-            "preemptions", "Samples that gave up their part of the key-value cache and began anew"
+            "preemptions", "Sequences whose pages were freed and that are computed again"
         )
         self.batch_distinct_variants = self._histogram(
-            "batch_distinct_variants", "Different deltas in a step; the base is none", (0, *BATCH_BUCKETS)
+            "batch_distinct_variants", "Different deltas in a step, without the base", (0, *BATCH_BUCKETS)
         )
 
     def _define_registry_and_process(self) -> None:
@@ -196,9 +194,11 @@ class Metrics:
         self.registry_free_bytes = self._gauge(
             "registry_free_bytes", "Free bytes of the registry's file system"
         )
-        self.registry_quarantined = self._gauge("registry_quarantined", "Artifacts found corrupt")
+        self.registry_quarantined = self._gauge("registry_quarantined", "Quarantined artifacts")
         self.ready = self._gauge("ready", "1 while requests are admitted")
-        build_info = self._gauge("build_info", "1, labelled with the version", version=(version("peraxis"),))
+        build_info = self._gauge(
+            "build_info", "Always 1; the label is the version", version=(version("peraxis"),)
+        )
         build_info.labels(version=version("peraxis")).set(1)
 
     def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
@@ -215,7 +215,7 @@ class Metrics:
     def _with_series(
         self, kind: Callable[..., M], name: str, text: str, labels: dict[str, Iterable[str]], **more: Any
     ) -> M:
-        """Define a metric, and each series of it whose label values are all given."""
+        """Define a metric and every combination of its given label values."""
         metric = kind(PREFIX + name, text, tuple(labels), registry=self.registry, **more)
         if labels:
             for values in itertools.product(*labels.values()):

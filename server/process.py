@@ -1,4 +1,4 @@
-"""The server as a process: its ports, its signals, its exit code. Knows applications to run, not their routes."""
+"""The server's process: ports, signals and exit code. Runs ASGI applications and knows no route."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
 from deltastore.errors import SettingsError
+from server.api.service import Service
 from server.errors import EngineFailed
 
 BACKLOG = 2048
-LAST_BYTES_S = 2  # for replies to be sent after everything that makes them has ended
+# How long uvicorn may send replies after the service has closed.
+LAST_BYTES_S = 2
 INTERRUPTED = 130
 
 
-class Lifecycle(Protocol):
-    """What of the service the process watches and ends."""
-
-    loading: asyncio.Task[None] | None
-    lost: asyncio.Event
-
-    async def close(self) -> None: ...
-
-
 class _Server(uvicorn.Server):
-    """The library's server, which leaves the signals to us: it would stop listening before the requests have ended."""
+    """uvicorn without its signal handlers, which would stop listening before the requests have ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -38,7 +31,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. SettingsError where the address cannot be had."""
+    """Return a listening socket; raise SettingsError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
@@ -49,16 +42,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The address that clients use."""
+    """Return the URL that clients use."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready: Callable[[], None]) -> int:
+def run(apps: Mapping[socket.socket, Any], service: Service, on_ready: Callable[[], None]) -> int:
     """Serve until SIGTERM or SIGINT, let the requests in flight end, and return the exit code.
 
     Args:
         apps: the ASGI application of each listening socket; the first one starts the service.
+        service: the service of the applications.
         on_ready: called when the base is loaded.
 
     Raises:
@@ -67,15 +61,13 @@ def run(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready: Callabl
     return asyncio.run(_serve(apps, service, on_ready))
 
 
-def spare_collections() -> None:
-    """Let garbage collections skip what exists now: to walk through a model's modules stops every stream for longer
-    than several steps take.
-    """
+def freeze_startup_objects() -> None:
+    """Exempt existing objects from garbage collection, whose pass over the model takes longer than several steps."""
     gc.collect()
     gc.freeze()
 
 
-async def _serve(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready: Callable[[], None]) -> int:
+async def _serve(apps: Mapping[socket.socket, Any], service: Service, on_ready: Callable[[], None]) -> int:
     stopped = _first_signal()
     servers = [_Server(_config(app, is_first=i == 0)) for i, app in enumerate(apps.values())]
     serving = [
@@ -85,7 +77,7 @@ async def _serve(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready
     try:
         return await _watch(service, servers[0], stopped, on_ready)
     finally:
-        # While requests end, the ports still answer: not ready, and draining to whoever comes.
+        # While requests end, the ports still answer: /ready and new requests get 503 `draining`.
         await service.close()
         for server in servers:
             server.should_exit = True
@@ -93,16 +85,16 @@ async def _serve(apps: Mapping[socket.socket, Any], service: Lifecycle, on_ready
 
 
 async def _watch(
-    service: Lifecycle, server: uvicorn.Server, stopped: asyncio.Future[int], on_ready: Callable[[], None]
+    service: Service, server: uvicorn.Server, stopped: asyncio.Future[int], on_ready: Callable[[], None]
 ) -> int:
-    """Until something ends the service: the exit code, or the reason as an exception."""
+    """Wait for the end of the service. Return the exit code, or raise if loading failed or the device was lost."""
     while not server.started:
         await asyncio.sleep(0.01)
     assert service.loading is not None
     await _first_of(service.loading, stopped)
     if service.loading.done():
         service.loading.result()
-        spare_collections()
+        freeze_startup_objects()
         on_ready()
         lost = asyncio.create_task(service.lost.wait())
         await _first_of(lost, stopped)
@@ -116,7 +108,7 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
 
 
 def _first_signal() -> asyncio.Future[int]:
-    """The exit code that the first SIGTERM or SIGINT asks for; a second one kills the process as if nobody listened."""
+    """Return a future of the first SIGTERM's or SIGINT's exit code. A second signal has its default effect."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""The service's settings: flag over environment over TOML file over default. Knows no HTTP and no model."""
+"""Settings of `peraxis serve`: flag over environment over TOML file over default. Knows no HTTP and no model."""
 
 from __future__ import annotations
 
@@ -36,37 +36,39 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class Settings(BaseModel):
-    """What `peraxis serve` was told. Times are seconds."""
+    """Settings of `peraxis serve`, under the names of its flags. Times are seconds, gigabytes are 10^9 bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     base: DirectoryPath
     registry: Path
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    port: Port = 8000  # 0 takes any free port
-    admin_port: Port | None = None  # where /metrics is served alone; None serves it beside the rest
+    # 0 takes any free port.
+    port: Port = 8000
+    # The port that serves only /metrics. None serves /metrics on `port`.
+    admin_port: Port | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_gpu_deltas: Annotated[int, Field(ge=2, le=65536)] | None = (
-        None  # slots; None: as many as fit, up to 64
-    )
+    # Number of slots. None: as many as fit, up to 64.
+    max_gpu_deltas: Annotated[int, Field(ge=2, le=65536)] | None = None
+    # Size of a slot over the bytes of the one-bit plan.
     slot_headroom: Annotated[float, Field(ge=1, le=100)] = 1.15
-    max_host_cache_gb: Annotated[float, Field(ge=0, le=1e6)] | None = (
-        None  # None: an eighth of what is free, up to 16
-    )
-    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = (
-        None  # None: what fits, at most what can be used
-    )
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64  # samples that run at a time
-    max_batch_tokens: Annotated[int, Field(ge=16)] | None = (
-        None  # of a step; None: 128 on the CPU, 2048 on CUDA
-    )
+    # None: an eighth of free host memory, up to 16.
+    max_host_cache_gb: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    # None: as much as fits, up to what `max_num_seqs` sequences can use.
+    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    # Sequences that run at a time.
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
+    # Tokens of one step. None: 128 on the CPU, 2048 on CUDA, and at least twice `max_num_seqs`.
+    max_batch_tokens: Annotated[int, Field(ge=16)] | None = None
+    # Requests that wait beside `max_num_seqs` running ones.
     max_queue: Annotated[int, Field(ge=1)] = 256
     load_timeout: Seconds = 60.0
     shutdown_timeout: Seconds = 30.0
     load_threads: Annotated[int, Field(ge=1, le=256)] = 4
     max_upload_gb: Annotated[float, Field(gt=0)] = 16.0
-    max_model_len: Annotated[int, Field(ge=1)] | None = None  # None: what the base was trained for
+    # Tokens of prompt and output together. None: the positions that the base was trained for.
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
     auth: Literal["none"] = "none"
 
     @field_validator("auth", mode="before")
@@ -74,7 +76,7 @@ class Settings(BaseModel):
     def _only_without_keys(cls, value: object) -> object:
         if value != "none":
             raise ValueError(
-                "this version has no API keys yet: take 'none' and let a proxy in front of the server check who calls"
+                "this version has no API keys yet: take 'none', and authenticate callers in a proxy before the server"
             )
         return value
 
@@ -85,11 +87,11 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _steps_hold_more_than_seats(self) -> Settings:
+    def _a_step_holds_more_than_decode_tokens(self) -> Settings:
         if self.max_batch_tokens is not None and self.max_batch_tokens <= self.max_num_seqs:
             raise ValueError(
                 f"max_batch_tokens is {self.max_batch_tokens} and max_num_seqs {self.max_num_seqs}: a step must hold "
-                "more tokens than samples, or prompts would never move while all of them decode"
+                "more tokens than sequences, or prompts would wait while all sequences decode"
             )
         return self
 
@@ -108,13 +110,13 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings and, for each, where its value came from."""
+    """Settings, and the source of each value."""
 
     settings: Settings
     origins: Mapping[str, str]
 
     def describe(self) -> str:
-        """One line per setting, in the form of a configuration file, with its origin as the comment; secrets masked."""
+        """Return the settings as a TOML configuration file, with each source as a comment and secrets masked."""
         lines = []
         for name in Settings.model_fields:
             value = getattr(self.settings, name)
@@ -124,18 +126,19 @@ class LoadedSettings:
 
 
 def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> LoadedSettings:
-    """Gather the settings.
+    """Load the settings from flags, environment, TOML file and defaults, in this order of precedence.
 
     Args:
-        flags: those that the command line gave, by setting name; what it did not give is absent.
+        flags: values of the flags that were given, by setting name.
         config: a TOML file of settings, or None.
 
     Raises:
-        SettingsError: one line that names the first bad setting, where it came from and what it must be.
+        SettingsError: a setting is invalid. One line names the setting, the value's source and what it must be.
     """
     from_file = _read_file(config)
 
-    class Sourced(Settings, BaseSettings):  # made here, because the library asks the class for its sources
+    # pydantic-settings asks the class for its sources, so the class is defined where `config` is known.
+    class Sourced(Settings, BaseSettings):
         model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
         @classmethod
@@ -159,7 +162,7 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Loade
     return LoadedSettings(settings, origins)
 
 
-def flag_name(setting: str) -> str:
+def _flag_name(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
@@ -170,16 +173,16 @@ def _read_file(config: Path | None) -> Mapping[str, Any]:
         with config.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise SettingsError(f"{config}: {error.strerror}: give --config a file that can be read") from error
+        raise SettingsError(f"{config}: {error.strerror}: give --config a readable file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{config}: no valid TOML: {error}") from error
+        raise SettingsError(f"{config}: not valid TOML: {error}") from error
 
 
 def _origin(
     name: str, flags: Mapping[str, Any], from_env: Mapping[str, Any], from_file: Mapping[str, Any]
 ) -> str:
     if name in flags:
-        return f"from {flag_name(name)}"
+        return f"from {_flag_name(name)}"
     if name in from_env:
         return f"from {ENV_PREFIX}{name.upper()}"
     return "from the configuration file" if name in from_file else "default"
@@ -192,13 +195,14 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> str:
         return message
     name = str(first["loc"][0])
     if first["type"] == "missing":
-        return f"{name} is missing: give {flag_name(name)}, {ENV_PREFIX}{name.upper()} or {name} in a --config file"
+        return f"{name} is missing: give {_flag_name(name)}, {ENV_PREFIX}{name.upper()} or {name} in a --config file"
     if first["type"] == "extra_forbidden":
-        return f"{name} ({origins[name]}) is no setting: `peraxis serve --help` lists them"
+        return f"{name} ({origins[name]}) is not a setting: `peraxis serve --help` lists them"
     return f"{name} ({origins[name]}): {message[0].lower()}{message[1:]}, got {first['input']!r}"
 
 
 def _as_toml(value: object) -> str:
     if isinstance(value, (int, float)):
         return str(value)
-    return json.dumps(str(value), ensure_ascii=False)  # a JSON string is a TOML one; a SecretStr masks itself
+    # A JSON string is a valid TOML string. A SecretStr masks itself.
+    return json.dumps(str(value), ensure_ascii=False)

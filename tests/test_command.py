@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peraxis import COMMANDS, Entry, build, run
+from peraxis import COMMANDS, CommandEntry, build, run
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = '''
@@ -53,13 +53,13 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Entry]:
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, CommandEntry]:
     (tmp_path / "mounted_for_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mounted_for_test", raising=False)
     return {
-        "work": Entry("mounted_for_test", "Test", "Work."),
-        "jobs": Entry("mounted_for_test", "Test", "Jobs.", True),
+        "work": CommandEntry("mounted_for_test", "Test", "Work."),
+        "jobs": CommandEntry("mounted_for_test", "Test", "Jobs.", True),
     }
 
 
@@ -102,14 +102,14 @@ def test_nothing_on_the_command_line_shows_the_help(capsys: pytest.CaptureFixtur
 
 
 def test_a_command_that_works_exits_with_zero(
-    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+    commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", "well"], commands) == 0
     assert capsys.readouterr().out == "done\n"
 
 
 def test_a_group_is_mounted_with_its_own_commands(
-    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+    commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["jobs", "work", "well"], commands) == 0
     assert capsys.readouterr().out == "done\n"
@@ -130,7 +130,7 @@ def test_a_group_is_mounted_with_its_own_commands(
     ],
 )
 def test_an_error_is_one_line_on_stderr(
-    commands: Mapping[str, Entry],
+    commands: Mapping[str, CommandEntry],
     capsys: pytest.CaptureFixture[str],
     args: list[str],
     code: int,
@@ -143,7 +143,7 @@ def test_an_error_is_one_line_on_stderr(
 
 @pytest.mark.parametrize("kind", ["memory", "torch memory", "gpu memory", "threads"])
 def test_too_little_memory_is_one_line_that_says_what_to_lower(
-    kind: str, commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+    kind: str, commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", kind], commands) == 1
     line = capsys.readouterr().err
@@ -154,12 +154,14 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "MemoryError"
 
 
-def test_an_error_that_nobody_foresaw_is_not_called_one_of_memory(commands: Mapping[str, Entry]) -> None:
+def test_an_error_that_nobody_foresaw_is_not_called_one_of_memory(
+    commands: Mapping[str, CommandEntry],
+) -> None:
     with pytest.raises(RuntimeError, match="no such thing"):
         run(["work", "bug"], commands)
 
 
-def test_after_a_command_sigterm_is_as_it_was_before(commands: Mapping[str, Entry]) -> None:
+def test_after_a_command_sigterm_is_as_it_was_before(commands: Mapping[str, CommandEntry]) -> None:
     run(["work", "terminated"], commands)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -181,7 +183,7 @@ def test_a_stdout_that_takes_nothing_is_one_line(args: list[str]) -> None:
 
 
 def test_with_json_an_error_is_one_document_on_stdout(
-    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+    commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", "failed", "--json"], commands) == 1
     captured = capsys.readouterr()
@@ -192,12 +194,12 @@ def test_with_json_an_error_is_one_document_on_stdout(
 
 
 def test_a_command_may_choose_its_exit_code_in_silence(
-    commands: Mapping[str, Entry], capsys: pytest.CaptureFixture[str]
+    commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", "findings"], commands) == 1
     assert capsys.readouterr() == ("", "")
 
 
-def test_building_the_command_imports_no_listed_module(commands: Mapping[str, Entry]) -> None:
+def test_building_the_command_imports_no_listed_module(commands: Mapping[str, CommandEntry]) -> None:
     build(commands)
     assert "mounted_for_test" not in sys.modules

@@ -17,7 +17,7 @@ PACKAGES = {
     "demo": {"deltastore", "compressor"},
 }
 LAYERS = ["kernels", "deltas", "model", "text", "engine", "api"]  # inside server, the lowest first
-ABOVE_LAYERS = {"app", "cli", "__main__"}
+ABOVE_LAYERS = {"app", "cli", "process", "__main__"}
 MAX_LINES = 400
 
 

@@ -1,4 +1,4 @@
-"""JSON bodies: read within bounds, parsed strictly, refused with the field at fault."""
+"""Read JSON bodies: at most `MAX_BYTES`, parsed strictly. Knows no route."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as a `model`.
+    """Return a dependency that parses the body as a `model`.
 
-    The framework's own way takes a body of any size into memory, and its limit answers in a shape of its own.
+    FastAPI's own body parameters read a body of any size into memory. The dependency raises InvalidRequest for another
+    media type, RequestValidationError for an invalid body, and HTTPException 413 for one that is too large.
     """
 
     async def parse(request: Request) -> M:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise InvalidRequest(
-                f"the body is {media_type or 'of no type'}: send one JSON object as application/json",
+                f"the body has {f'type {media_type}' if media_type else 'no type'}: "
+                "send one JSON object as application/json",
                 "Content-Type",
             )
         try:
@@ -43,5 +45,5 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: send less at once")
+            raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: split the request")
     return bytes(body)

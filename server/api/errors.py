@@ -1,4 +1,7 @@
-"""From an exception to the one shape of error that clients see: status, code, type. The only table of its kind."""
+"""Map exceptions to HTTP: status, code, type and the one JSON shape of errors.
+
+Owns the only such table. Knows no route.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,13 @@ from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
 
 log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # for the metrics: nobody is there to read the answer
+# As in nginx: the client closed the connection. Only the metrics show it.
+CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one kind of error is told to a client."""
+    """The HTTP form of one kind of error."""
 
     status: int
     code: str
@@ -56,7 +60,8 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
     VariantQuarantined: Failure(424, "variant_quarantined"),
     CorruptObject: Failure(424, "variant_quarantined"),
-    PeraxisError: UNEXPECTED,  # a part of the server failed: the registry's disk, a step of the engine
+    # A part of the server failed, such as the registry's disk or a step of the engine.
+    PeraxisError: UNEXPECTED,
 }
 HTTP_FAILURES: Mapping[int, Failure] = {
     404: Failure(404, "not_found"),
@@ -67,12 +72,12 @@ HTTP_FAILURES: Mapping[int, Failure] = {
 
 
 def failure_of(error: PeraxisError) -> Failure:
-    """The row of the nearest class in the table."""
+    """Return the table's entry for an error's class, or for its nearest base class."""
     return next(FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES)
 
 
 def error_body(error: PeraxisError, request_id: str) -> dict[str, Any]:
-    """The document that tells a client of an error; what the server itself did wrong stays in its log."""
+    """Return the JSON document of an error. Details of a server failure go to the log, not to the client."""
     failure = failure_of(error)
     message = str(error)
     if failure is UNEXPECTED:
@@ -82,20 +87,20 @@ def error_body(error: PeraxisError, request_id: str) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error that leaves a route, and those of routing itself, take the one shape."""
-    app.add_exception_handler(PeraxisError, _on_ours)
+    """Install handlers that give every error of routes and of routing the one JSON shape."""
+    app.add_exception_handler(PeraxisError, _on_peraxis_error)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
 
 
 def request_id_of(request: Request) -> str:
-    """The id that the middleware gave the request."""
+    """Return the id that the middleware assigned to the request."""
     return str(request.scope["state"]["request_id"])
 
 
-async def _on_ours(request: Request, error: Exception) -> Response:
+async def _on_peraxis_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PeraxisError)
     return _reply(failure_of(error), error_body(error, request_id_of(request)))
 
@@ -107,7 +112,7 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     path = [str(part) for part in first["loc"] if part not in ("query", "path")]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = f"{'.'.join(path)} is no field of this call: leave it out"
+        message = f"{'.'.join(path)} is not a field of this call: remove it"
     elif path:
         message = f"{'.'.join(path)}: {message}"
     return _reply(failure, _document(failure, message, path[0] if path else None))
@@ -118,18 +123,16 @@ async def _on_http(request: Request, error: Exception) -> Response:
     failure = HTTP_FAILURES.get(error.status_code, Failure(error.status_code, "invalid_request"))
     message = str(error.detail)
     if failure.code in ("not_found", "method_not_allowed"):
-        message = (
-            f"there is no {request.method} {request.url.path}: see the list of calls in the documentation"
-        )
+        message = f"there is no call {request.method} {request.url.path}: see the list of calls in the documentation"
     return _reply(failure, _document(failure, message, None), error.headers)
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    # The framework raises it again for the server's log, past the middleware that adds the id to a reply.
+    # Starlette raises the error again for uvicorn's log and skips the middleware that sets this header.
     request_id = request_id_of(request)
     return _reply(
         UNEXPECTED, _document(UNEXPECTED, _unexpected(request_id), None), {"X-Request-Id": request_id}
@@ -137,7 +140,7 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request_id: str) -> str:
-    return f"the server failed on this request; its log says more under the request id {request_id}"
+    return f"the server failed on this request: see request id {request_id} in its log"
 
 
 def _document(failure: Failure, message: str, param: str | None) -> dict[str, Any]:
@@ -148,10 +151,10 @@ def _reply(
     failure: Failure, document: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     retry = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
+    # ASCII only: a client's field name can hold a lone surrogate, which UTF-8 cannot encode.
+    content = json.dumps(document)
     return Response(
-        json.dumps(
-            document
-        ),  # ASCII alone, so that half a surrogate pair in a client's field name can be told back
+        content,
         status_code=failure.status,
         headers={**retry, **(headers or {})},
         media_type="application/json",

@@ -1,4 +1,4 @@
-"""`/health`, `/ready` and `/metrics`: what supervisors and monitors ask, also while the server loads or drains."""
+"""`/health`, `/ready` and `/metrics`. All three also answer while the server loads or drains."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ metrics_router = APIRouter()
 
 @router.get("/health")
 async def health(service: AnyService) -> dict[str, str]:
-    """Alive: the engine's thread answers, or the base still loads. Restart the server otherwise."""
+    """Answer 200 if the engine's thread runs its loop or the base still loads; otherwise restart the server."""
     service.check_alive()
     return {"status": "alive"}
 
 
 @router.get("/ready")
 async def ready(service: AnyService) -> dict[str, str]:
-    """Requests for tokens are admitted: the base is loaded, and the server is not shutting down."""
+    """Answer 200 if requests for tokens are admitted: the base is loaded and the server is not shutting down."""
     service.check_ready()
     return {"status": "ready"}
 
 
 @metrics_router.get("/metrics")
 async def metrics(service: AnyService) -> Response:
-    """Prometheus' text format."""
+    """Return every metric in Prometheus' text format."""
     text = await run_in_threadpool(_exposition, service)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _exposition(service: Service) -> bytes:
-    """Every metric; what the registry holds is asked now, because other servers change it too."""
+    """Read the registry's state anew, because other servers change it too, then render every metric."""
     metrics = service.metrics
     labels = metrics.variant_labels()
     usage, variants = service.registry.usage(), service.registry.variants()
@@ -50,8 +50,7 @@ def _exposition(service: Service) -> bytes:
         if variant.active is not None and label != OTHER:
             metrics.variant_active_version.labels(variant=label).set(variant.active)
     live = {(variant.tenant, variant.name) for variant in variants}
-    for tenant, name in (
-        labels - live
-    ):  # those known before the registry was read, so that a new variant's stay
+    # `labels` is older than `variants`, so that a variant registered in between keeps its series.
+    for tenant, name in labels - live:
         metrics.forget_variant(tenant, name)
     return generate_latest(metrics.registry)

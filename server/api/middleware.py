@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the count of those in flight, and the metrics of the reply."""
+"""Middleware of every request: assign its id, count it while it is in flight, count its reply."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.service import Service
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-UNMATCHED = "other"  # the route label of paths that are none, of which callers can invent any number
+# The route label of unknown paths; one label each would let clients create any number of series.
+UNMATCHED = "other"
 
 
 class RequestMiddleware:
-    """Names each request and counts it. A client's own id is taken over when it is short and printable."""
+    """ASGI middleware. It keeps a client's `X-Request-Id` that matches `REQUEST_ID` and generates one otherwise."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -28,7 +29,8 @@ class RequestMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 500  # what a reply that never begins amounts to
+        # The status that is counted when no reply starts.
+        status = 500
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

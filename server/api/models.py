@@ -1,4 +1,4 @@
-"""`/v1/models`: the base and every variant that the caller may use, as OpenAI's clients expect them."""
+"""`/v1/models`: the base and every variant that the caller may use, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/models")
 
 @router.get("")
 async def list_models(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
-    """The base, then the active version of each variant, loaded or not."""
+    """List the base, then the active version of each variant, loaded or not."""
     records = await run_in_threadpool(_usable, service, caller)
     cards = [_card(service, record.name, record) for record in records]
     return {"object": "list", "data": [_card(service, BASE, None), *cards]}
@@ -28,7 +28,7 @@ async def list_models(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
 
 @router.get("/{model_id}")
 async def show_model(model_id: str, service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
-    """One card; ``NAME@VERSION`` names a version."""
+    """Show one model; ``NAME@VERSION`` names a version."""
     reference = Reference.parse(model_id)
     record = None
     if reference.name is not None:
@@ -39,7 +39,7 @@ async def show_model(model_id: str, service: ServiceDep, caller: CallerDep) -> d
 
 
 def _usable(service: Service, caller: Tenant) -> list[VersionRecord]:
-    """The caller's own variants hide public ones of the same name."""
+    """Return the active version of each variant by name; the caller's own variants hide public ones."""
     found: dict[str, VersionRecord] = {}
     for owner in dict.fromkeys((PUBLIC, caller.name)):
         for variant in service.registry.variants(owner):

@@ -1,4 +1,4 @@
-"""The one file of a `multipart/form-data` body, as it arrives. Holds one network chunk, never the file."""
+"""Extract the one file of a `multipart/form-data` body while it arrives. Holds one network chunk, never the file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FIELD = "file"
 
 
 class FileField:
-    """Takes the body chunk by chunk and gives back the bytes of its one field, `file`."""
+    """Incremental parser: takes the body in chunks and returns the bytes of its one field, `file`."""
 
     def __init__(self, content_type: str) -> None:
-        """InvalidRequest where the header names no usable boundary."""
+        """Raise InvalidRequest if the header names no valid boundary."""
         boundary = parse_options_header(content_type)[1].get(b"boundary")
         if not boundary:
             raise InvalidRequest(
@@ -43,7 +43,7 @@ class FileField:
             raise InvalidRequest(f"the multipart boundary cannot be used: {error}", FIELD) from error
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The file's bytes in this chunk of the body. InvalidRequest where it is no multipart or holds more."""
+        """Return the file's bytes in this chunk; raise InvalidRequest for invalid multipart data or another field."""
         self._data = []
         try:
             self._parser.write(chunk)
@@ -52,7 +52,7 @@ class FileField:
         return self._data
 
     def finish(self) -> None:
-        """InvalidRequest unless the body held the file to its end."""
+        """Raise InvalidRequest unless the body is complete and held the file."""
         if not self._complete:
             raise InvalidRequest("the multipart body ends before its closing boundary: send it again", FIELD)
         if not self._num_parts:
@@ -81,7 +81,7 @@ class FileField:
 
 
 async def file_of_form(body: AsyncIterator[bytes], content_type: str) -> AsyncIterator[bytes]:
-    """The bytes of the form's file while the body arrives; InvalidRequest as `FileField` says."""
+    """Yield the bytes of the form's file while the body arrives; raise InvalidRequest as `FileField` does."""
     field = FileField(content_type)
     async for chunk in body:
         for data in field.feed(chunk):

@@ -1,4 +1,4 @@
-"""Whether a Range header can be answered, so that a refusal looks like every other. The answer is the library's."""
+"""Check `Range` headers, so that a refusal has the shape of every other error. Starlette sends the ranges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_HEADER = 1024
 
 
 def check_range(header: str | None, size_bytes: int) -> None:
-    """Raise InvalidRequest for a malformed header, and status 416 for a range that begins behind the end."""
+    """Raise InvalidRequest for a malformed header, and HTTPException 416 for a range that begins past the end."""
     if header is None:
         return
     if len(header) > MAX_HEADER or not RANGES.fullmatch(header):

@@ -1,4 +1,7 @@
-"""What routes are given: settings, registry, metrics, and the engine once the base is loaded; its life, no routes."""
+"""The state that routes share: settings, registry, metrics, and the engine once the base is loaded.
+
+Owns the life of a server: loading, ready, draining, closed. Defines no route.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,14 @@ from server.engine.engine import Engine
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics import Metrics
 from server.settings import Settings
-from server.tenants import Open, Tenant, Tenants
+from server.tenants import DEFAULT_TENANT, Tenant
 from server.text.tokenizer import Tokenizers
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 UPLOAD_THREADS = 8
-
-# Loads the base. The arguments are those of `build_engine`.
-BuildBackend = Callable[
-    [Settings, Registry, Metrics, threading.Event, Callable[[], None]],
-    "Backend",
-]
+ENGINE_STUCK = "the engine does not answer: restart the server"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,10 +41,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """What loading the base gives."""
+    """The parts that exist once the base is loaded."""
 
     engine: Engine
     tokenizers: Tokenizers
+
+
+# Loads the base; its arguments are those of `build_engine`.
+BuildBackend = Callable[[Settings, Registry, Metrics, threading.Event, Callable[[], None]], Backend]
 
 
 class Service:
@@ -56,7 +58,6 @@ class Service:
         self.settings = settings
         self.registry = registry
         self.metrics = metrics
-        self.tenants: Tenants = Open()
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.draining = False
@@ -118,29 +119,23 @@ class Service:
         return self.backend.tokenizers
 
     def check_admitting(self) -> None:
-        """Draining once shutdown has begun."""
+        """Raise Draining once shutdown has begun."""
         if self.draining:
             raise Draining("the server is shutting down: send the request to another replica")
 
     def check_ready(self) -> None:
-        """Raise unless requests for tokens are admitted.
-
-        Raises:
-            Draining: shutdown has begun.
-            EngineFailed: the engine does not answer.
-            QueueFull: the base is still loading.
-        """
+        """Raise Draining, QueueFull or EngineFailed unless requests for tokens are admitted."""
         self.check_admitting()
         if not self.backend.engine.alive():
-            raise EngineFailed("the engine does not answer: restart the server")
+            raise EngineFailed(ENGINE_STUCK)
 
     def check_alive(self) -> None:
-        """EngineFailed when the engine's thread has stopped coming round; loading counts as life."""
+        """Raise EngineFailed if the engine's thread no longer runs its loop. A server that loads is alive."""
         if self._backend is not None and not self._backend.engine.alive():
-            raise EngineFailed("the engine does not answer: restart the server")
+            raise EngineFailed(ENGINE_STUCK)
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Refuse new requests from now on."""
         self.draining = True
         self._stop_loading.set()
         self.metrics.ready.set(0)
@@ -148,16 +143,13 @@ class Service:
             self._backend.engine.drain()
 
     async def close(self) -> None:
-        """Let the requests in flight end for as long as the settings say, then end the rest and the engine."""
+        """Drain, give requests `shutdown_timeout` seconds to end, then end the rest and stop the engine."""
         self.drain()
         timeout = self.settings.shutdown_timeout
         deadline = time.monotonic() + timeout
         if self.loading is not None:
-            done, _ = await asyncio.wait({self.loading}, timeout=timeout)
-            for loading in done:
-                error = None if loading.cancelled() else loading.exception()
-                if error is not None and not isinstance(error, Draining):
-                    log.error("the base could not be loaded: %s", error)
+            await asyncio.wait({self.loading}, timeout=timeout)
+            _log_failed_loading(self.loading)
         if self._backend is not None and not self._closed:
             self._closed = True
             await run_in_threadpool(self._backend.engine.close, max(0.0, deadline - time.monotonic()))
@@ -166,26 +158,32 @@ class Service:
             await run_in_threadpool(self._backend.tokenizers.close)
 
 
+def _log_failed_loading(loading: asyncio.Task[None]) -> None:
+    error = loading.exception() if loading.done() and not loading.cancelled() else None
+    if error is not None and not isinstance(error, Draining):
+        log.error("the base could not be loaded: %s", error)
+
+
 async def service_of(request: Request) -> Service:
-    """The service of the application that a request came to."""
+    """Return the service of the request's application."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-async def admitted(service: Annotated[Service, Depends(service_of)]) -> Service:
-    """The service, unless it is shutting down."""
+async def admitting_service(service: Annotated[Service, Depends(service_of)]) -> Service:
+    """Return the service; raise Draining once shutdown has begun."""
     service.check_admitting()
     return service
 
 
-async def caller_of(request: Request, service: Annotated[Service, Depends(service_of)]) -> Tenant:
-    """Who calls; the middleware counts the reply for this tenant."""
-    caller = service.tenants.identify(request.headers.get("authorization"))
-    request.scope["state"]["tenant"] = caller.name
-    return caller
+async def caller_of(request: Request) -> Tenant:
+    """Return the tenant of a request. The middleware counts the reply under its name."""
+    request.scope["state"]["tenant"] = DEFAULT_TENANT.name
+    return DEFAULT_TENANT
 
 
+# AnyService also serves requests during shutdown; ServiceDep refuses them with Draining.
 AnyService = Annotated[Service, Depends(service_of)]
-ServiceDep = Annotated[Service, Depends(admitted)]
+ServiceDep = Annotated[Service, Depends(admitting_service)]
 CallerDep = Annotated[Tenant, Depends(caller_of)]

@@ -1,4 +1,7 @@
-"""An artifact on its way in: from the body to disk, verified, then published. Memory stays flat at any size."""
+"""Receive one upload: stream the body to disk, verify the artifact, publish it. Memory use does not grow with its size.
+
+The functions stand in the order in which an upload runs through them. The registry owns the files.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ from server.api.service import Backend, Service
 from server.errors import InvalidRequest
 from server.tenants import Tenant
 
-WRITE_BYTES = 1 << 20  # gathered before a thread is asked to write
-FORM_OVERHEAD = 64 << 10  # bytes that a multipart body may be larger than its file
-MAX_FILES_BYTES = 256 << 20  # of a variant's tokenizer and configuration, which are read into memory
+# Bytes that are gathered before a thread writes them.
+WRITE_BYTES = 1 << 20
+# Bytes that a multipart body may have beside its file.
+FORM_OVERHEAD_BYTES = 64 << 10
+# Bytes of a variant's tokenizer and configuration files, which are read into memory.
+MAX_FILES_BYTES = 256 << 20
 DIGEST_HEADER = "Content-Digest"
 SHA256_MEMBER = re.compile(r"\s*sha-256=:([A-Za-z0-9+/=]*):\s*")
 
@@ -35,40 +41,111 @@ SHA256_MEMBER = re.compile(r"\s*sha-256=:([A-Za-z0-9+/=]*):\s*")
 async def receive_upload(
     request: Request, service: Service, caller: Tenant, name: str, *, activate: bool
 ) -> Publication:
-    """Take the request's body as the next version of a variant.
+    """Publish the request's body as the next version of a variant, and count the outcome.
 
     Raises:
         InvalidRequest, UsageError: not an upload as the API describes it.
         ArtifactError, BaseMismatch, ArtifactTooLarge: an artifact that this server cannot serve.
-        StorageFull: no room on the registry's disk.
+        StorageFull: the registry's disk is full.
     """
-    metrics = service.metrics
+    outcomes = service.metrics.uploads_total
     try:
         check_names(caller.name, name)
-        backend, limit = service.backend, service.settings.max_upload_bytes
+        backend = service.backend
         expected = _expected_digest(request)
-        chunks = _artifact_bytes(request, limit)
-        async with _upload(service, limit) as upload:
-            async with aclosing(chunks), WriteBehind(service, upload) as writer:
-                async for chunk in chunks:
-                    await writer.write(chunk)
+        async with _open_upload(service) as upload:
+            await _write_body(request, service, upload)
             sealed = await service.run_in_background(upload.seal)
             facts = await service.run_in_background(_verify, sealed, expected, backend)
             publication = await service.run_in_background(
                 service.registry.publish, sealed, facts, tenant=caller.name, name=name, activate=activate
             )
     except BaseException as error:
-        refused = isinstance(error, PeraxisError) and failure_of(error).status < 500
-        metrics.uploads_total.labels(result="rejected" if refused else "failed").inc()
+        rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500
+        outcomes.labels(result="rejected" if rejected else "failed").inc()
         raise
-    metrics.uploads_total.labels(result="created" if publication.created else "duplicate").inc()
+    outcomes.labels(result="created" if publication.created else "duplicate").inc()
     return publication
 
 
-class WriteBehind:
-    """Writes and hashes one piece of the body on a thread while the next one arrives.
+def _expected_digest(request: Request) -> str | None:
+    """Return the SHA-256 in `Content-Digest` as hex, or None without it; raise InvalidRequest if it is malformed."""
+    header = request.headers.get(DIGEST_HEADER)
+    if header is None:
+        return None
+    found = next(filter(None, map(SHA256_MEMBER.fullmatch, header.split(","))), None)
+    try:
+        digest = base64.b64decode(found[1], validate=True) if found else b""
+    except binascii.Error:
+        digest = b""
+    if len(digest) != 32:
+        raise InvalidRequest(
+            f"{DIGEST_HEADER} must hold sha-256=:BASE64:, the artifact's SHA-256", DIGEST_HEADER
+        )
+    return digest.hex()
 
-    Leaving its `async with` block waits for the last piece, whatever comes: nothing writes to the upload any more.
+
+@asynccontextmanager
+async def _open_upload(service: Service) -> AsyncIterator[Upload]:
+    """Open the registry's upload and remove its partial file on a thread: unlinking gigabytes takes long."""
+    opened = service.registry.open_upload(service.settings.max_upload_bytes)
+    upload = await service.run_in_background(opened.__enter__)
+    try:
+        yield upload
+    finally:
+        await service.run_in_background(upload.__exit__, None, None, None)
+
+
+async def _write_body(request: Request, service: Service, upload: Upload) -> None:
+    chunks = _artifact_bytes(request, service.settings.max_upload_bytes)
+    async with aclosing(chunks), WriteBehind(service, upload) as writer:
+        async for chunk in chunks:
+            await writer.write(chunk)
+
+
+async def _artifact_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the artifact in chunks of `WRITE_BYTES` or more, from a raw or a multipart body; the last may be less."""
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
+    is_form = media_type == "multipart/form-data"
+    _check_headers(request, media_type, max_bytes)
+    body = request.stream()
+    gathered = bytearray()
+    async for chunk in file_of_form(body, content_type) if is_form else body:
+        gathered += chunk
+        if len(gathered) >= WRITE_BYTES:
+            yield bytes(gathered)
+            gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def _check_headers(request: Request, media_type: str, max_bytes: int) -> None:
+    if media_type not in ("", "application/octet-stream", "multipart/form-data"):
+        raise InvalidRequest(
+            f"an artifact cannot be sent as {media_type}: set Content-Type to application/octet-stream, "
+            "or send a multipart/form-data field called file",
+            "Content-Type",
+        )
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise InvalidRequest(
+            "an artifact cannot be encoded: send it without Content-Encoding", "Content-Encoding"
+        )
+    # uvicorn has checked that Content-Length is a number.
+    length = int(request.headers.get("content-length", "0"))
+    overhead = FORM_OVERHEAD_BYTES if media_type == "multipart/form-data" else 0
+    if length > max_bytes + overhead:
+        raise ArtifactTooLarge(
+            f"the upload has {length} bytes and this server takes {max_bytes}: send a smaller one, "
+            "or raise the server's --max-upload-gb"
+        )
+
+
+class WriteBehind:
+    """Write and hash each chunk on a thread while the next one arrives.
+
+    Leaving the `async with` block waits for the last write, even when the block is cancelled. Afterwards nothing writes
+    to the upload.
     """
 
     def __init__(self, service: Service, upload: Upload) -> None:
@@ -90,21 +167,18 @@ class WriteBehind:
             self._writing.result()
 
     async def write(self, chunk: bytes) -> None:
-        """Begin to write a piece, once the one before it is written; raises what that one raised."""
-        await self._settle()
+        """Start to write a chunk once the previous one is written; raise the error of the previous write."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
         self._writing = asyncio.create_task(self._write(chunk))
 
     async def _write(self, chunk: bytes) -> None:
         await self._service.run_in_background(self._upload.write, chunk)
         self._service.metrics.upload_bytes_total.inc(len(chunk))
 
-    async def _settle(self) -> None:
-        if self._writing is not None:
-            await asyncio.shield(self._writing)
-
 
 def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend) -> ArtifactFacts:
-    """Everything that must hold before the artifact gets a name. Cheap checks first: they bound what others read."""
+    """Check that this server can serve the artifact. Cheap checks run first: they bound what the others read."""
     where = "the upload"
     if expected_digest is not None and sealed.digest != expected_digest:
         raise ArtifactError(
@@ -127,62 +201,3 @@ def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend)
             method=manifest.method,
             fidelity=manifest.fidelity,
         )
-
-
-@asynccontextmanager
-async def _upload(service: Service, limit: int) -> AsyncIterator[Upload]:
-    """The registry's upload, opened and removed on a thread: unlinking gigabytes takes a while."""
-    upload = await service.run_in_background(service.registry.open_upload(limit).__enter__)
-    try:
-        yield upload
-    finally:
-        await service.run_in_background(upload.__exit__, None, None, None)
-
-
-async def _artifact_bytes(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    """The artifact in pieces of `WRITE_BYTES`, from a raw or a multipart body."""
-    content_type = request.headers.get("content-type", "")
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type not in ("", "application/octet-stream", "multipart/form-data"):
-        raise InvalidRequest(
-            f"an artifact cannot be sent as {media_type}: set Content-Type to application/octet-stream, "
-            "or send a multipart/form-data field called file",
-            "Content-Type",
-        )
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise InvalidRequest("an artifact is sent as it is, without Content-Encoding", "Content-Encoding")
-    is_form = media_type == "multipart/form-data"
-    length = int(
-        request.headers.get("content-length", "0")
-    )  # the HTTP library has checked that it is a number
-    if length > limit + (FORM_OVERHEAD if is_form else 0):
-        raise ArtifactTooLarge(
-            f"the upload has {length} bytes and this server takes {limit}: see --max-upload-gb"
-        )
-    body = request.stream()
-    source = file_of_form(body, content_type) if is_form else body
-    gathered = bytearray()
-    async for chunk in source:
-        gathered += chunk
-        if len(gathered) >= WRITE_BYTES:
-            yield bytes(gathered)
-            gathered.clear()
-    if gathered:
-        yield bytes(gathered)
-
-
-def _expected_digest(request: Request) -> str | None:
-    """The SHA-256 of the artifact that the client promises, as hex; InvalidRequest where it cannot be read."""
-    header = request.headers.get(DIGEST_HEADER)
-    if header is None:
-        return None
-    found = next(filter(None, map(SHA256_MEMBER.fullmatch, header.split(","))), None)
-    try:
-        digest = base64.b64decode(found[1], validate=True) if found else b""
-    except binascii.Error:
-        digest = b""
-    if len(digest) != 32:
-        raise InvalidRequest(
-            f"{DIGEST_HEADER} must hold sha-256=:BASE64:, the artifact's SHA-256", DIGEST_HEADER
-        )
-    return digest.hex()

@@ -1,4 +1,7 @@
-"""`/variants`: upload, list, promote, delete and download, and what is to be in a slot. Owners only."""
+"""`/variants`: upload, list, promote, delete and download the caller's variants, and load them into slots.
+
+Uploads go through `uploads.py`, changes of names and versions to the registry, loads to the engine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from server.api.service import CallerDep, Service, ServiceDep
 from server.api.uploads import receive_upload
 from server.tenants import Tenant
 
-OUTCOME_S = 1.0  # how long a call waits for an outcome that may come at once, above all a refusal
+# How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
+OUTCOME_S = 1.0
 
 router = APIRouter(prefix="/variants")
 log = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ log = logging.getLogger(__name__)
 async def upload(
     request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, caller: CallerDep
 ) -> Response:
-    """Publish the body as the next version: 201, or 200 for bytes that the variant has already."""
+    """Publish the body as the next version: 201, or 200 if the variant has these bytes already."""
     publication = await receive_upload(request, service, caller, query.name, activate=query.activate)
     record = publication.record
     reply = {
@@ -46,15 +50,15 @@ async def upload(
 
 @router.get("")
 async def list_variants(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
-    """Every variant of the caller."""
+    """List every variant of the caller."""
     variants = await run_in_threadpool(service.registry.variants, caller.name)
-    return {"variants": [_shown(service, variant) for variant in variants]}
+    return {"variants": [_document(service, variant) for variant in variants]}
 
 
 @router.get("/{name}")
 async def show_variant(name: str, service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
-    """One variant: its versions and where each is now."""
-    return _shown(service, await run_in_threadpool(service.registry.variant, caller.name, name))
+    """Show one variant: its versions and the level of each."""
+    return _document(service, await run_in_threadpool(service.registry.variant, caller.name, name))
 
 
 @router.patch("/{name}")
@@ -64,16 +68,16 @@ async def activate(
     service: ServiceDep,
     caller: CallerDep,
 ) -> dict[str, Any]:
-    """Promote or roll back; requests that run keep the digest they began with."""
+    """Promote or roll back. Running requests keep their digest."""
     await run_in_threadpool(service.registry.activate, caller.name, name, body.active)
-    return _shown(service, await run_in_threadpool(service.registry.variant, caller.name, name))
+    return _document(service, await run_in_threadpool(service.registry.variant, caller.name, name))
 
 
 @router.delete("/{name}")
 async def delete(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
 ) -> dict[str, Any]:
-    """Delete a variant or a version: new requests are refused at once, running ones end."""
+    """Delete a variant or a version. New requests are refused at once; running ones end normally."""
     gone = await run_in_threadpool(_delete, service, caller, name, query.version)
     return {"name": name, "deleted": gone}
 
@@ -82,18 +86,18 @@ async def delete(
 async def load(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
 ) -> dict[str, Any]:
-    """Bring a version into a slot before the first request does."""
+    """Load a version into a slot before a request needs it."""
     record = await _resolve(service, caller, name, query)
-    return await _begun(service, record, "load", service.engine.load(record))
+    return await _status_after(service, record, "load", service.engine.load(record))
 
 
 @router.post("/{name}/unload", status_code=202)
 async def unload(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
 ) -> dict[str, Any]:
-    """Free a version's slot as soon as no request runs on it."""
+    """Free a version's slot as soon as no request uses it."""
     record = await _resolve(service, caller, name, query)
-    return await _begun(service, record, "unload", service.engine.unload(record))
+    return await _status_after(service, record, "unload", service.engine.unload(record))
 
 
 @router.post("/{name}/pin", status_code=202)
@@ -102,16 +106,16 @@ async def pin(
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
     record = await _resolve(service, caller, name, query)
-    return await _begun(service, record, "pin", service.engine.pin(record))
+    return await _status_after(service, record, "pin", service.engine.pin(record))
 
 
 @router.post("/{name}/unpin", status_code=202)
 async def unpin(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
 ) -> dict[str, Any]:
-    """Let a version be evicted again."""
+    """Allow eviction of a pinned version again."""
     record = await _resolve(service, caller, name, query)
-    return await _begun(service, record, "unpin", service.engine.unpin(record))
+    return await _status_after(service, record, "unpin", service.engine.unpin(record))
 
 
 @router.get("/{name}/artifact")
@@ -122,7 +126,7 @@ async def download(
     service: ServiceDep,
     caller: CallerDep,
 ) -> Response:
-    """The artifact as it was uploaded, whole or in ranges."""
+    """Send the artifact as it was uploaded, whole or in ranges."""
     record = await _resolve(service, caller, name, query)
     etag = f'"sha256:{record.digest}"'
     if etag in (tag.strip() for tag in request.headers.get("if-none-match", "").split(",")):
@@ -140,37 +144,39 @@ async def _resolve(service: Service, caller: Tenant, name: str, query: VersionQu
     return await run_in_threadpool(service.registry.resolve, caller.name, name, query.version)
 
 
-async def _begun(service: Service, record: VersionRecord, what: str, future: Future[None]) -> dict[str, Any]:
-    """The status after asking the engine for something; what goes on longer is not waited for."""
+async def _status_after(
+    service: Service, record: VersionRecord, action: str, future: Future[None]
+) -> dict[str, Any]:
+    """Wait up to `OUTCOME_S` for the engine's outcome, then return the version's status."""
     wrapped = asyncio.wrap_future(future)
     done, _ = await asyncio.wait({wrapped}, timeout=OUTCOME_S)
     if done:
         wrapped.result()
     else:
-        wrapped.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # else asyncio logs it too
-        _watch(future, what, record)
-    return {"name": record.name, **_shown_version(service, record)}
+        # Retrieve a later error, or asyncio would log it, too.
+        wrapped.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        _log_failure(future, action, record)
+    return {"name": record.name, **_version_document(service, record)}
 
 
-def _watch(future: Future[None], what: str, record: VersionRecord) -> None:
-    """Log the failure of what nobody waits for."""
+def _log_failure(future: Future[None], action: str, record: VersionRecord) -> None:
+    """Log the error of an action that no call waits for."""
 
     def report(done: Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, PeraxisError):
-            log.warning("%s of %s/%s@%s: %s", what, record.tenant, record.name, record.version, error)
+            log.warning("%s of %s/%s@%s: %s", action, record.tenant, record.name, record.version, error)
 
     future.add_done_callback(report)
 
 
 def _delete(service: Service, caller: Tenant, name: str, version: int | None) -> list[int]:
-    """Delete, then free the slots of what nobody else has. Returns the numbers that are gone."""
+    """Delete, then free the slots of digests that no other variant has. Return the deleted version numbers."""
     registry = service.registry
     try:
         variant = registry.variant(caller.name, name)
-    except RegistryError as error:  # a damaged record: deleting is the way out
+    except RegistryError as error:
+        # A record is damaged, and deleting the variant repairs that.
         log.warning("deleting %s/%s, which cannot be read: %s", caller.name, name, error)
         registry.delete(caller.name, name, version)
         return [] if version is None else [version]
@@ -179,16 +185,16 @@ def _delete(service: Service, caller: Tenant, name: str, version: int | None) ->
     kept = {record.digest for other in registry.variants() for record in other.versions}
     for record in gone:
         if record.digest not in kept:
-            _watch(service.engine.unload(record), "unload", record)
+            _log_failure(service.engine.unload(record), "unload", record)
     return [record.version for record in gone]
 
 
-def _shown(service: Service, variant: Variant) -> dict[str, Any]:
-    versions = [_shown_version(service, record) for record in variant.versions]
+def _document(service: Service, variant: Variant) -> dict[str, Any]:
+    versions = [_version_document(service, record) for record in variant.versions]
     return {"name": variant.name, "active": variant.active, "versions": versions}
 
 
-def _shown_version(service: Service, record: VersionRecord) -> dict[str, Any]:
+def _version_document(service: Service, record: VersionRecord) -> dict[str, Any]:
     return {
         "version": record.version,
         "digest": f"sha256:{record.digest}",

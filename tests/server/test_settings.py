@@ -66,7 +66,7 @@ def test_an_empty_variable_is_as_good_as_none(tmp_path: Path, monkeypatch: pytes
         ({"base": Path("/no/such/base")}, "base (from --base): path does not point to a directory"),
         ({"auth": "keys"}, "auth (from --auth): this version has no API keys yet: take 'none'"),
         ({"port": 9, "admin_port": 9}, "port and admin_port are both 9: give each its own"),
-        ({"prot": 9}, "prot (from --prot) is no setting"),
+        ({"prot": 9}, "prot (from --prot) is not a setting"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -88,10 +88,10 @@ def test_a_bad_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port = ", "no valid TOML"),
-        ("prot = 9", r"prot .from the configuration file. is no setting"),
+        ("port = ", "not valid TOML"),
+        ("prot = 9", r"prot .from the configuration file. is not a setting"),
         ("port = 70000", r"port .from the configuration file.: input should be less"),
-        ("[server]\nport = 1", r"server .from the configuration file. is no setting"),
+        ("[server]\nport = 1", r"server .from the configuration file. is not a setting"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConstants:
-    """How a step is shared among sequences, and when one may preempt another.
+    """Shares of a step, costs of its tokens, and the waiting times after which a sequence preempts another.
 
     Raises:
         ValueError: a value is out of its range; names the field.

@@ -59,7 +59,7 @@ class SlotPolicy:
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
         self._cold_by_tenant, self._overdue_by_tenant = ColdQueue(), ColdQueue()
-        # Waiting variants that became resident, or still were, since the last step.
+        # Variants to open at the end of the next update if they still wait and are resident then.
         self._maybe_resident: list[ScheduledVariant] = []
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
@@ -67,7 +67,7 @@ class SlotPolicy:
         queue = sequence.queue
         if queue.digest is None:
             return
-        variant = self._variants.get(queue.digest) or self._meet(queue.digest, now)
+        variant = self._variants.get(queue.digest) or self._add(queue.digest, now)
         variant.num_waiting += 1
         queue.is_open = variant.state is SlotState.OPEN
         if queue not in variant.queues:
@@ -88,14 +88,14 @@ class SlotPolicy:
         if sequence.queue.digest is not None:
             variant = self._variants[sequence.queue.digest]
             del variant.running[sequence.order]
-            self._settle(variant, now)
+            self._release_unused(variant, now)
 
     def leave(self, sequence: Sequence, now: float) -> None:
         """Remove a waiting sequence that has ended."""
         if sequence.queue.digest is not None:
             variant = self._variants[sequence.queue.digest]
             self._stop_waiting(sequence, variant)
-            self._settle(variant, now)
+            self._release_unused(variant, now)
 
     def load_ended(self, digest: str, now: float) -> None:
         """Note the end of a load, whether this policy began it and whether it failed or not."""
@@ -161,18 +161,16 @@ class SlotPolicy:
         return True
 
     def _close_for_waiting(self, now: float) -> None:
-        """Close as many variants as others have waited for, of those that were resident for long enough."""
+        """Close as many variants as others wait for long enough, if they had their slots for `min_resident_s`."""
         num_held = len(self._in_state[SlotState.OPEN]) + len(self._in_state[SlotState.CLOSED])
-        patience_s = self._constants.cold_wait_s * CLOSE_AFTER
-        impatient = takewhile(
-            lambda variant: now - variant.waiting_since >= patience_s, self._longest_waiting()
-        )
+        latest = now - self._constants.cold_wait_s * CLOSE_AFTER
+        impatient = takewhile(lambda variant: variant.waiting_since <= latest, self._longest_waiting())
         num_missing = sum(1 for _ in islice(impatient, num_held)) - len(self._in_state[SlotState.CLOSED])
         if num_missing > 0:
             still_open = [v for v in self._evictable(now) if v.state is SlotState.OPEN]
             for variant in sorted(still_open, key=_eviction_order)[:num_missing]:
                 self._close(variant)
-                self._settle(variant, now)
+                self._release_unused(variant, now)
 
     @property
     def _num_waiting(self) -> int:
@@ -204,19 +202,18 @@ class SlotPolicy:
         for sequence in list(victim.running.values()):
             self._debt += sequence.num_computed_tokens
             preempt(sequence)
-        self._settle(victim, now)
+        self._release_unused(victim, now)
         return True
 
     def _evictable(self, now: float) -> Iterator[ScheduledVariant]:
         """Held variants that are not pinned and had their slots for long enough, with a sequence admitted."""
-        for variant in chain(
-            self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values()
-        ):
+        held = chain(self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values())
+        for variant in held:
             long_enough = now - variant.opened_at >= self._constants.min_resident_s
             if long_enough and variant.was_used and not self._residency.is_pinned(variant.digest):
                 yield variant
 
-    def _meet(self, digest: str, now: float) -> ScheduledVariant:
+    def _add(self, digest: str, now: float) -> ScheduledVariant:
         """Add a variant that had no sequences.
 
         While others wait for a slot it waits behind them even if it is resident. Otherwise a variant with short
@@ -271,7 +268,7 @@ class SlotPolicy:
         self._cold_by_tenant.remove(queue.tenant.name, variant.digest)
         self._overdue_by_tenant.remove(queue.tenant.name, variant.digest)
 
-    def _settle(self, variant: ScheduledVariant, now: float) -> None:
+    def _release_unused(self, variant: ScheduledVariant, now: float) -> None:
         """Drop a variant without sequences, and free the slot of a closed one without running sequences."""
         if not variant.num_sequences:
             self._move(variant, None)

@@ -168,8 +168,8 @@ def pages(num_pages: int, page_tokens: int = 16) -> KVCache:
 
 
 @dataclass(slots=True)
-class World:
-    """The limits, pages, slots and costs of one simulation, and what it computed."""
+class Simulation:
+    """The limits, pages, slots and costs of a simulation, and what it computed."""
 
     limits: StepLimits = field(default_factory=StepLimits)
     kv_cache: KVCache = field(default_factory=lambda: pages(100_000))
@@ -201,18 +201,18 @@ class World:
 
 
 def simulate(
-    world: World,
+    sim: Simulation,
     sequences: Iterable[SimSequence],
     scheduler: AnyScheduler | None = None,
     until_s: float = 1e9,
 ) -> None:
     """Run until every sequence has ended, or until `until_s`."""
-    scheduler = scheduler or world.scheduler()
+    scheduler = scheduler or sim.scheduler()
     arrivals = sorted(sequences, key=lambda sequence: sequence.arrived_at)[::-1]  # the first one last
     live: dict[str, SimSequence] = {}
     now = 0.0
     while (arrivals or live) and now < until_s:
-        world.end_loads(scheduler, now)
+        sim.end_loads(scheduler, now)
         while arrivals and arrivals[-1].arrived_at <= now:
             sequence = arrivals.pop()
             live[sequence.id] = sequence
@@ -221,16 +221,16 @@ def simulate(
             end(sequence, live)
             scheduler.remove(sequence)
         plan = scheduler.plan(now)
-        check(world, plan, live)
+        check(sim, plan, live)
         if plan.batch:
-            now += world.costs.of(plan)
-            finish(world, plan, live, scheduler, now)
+            now += sim.costs.of(plan)
+            finish(sim, plan, live, scheduler, now)
             scheduler.charge(plan, now)
-            world.on_step(plan, now)
+            sim.on_step(plan, now)
         else:
             now = max(now + IDLE_S, 0.0 if live or not arrivals else arrivals[-1].arrived_at)
         assert now < STUCK_S, f"{len(live)} sequences never end"
-    world.end_s = now
+    sim.end_s = now
 
 
 def end(sequence: SimSequence, live: dict[str, SimSequence]) -> None:
@@ -238,10 +238,10 @@ def end(sequence: SimSequence, live: dict[str, SimSequence]) -> None:
     del live[sequence.id]
 
 
-def check(world: World, plan: StepPlan, live: dict[str, SimSequence]) -> None:
+def check(sim: Simulation, plan: StepPlan, live: dict[str, SimSequence]) -> None:
     """Check what must hold of every plan."""
-    assert len({sequence.id for sequence in plan.batch}) == len(plan.batch) <= world.limits.max_num_seqs
-    assert sum(plan.batch.values()) == plan.num_tokens <= world.limits.max_batch_tokens
+    assert len({sequence.id for sequence in plan.batch}) == len(plan.batch) <= sim.limits.max_num_seqs
+    assert sum(plan.batch.values()) == plan.num_tokens <= sim.limits.max_batch_tokens
     for sequence in plan.preempted:
         live[sequence.id].num_preempted += 1
         assert not sequence.page_table.pages
@@ -251,20 +251,20 @@ def check(world: World, plan: StepPlan, live: dict[str, SimSequence]) -> None:
     for sequence, num_tokens in plan.batch.items():
         assert sequence.id in live
         assert 0 < num_tokens <= sequence.num_tokens - sequence.num_computed_tokens
-        num_held = len(sequence.page_table.pages) * world.kv_cache.page_tokens
+        num_held = len(sequence.page_table.pages) * sim.kv_cache.page_tokens
         assert num_held >= sequence.num_computed_tokens + num_tokens
         digest = sequence.digest
-        assert digest is None or (world.residency.is_resident(digest) and world.residency.holds[digest])
+        assert digest is None or (sim.residency.is_resident(digest) and sim.residency.holds[digest])
 
 
 def finish(
-    world: World, plan: StepPlan, live: dict[str, SimSequence], scheduler: AnyScheduler, now: float
+    sim: Simulation, plan: StepPlan, live: dict[str, SimSequence], scheduler: AnyScheduler, now: float
 ) -> None:
     """Do what a step does to its sequences."""
-    world.num_steps += 1
-    world.kv_cache.take_pages_to_zero()
+    sim.num_steps += 1
+    sim.kv_cache.take_pages_to_zero()
     for sequence in [live[sequence.id] for sequence in plan.batch]:
-        world.num_tokens += plan.batch[sequence]
+        sim.num_tokens += plan.batch[sequence]
         sequence.num_computed_tokens += plan.batch[sequence]
         if sequence.num_computed_tokens < sequence.num_tokens:
             continue
@@ -282,8 +282,8 @@ class FifoScheduler:
     sequences keep a slot. The others wait behind it, unless `skips`.
     """
 
-    def __init__(self, world: World, *, skips: bool) -> None:
-        self._limits, self._kv_cache, self._residency = world.limits, world.kv_cache, world.residency
+    def __init__(self, sim: Simulation, *, skips: bool) -> None:
+        self._limits, self._kv_cache, self._residency = sim.limits, sim.kv_cache, sim.residency
         self._skips = skips
         self._waiting: OrderedDict[str, SimSequence] = OrderedDict()
         self._running: OrderedDict[str, SimSequence] = OrderedDict()

@@ -162,7 +162,8 @@ def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) 
         assert PADDING_PAGE not in held
         assert len(held) + cache.num_available == cache.num_pages
         private = [page for h in live for page in h.page_table.pages[len(h.page_table.keys) :]]
-        assert len(private) == len(set(private))  # a page that is not full has one seq
+        # A page that is not full has one user.
+        assert len(private) == len(set(private))
 
 
 def test_a_cache_without_pages_and_a_second_prefix_are_refused() -> None:

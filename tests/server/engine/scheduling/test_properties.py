@@ -12,8 +12,8 @@ from server.engine.scheduling.slot_policy import SlotPolicy
 from tests.server.helpers.simulation import (
     SimResidency,
     SimSequence,
+    Simulation,
     StepLimits,
-    World,
     pages,
     simulate,
     step_limits,
@@ -63,11 +63,11 @@ def sequences(draw: st.DrawFn) -> list[SimSequence]:
 def test_every_sequence_ends_once_and_gives_everything_back(
     limits: StepLimits, residency: SimResidency, kv_cache: KVCache, sequences: list[SimSequence]
 ) -> None:
-    world = World(limits, kv_cache, residency)
-    scheduler = world.scheduler()
+    sim = Simulation(limits, kv_cache, residency)
+    scheduler = sim.scheduler()
     policy = scheduler._slot_policy
-    world.on_step = lambda plan, now: check_states(policy)
-    simulate(world, sequences, scheduler)
+    sim.on_step = lambda plan, now: check_states(policy)
+    simulate(sim, sequences, scheduler)
     assert [sequence.num_ends for sequence in sequences] == [1] * len(sequences)
     assert kv_cache.num_available == kv_cache.num_pages
     assert not +residency.holds

@@ -11,7 +11,7 @@ import pytest
 from server.engine.scheduling.fair_queue import FairQueue, LeastServed, TenantQueue, VariantQueue
 from server.engine.scheduling.scheduler import StepPlan
 from server.engine.sequence import Sequence
-from tests.server.helpers.simulation import SimSequence, World, poisson, simulate, step_limits
+from tests.server.helpers.simulation import SimSequence, Simulation, poisson, simulate, step_limits
 
 Key = Callable[[Sequence], str]
 FEW_SEQUENCES = step_limits(max_num_seqs=8, max_batch_tokens=128)
@@ -25,7 +25,7 @@ def backlog(
     ]
 
 
-def cost_until(world: World, sequences: list[SimSequence], until_s: float, key: Key) -> Counter[str]:
+def cost_until(sim: Simulation, sequences: list[SimSequence], until_s: float, key: Key) -> Counter[str]:
     """Count what each was served in that time: prompt tokens, and generated ones twice."""
     got: Counter[str] = Counter()
 
@@ -33,8 +33,8 @@ def cost_until(world: World, sequences: list[SimSequence], until_s: float, key: 
         for sequence, num_tokens in plan.batch.items():
             got[key(sequence)] += num_tokens if _is_prompt(sequence, num_tokens) else 2
 
-    world.on_step = count
-    simulate(world, sequences, until_s=until_s)
+    sim.on_step = count
+    simulate(sim, sequences, until_s=until_s)
     return got
 
 
@@ -51,7 +51,7 @@ def test_tenants_get_the_same_whatever_the_shape_and_number_of_their_requests() 
     sequences = (
         backlog("many", 1000, 20, 20) + backlog("prompts", 300, 200, 5) + backlog("talks", 300, 10, 150)
     )
-    got = cost_until(World(FEW_SEQUENCES), sequences, 20.0, by_tenant)
+    got = cost_until(Simulation(FEW_SEQUENCES), sequences, 20.0, by_tenant)
     assert max(got.values()) < 1.15 * min(got.values())
 
 
@@ -59,21 +59,21 @@ def test_a_tenant_that_asks_for_less_than_its_share_gets_all_of_it() -> None:
     rng = random.Random(0)
     flood = backlog("flood", 1500, 20, 20)
     light = [SimSequence(f"l{i}", "light", None, 20, 20, t) for i, t in enumerate(poisson(rng, 2.0, 20.0))]
-    simulate(World(FEW_SEQUENCES), flood + light)
+    simulate(Simulation(FEW_SEQUENCES), flood + light)
     assert max(sequence.first_token_s for sequence in light) < 0.5
     assert max(sequence.first_token_s for sequence in flood) > 20
 
 
 def test_one_request_does_not_wait_behind_another_tenants_thousand() -> None:
     one = SimSequence("one", "light", None, 50, 10, 1.0)
-    simulate(World(FEW_SEQUENCES), [*backlog("flood", 1000, 50, 50), one])
+    simulate(Simulation(FEW_SEQUENCES), [*backlog("flood", 1000, 50, 50), one])
     assert one.first_token_s < 0.6
 
 
 def test_variants_of_one_tenant_get_the_same() -> None:
     sequences = backlog("a", 600, 20, 20, "v1") + backlog("a", 200, 100, 10, "v2") + backlog("a", 300, 20, 20)
     limits = step_limits(max_num_seqs=8, max_batch_tokens=128, delta_cost_tokens=0.0)
-    got = cost_until(World(limits), sequences, 12.0, lambda sequence: sequence.digest or "base")
+    got = cost_until(Simulation(limits), sequences, 12.0, lambda sequence: sequence.digest or "base")
     assert max(got.values()) < 1.2 * min(got.values())
 
 
@@ -81,16 +81,16 @@ def test_a_tenant_with_many_variants_gets_no_more_than_one_with_one() -> None:
     sequences = backlog("single", 600, 20, 20, "s") + [
         sequence for index in range(7) for sequence in backlog("many", 100, 20, 20, f"v{index}")
     ]
-    got = cost_until(World(FEW_SEQUENCES), sequences, 12.0, by_tenant)
+    got = cost_until(Simulation(FEW_SEQUENCES), sequences, 12.0, by_tenant)
     assert got["many"] < 1.05 * got["single"]
 
 
-def test_reading_many_deltas_is_paid_for() -> None:
+def test_reading_many_deltas_is_charged() -> None:
     limits = step_limits(max_num_seqs=16, max_batch_tokens=128, delta_cost_tokens=8.0)
     sequences = backlog("single", 900, 20, 20, "s") + [
         sequence for index in range(7) for sequence in backlog("many", 100, 20, 20, f"v{index}")
     ]
-    got = cost_until(World(limits), sequences, 12.0, by_tenant)
+    got = cost_until(Simulation(limits), sequences, 12.0, by_tenant)
     assert got["many"] < 0.7 * got["single"]
 
 
@@ -105,15 +105,15 @@ def test_idle_time_is_not_saved_up() -> None:
         if now > 8.0:
             got.update(sequence.tenant for sequence in plan.batch)
 
-    world = World(FEW_SEQUENCES, on_step=count)
-    simulate(world, sequences, until_s=14.0)
+    sim = Simulation(FEW_SEQUENCES, on_step=count)
+    simulate(sim, sequences, until_s=14.0)
     assert max(got.values()) < 1.2 * min(got.values())
 
 
 def test_a_tenant_that_runs_alone_does_not_pay_for_it_later() -> None:
     early = [SimSequence(f"e{i}", "early", None, 20, 20, i * 0.1) for i in range(200)]
     late = backlog("late", 500, 20, 20, at=10.0)
-    simulate(World(FEW_SEQUENCES), early + late)
+    simulate(Simulation(FEW_SEQUENCES), early + late)
     assert max(sequence.first_token_s for sequence in early) < 0.5
 
 
@@ -121,7 +121,7 @@ def test_a_long_sequence_is_preempted_for_a_tenant_that_has_none_running() -> No
     limits = step_limits(max_num_seqs=8, max_batch_tokens=128, preempt_wait_s=2.0)
     one = SimSequence("one", "light", None, 50, 10, 1.0)
     flood = backlog("flood", 20, 50, 2000)
-    simulate(World(limits), [*flood, one])
+    simulate(Simulation(limits), [*flood, one])
     assert 2.0 <= one.first_token_s < 2.2
     assert sum(sequence.num_preempted for sequence in flood) == 1
 
@@ -129,20 +129,20 @@ def test_a_long_sequence_is_preempted_for_a_tenant_that_has_none_running() -> No
 def test_a_tenants_only_running_sequence_is_not_preempted() -> None:
     limits = step_limits(max_num_seqs=4, max_batch_tokens=64, preempt_wait_s=0.5)
     sequences = [SimSequence(f"j{i}", f"t{i}", None, 20, 500, 0.0) for i in range(12)]
-    simulate(World(limits), sequences)
+    simulate(Simulation(limits), sequences)
     assert sum(sequence.num_preempted for sequence in sequences) == 0
 
 
 def test_variants_of_one_tenant_share_the_sequences_that_may_run() -> None:
     limits = step_limits(max_num_seqs=8, max_batch_tokens=128, preempt_wait_s=2.0)
     one = SimSequence("one", "a", "quiet", 50, 10, 1.0)
-    simulate(World(limits), [*backlog("a", 20, 50, 2000, "loud"), one])
+    simulate(Simulation(limits), [*backlog("a", 20, 50, 2000, "loud"), one])
     assert 2.0 <= one.first_token_s < 2.3
 
 
 def test_no_tenant_is_first_twice_in_one_step() -> None:
-    world = World(step_limits(max_num_seqs=6, max_batch_tokens=128))
-    scheduler = world.scheduler()
+    sim = Simulation(step_limits(max_num_seqs=6, max_batch_tokens=128))
+    scheduler = sim.scheduler()
     for tenant in ("a", "b", "c"):
         for sequence in backlog(tenant, 5, 10, 10):
             scheduler.add(sequence, 0.0)
@@ -166,8 +166,8 @@ def test_counters_of_idle_tenants_are_dropped_when_they_are_not_above_the_floor(
 
 
 def test_sequences_that_leave_while_they_wait_do_not_pile_up() -> None:
-    world = World()
-    scheduler = world.scheduler()
+    sim = Simulation()
+    scheduler = sim.scheduler()
     scheduler.add(SimSequence("stays", "a", "cold", 10, 10, 0.0), 0.0)
     for sequence in backlog("a", 5000, 10, 10, "cold"):
         scheduler.add(sequence, 0.0)

@@ -14,7 +14,7 @@ from tests.server.helpers.simulation import (
     FifoScheduler,
     SimResidency,
     SimSequence,
-    World,
+    Simulation,
     pages,
     poisson,
     simulate,
@@ -45,10 +45,10 @@ def popular(seed: int, per_s: float, seconds: float, num_variants: int) -> list[
     ]
 
 
-def bound_s(world: World, ahead: int, num_context: int) -> float:
+def bound_s(sim: Simulation, ahead: int, num_context: int) -> float:
     """Compute the bound in slot_policy.py's docstring; one variant's sequences hold at most `num_context` tokens."""
-    limits, constants, residency = world.limits, world.limits.constants, world.residency
-    fullest_s = world.costs.step_s + world.costs.token_s * limits.max_batch_tokens + 0.01
+    limits, constants, residency = sim.limits, sim.limits.constants, sim.residency
+    fullest_s = sim.costs.step_s + sim.costs.token_s * limits.max_batch_tokens + 0.01
     per_step = constants.recompute_share * limits.max_num_seqs
     turn_s = constants.min_resident_s + residency.load_s + 8 * fullest_s
     return (
@@ -60,13 +60,13 @@ def bound_s(world: World, ahead: int, num_context: int) -> float:
 
 @pytest.mark.parametrize(("num_output", "load_s"), [(40, 0.02), (40, 0.3), (600, 0.1)])
 def test_a_cold_variant_waits_no_longer_than_the_bound_says(num_output: int, load_s: float) -> None:
-    world = World(LIMITS, residency=SimResidency(4, load_s))
+    sim = Simulation(LIMITS, residency=SimResidency(4, load_s))
     rng = random.Random(1)
     flood = hot(4, 40.0, num_output, per_s=480 / num_output)
     cold = [SimSequence(f"c{i}", f"cold{i}", f"c{i}", 32, 20, 5 + 20 * rng.random()) for i in range(12)]
-    simulate(world, [*flood, *cold], until_s=60.0)
+    simulate(sim, [*flood, *cold], until_s=60.0)
     num_context = 4 * (32 + num_output)
-    assert max(sequence.first_token_s for sequence in cold) <= bound_s(world, 15, num_context)
+    assert max(sequence.first_token_s for sequence in cold) <= bound_s(sim, 15, num_context)
     assert (
         statistics.median(sequence.first_token_s for sequence in cold) <= LIMITS.constants.cold_wait_s + 1.0
     )
@@ -74,139 +74,137 @@ def test_a_cold_variant_waits_no_longer_than_the_bound_says(num_output: int, loa
 
 def test_first_come_first_served_lets_a_cold_variant_starve() -> None:
     """The baseline to beat: its slots are free only when by chance no sequence of their variant runs."""
-    world = World(LIMITS, residency=SimResidency(4, 0.1))
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.1))
     cold = SimSequence("cold", "cold", "c", 32, 20, 5.0)
-    simulate(world, [*hot(4, 60.0, 600, 0.8), cold], FifoScheduler(world, skips=True), until_s=60.0)
+    simulate(sim, [*hot(4, 60.0, 600, 0.8), cold], FifoScheduler(sim, skips=True), until_s=60.0)
     assert not cold.token_times
 
 
 def test_one_tenants_many_cold_variants_do_not_delay_another_tenants() -> None:
-    world = World(LIMITS, residency=SimResidency(4, 0.1))
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.1))
     flood = [SimSequence(f"f{i}", "flood", f"f{i}", 32, 60, 0.0) for i in range(300)]
     one = SimSequence("one", "light", "v", 32, 20, 2.0)
-    simulate(world, [*flood, one])
+    simulate(sim, [*flood, one])
     assert one.first_token_s < LIMITS.constants.cold_wait_s + 1.0
     assert max(sequence.first_token_s for sequence in flood) > 20.0
 
 
 def test_every_sequence_is_served_with_many_more_variants_than_slots() -> None:
-    world = World(LIMITS, residency=SimResidency(4, 0.05))
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.05))
     sequences = [SimSequence(f"j{i}", f"t{i % 7}", f"v{i % 50}", 16, 40, 0.0) for i in range(1000)]
-    simulate(world, sequences)
+    simulate(sim, sequences)
     assert all(sequence.num_generated == 40 for sequence in sequences)
-    assert world.residency.num_loaded < 300
+    assert sim.residency.num_loaded < 300
 
 
 def test_twice_as_many_variants_as_slots_do_not_thrash() -> None:
     """Compare first tokens and loads with first come, first served, at 0.7 of the simulated engine's capacity."""
     sequences, peers = popular(0, 20.0, 60.0, 16), popular(0, 20.0, 60.0, 16)
     fitting = popular(0, 20.0, 60.0, 16)
-    world, peer = World(), World()
-    simulate(world, sequences)
+    sim, peer = Simulation(), Simulation()
+    simulate(sim, sequences)
     simulate(peer, peers, FifoScheduler(peer, skips=False))
-    simulate(World(residency=SimResidency(16, 0.02)), fitting)
+    simulate(Simulation(residency=SimResidency(16, 0.02)), fitting)
     median, of_peer, warm = (
         statistics.median(sequence.first_token_s for sequence in each) for each in (sequences, peers, fitting)
     )
     assert median < 2 * warm
     assert median < 0.01 * of_peer
-    assert world.residency.num_loaded < 0.2 * len(sequences)
-    assert world.residency.num_loaded < 0.6 * peer.residency.num_loaded
-    assert world.num_tokens < 1.01 * sum(sequence.num_tokens - 1 for sequence in sequences)
+    assert sim.residency.num_loaded < 0.2 * len(sequences)
+    assert sim.residency.num_loaded < 0.6 * peer.residency.num_loaded
+    assert sim.num_tokens < 1.01 * sum(sequence.num_tokens - 1 for sequence in sequences)
 
 
 def test_recomputation_for_slots_is_a_bounded_share_of_the_work() -> None:
     """With long sequences in each slot, slow loads and a short `cold_wait_s`, most tokens are still computed once."""
     limits = step_limits(max_num_seqs=16, max_batch_tokens=128, cold_wait_s=0.5, min_resident_s=0.1)
     sequences = [SimSequence(f"j{i}", f"t{i % 5}", f"v{i % 12}", 64, 200, i * 0.05) for i in range(200)]
-    world = World(limits, residency=SimResidency(4, 1.0))
-    simulate(world, sequences)
+    sim = Simulation(limits, residency=SimResidency(4, 1.0))
+    simulate(sim, sequences)
     assert sum(sequence.num_preempted for sequence in sequences) > 20
-    assert world.num_tokens < 1.4 * sum(sequence.num_tokens - 1 for sequence in sequences)
+    assert sim.num_tokens < 1.4 * sum(sequence.num_tokens - 1 for sequence in sequences)
 
 
 def test_a_variant_keeps_its_slot_for_min_resident_s() -> None:
     limits = step_limits(max_num_seqs=8, max_batch_tokens=64, cold_wait_s=0.0, min_resident_s=1.0)
-    world = World(limits, residency=SimResidency(1, 0.05))
-    simulate(world, [SimSequence(f"j{i}", "a", f"v{i % 2}", 16, 20, i * 0.02) for i in range(400)])
-    assert 2 < world.residency.num_loaded <= world.end_s / limits.constants.min_resident_s + 2
+    sim = Simulation(limits, residency=SimResidency(1, 0.05))
+    simulate(sim, [SimSequence(f"j{i}", "a", f"v{i % 2}", 16, 20, i * 0.02) for i in range(400)])
+    assert 2 < sim.residency.num_loaded <= sim.end_s / limits.constants.min_resident_s + 2
 
 
 def test_every_load_serves_a_sequence() -> None:
     """Also if `min_resident_s` is over before a sequence can be admitted."""
     limits = step_limits(max_num_seqs=2, max_batch_tokens=64, cold_wait_s=0.0, min_resident_s=0.0)
     sequences = [SimSequence(f"j{i}", f"t{i}", f"v{i % 6}", 16, 30, 0.0) for i in range(60)]
-    world = World(limits, residency=SimResidency(3, 0.01))
-    simulate(world, sequences)
-    assert world.residency.num_loaded <= len(sequences) + sum(
-        sequence.num_preempted for sequence in sequences
-    )
+    sim = Simulation(limits, residency=SimResidency(3, 0.01))
+    simulate(sim, sequences)
+    assert sim.residency.num_loaded <= len(sequences) + sum(sequence.num_preempted for sequence in sequences)
 
 
 def test_hot_variants_stay_while_idle_ones_can_be_evicted() -> None:
-    world = World(residency=SimResidency(4, 0.02))
+    sim = Simulation(residency=SimResidency(4, 0.02))
     flood = hot(2, 20.0, 100, per_s=4.0)
     rare = [SimSequence(f"r{i}", "rare", f"r{i}", 16, 5, 1.0 + i * 0.5) for i in range(30)]
-    simulate(world, [*flood, *rare])
-    assert world.residency.num_loaded == 2 + 30
+    simulate(sim, [*flood, *rare])
+    assert sim.residency.num_loaded == 2 + 30
     assert sum(sequence.num_preempted for sequence in flood) == 0
 
 
 def test_the_variant_with_the_fewest_sequences_gives_its_slot_up() -> None:
-    world = World(LIMITS, residency=SimResidency(2, 0.0))
-    scheduler = world.scheduler()
+    sim = Simulation(LIMITS, residency=SimResidency(2, 0.0))
+    scheduler = sim.scheduler()
     sequences = [SimSequence(f"j{i}", f"t{i}", "crowded" if i else "lonely", 8, 500, 0.0) for i in range(5)]
     for each in sequences:
         scheduler.add(each, 0.0)
     scheduler.plan(0.0)
-    world.end_loads(scheduler, 0.1)
+    sim.end_loads(scheduler, 0.1)
     for sequence, num_tokens in scheduler.plan(0.1).batch.items():
         sequence.num_computed_tokens += num_tokens
         sequence.tokens.append(TOKEN)
     scheduler.add(SimSequence("cold", "c", "v", 8, 8, 0.2), 0.2)
     plan = scheduler.plan(3.0)
     assert [sequence.id for sequence in plan.preempted] == ["j0"]
-    assert world.residency.is_loading("v")
+    assert sim.residency.is_loading("v")
 
 
 def test_a_pinned_variant_is_never_closed() -> None:
     limits = replace(LIMITS, constants=replace(LIMITS.constants, preempt_wait_s=60.0))
-    world = World(limits, residency=SimResidency(2, 0.05))
-    world.residency.pinned = {"h0"}
+    sim = Simulation(limits, residency=SimResidency(2, 0.05))
+    sim.residency.pinned = {"h0"}
     loud = hot(1, 20.0, 100, per_s=4.0)
     rest = [SimSequence(f"r{i}", f"r{i}", f"r{i % 5}", 16, 60, 1.0 + i * 0.1) for i in range(100)]
-    simulate(world, [*loud, *rest])
+    simulate(sim, [*loud, *rest])
     assert sum(sequence.num_preempted for sequence in loud) == 0
 
 
 def test_with_every_slot_pinned_the_others_run_on() -> None:
-    world = World(LIMITS, residency=SimResidency(1, 0.01))
-    world.residency.pinned = {"h0"}
+    sim = Simulation(LIMITS, residency=SimResidency(1, 0.01))
+    sim.residency.pinned = {"h0"}
     loud = hot(1, 5.0, 20, per_s=4.0)
     cold = SimSequence("cold", "c", "v", 16, 16, 0.5, cancel_at=20.0)
-    simulate(world, [*loud, cold])
+    simulate(sim, [*loud, cold])
     assert not cold.token_times
     assert max(sequence.first_token_s for sequence in loud) < 0.5
 
 
 def test_a_closed_variant_opens_again_when_the_variants_that_waited_have_gone() -> None:
     """Closed for `gone` at 3.0; `late` would else wait until `runs` has ended, at about 11."""
-    world = World(LIMITS, residency=SimResidency(1, 0.02))
+    sim = Simulation(LIMITS, residency=SimResidency(1, 0.02))
     runs, late = (SimSequence(f"j{at}", "a", "h", 16, 1000, at) for at in (0.0, 3.2))
     gone = SimSequence("gone", "g", "g", 16, 10, 2.0, cancel_at=3.5)
-    simulate(world, [runs, late, gone])
-    assert world.residency.num_loaded == 1
+    simulate(sim, [runs, late, gone])
+    assert sim.residency.num_loaded == 1
     assert 0.3 <= late.first_token_s < 0.4
 
 
 def test_a_sequence_without_a_token_is_not_preempted_for_a_slot() -> None:
     limits = step_limits(max_num_seqs=4, max_batch_tokens=64, cold_wait_s=0.0, min_resident_s=0.0)
-    world = World(limits, residency=SimResidency(1, 0.0))
-    scheduler = world.scheduler()
+    sim = Simulation(limits, residency=SimResidency(1, 0.0))
+    scheduler = sim.scheduler()
     long = SimSequence("long", "a", "v", 128, 10, 0.0)
     scheduler.add(long, 0.0)
     scheduler.plan(0.0)
-    world.end_loads(scheduler, 0.1)
+    sim.end_loads(scheduler, 0.1)
     scheduler.add(SimSequence("cold", "b", "w", 8, 8, 0.2), 0.2)
     for now in (0.2, 0.3):
         assert scheduler.plan(now).batch == {long: 64}
@@ -216,54 +214,54 @@ def test_a_sequence_without_a_token_is_not_preempted_for_a_slot() -> None:
 
 
 def test_a_delta_that_a_prefetch_loads_is_found() -> None:
-    world = World(residency=SimResidency(4, 0.5))
-    world.residency.load("v")
-    scheduler = world.scheduler()
+    sim = Simulation(residency=SimResidency(4, 0.5))
+    sim.residency.load("v")
+    scheduler = sim.scheduler()
     sequence = SimSequence("j", "a", "v", 8, 8, 0.0)
     scheduler.add(sequence, 0.0)
     assert not scheduler.plan(0.0).batch
-    world.end_loads(scheduler, 0.6)
+    sim.end_loads(scheduler, 0.6)
     assert scheduler.plan(0.6).batch == {sequence: 8}
-    assert world.residency.num_loaded == 1
+    assert sim.residency.num_loaded == 1
 
 
 def test_a_prefetched_delta_is_found_though_others_wait_for_slots() -> None:
-    world = World(LIMITS, residency=SimResidency(2, 0.0))
-    world.residency.pinned = {"p", "q"}
-    scheduler = world.scheduler()
+    sim = Simulation(LIMITS, residency=SimResidency(2, 0.0))
+    sim.residency.pinned = {"p", "q"}
+    scheduler = sim.scheduler()
     for digest in ("cold", "p"):
         scheduler.add(SimSequence(digest, digest, digest, 8, 8, 0.0), 0.0)
-    world.residency.load("q")
-    world.residency.load("p")
+    sim.residency.load("q")
+    sim.residency.load("p")
     assert not scheduler.plan(0.0).batch
-    world.end_loads(scheduler, 0.1)
+    sim.end_loads(scheduler, 0.1)
     assert [sequence.id for sequence in scheduler.plan(0.1).batch] == ["p"]
 
 
 def test_a_load_that_failed_is_begun_again_for_sequences_that_still_wait() -> None:
-    world = World(residency=SimResidency(2, 0.1))
-    scheduler = world.scheduler()
+    sim = Simulation(residency=SimResidency(2, 0.1))
+    scheduler = sim.scheduler()
     fails, stays = SimSequence("fails", "a", "v", 8, 8, 0.0), SimSequence("stays", "a", "v", 8, 8, 0.0)
     scheduler.add(fails, 0.0)
     scheduler.plan(0.0)
-    world.fail_load(scheduler, "v", 0.1)
+    sim.fail_load(scheduler, "v", 0.1)
     scheduler.remove(fails)
     scheduler.plan(0.1)
-    assert not world.residency.is_loading("v")
+    assert not sim.residency.is_loading("v")
     scheduler.add(stays, 0.2)
     scheduler.plan(0.2)
-    world.fail_load(scheduler, "v", 0.3)
+    sim.fail_load(scheduler, "v", 0.3)
     scheduler.plan(0.3)
-    assert world.residency.is_loading("v")
+    assert sim.residency.is_loading("v")
 
 
 def test_the_end_of_a_load_for_which_no_sequence_waits_changes_nothing() -> None:
-    world = World(residency=SimResidency(2, 0.1))
-    scheduler = world.scheduler()
-    world.residency.load("v")
-    world.end_loads(scheduler, 0.1)
+    sim = Simulation(residency=SimResidency(2, 0.1))
+    scheduler = sim.scheduler()
+    sim.residency.load("v")
+    sim.end_loads(scheduler, 0.1)
     assert not scheduler.plan(0.1).batch
-    assert not +world.residency.holds
+    assert not +sim.residency.holds
 
 
 def test_a_step_does_not_look_at_each_variant_that_waits() -> None:
@@ -274,12 +272,12 @@ def test_a_step_does_not_look_at_each_variant_that_waits() -> None:
             asked.append(digest)
             return super().is_resident(digest)
 
-    world = World(LIMITS, residency=CountingResidency(2, 0.0))
-    scheduler = world.scheduler()
+    sim = Simulation(LIMITS, residency=CountingResidency(2, 0.0))
+    scheduler = sim.scheduler()
     for digest in ("h0", "h1"):
         scheduler.add(SimSequence(digest, digest, digest, 8, 10_000, 0.0), 0.0)
     scheduler.plan(0.0)
-    world.end_loads(scheduler, 0.0)
+    sim.end_loads(scheduler, 0.0)
     for number in range(1000):
         scheduler.add(SimSequence(f"c{number}", f"t{number}", f"c{number}", 8, 8, 0.1), 0.1)
     for now in (0.1, 0.2, 1.2, 2.2):
@@ -291,8 +289,8 @@ def test_a_step_does_not_look_at_each_variant_that_waits() -> None:
 
 def test_short_sequences_do_not_keep_a_variant_in_its_slot_for_ever() -> None:
     """Their variant is idle only between two steps: the next sequence is there before a slot is looked for."""
-    world = World(LIMITS, residency=SimResidency(1, 0.02))
-    scheduler = world.scheduler()
+    sim = Simulation(LIMITS, residency=SimResidency(1, 0.02))
+    scheduler = sim.scheduler()
     cold = SimSequence("cold", "c", "v", 8, 8, 0.0)
     now, first = 0.0, 0.0
     for number in range(1000):
@@ -302,7 +300,7 @@ def test_short_sequences_do_not_keep_a_variant_in_its_slot_for_ever() -> None:
             first = now
         plan = scheduler.plan(now)
         now += 0.02
-        world.end_loads(scheduler, now)
+        sim.end_loads(scheduler, now)
         if cold in plan.batch:
             break
         for sequence in list(plan.batch):
@@ -312,8 +310,8 @@ def test_short_sequences_do_not_keep_a_variant_in_its_slot_for_ever() -> None:
 
 
 def test_every_sequence_ends_when_pages_and_slots_are_both_short() -> None:
-    world = World(LIMITS, kv_cache=pages(60), residency=SimResidency(3, 0.2))
+    sim = Simulation(LIMITS, kv_cache=pages(60), residency=SimResidency(3, 0.2))
     sequences = popular(3, 10.0, 40.0, 12)
-    simulate(world, sequences)
+    simulate(sim, sequences)
     assert all(sequence.num_generated == sequence.num_output_tokens for sequence in sequences)
     assert sum(sequence.num_preempted for sequence in sequences) > 0

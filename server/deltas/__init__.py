@@ -1,1 +1,1 @@
-"""Deltas on the device: which are in slots, and how a model's layers apply them to a mixed batch."""
+"""Deltas on the device: loading them into slots, and applying them in a model's layers to a mixed batch."""

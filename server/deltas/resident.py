@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deltastore.base.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
+from deltastore.format.manifest import Manifest
 from deltastore.format.parts import MatrixParts, PlaneParts, part_names
 from server.errors import EngineFailed
-
-if TYPE_CHECKING:
-    # Manifest brings pydantic, which computing with deltas does not need.
-    from deltastore.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
-"""The products that deltas need, one operation per name, chosen by the device of their input.
+"""The one-bit products that deltas need, each chosen by the device of its input.
 
-`onebit_reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA.
-Each takes all deltas of a batch at once and finds their matrices by address, so that the Python cost of a layer does
-not grow with the number of variants.
+`onebit_reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA. A
+call takes all deltas of a batch and finds their matrices by address, so that the Python cost of a layer does not grow
+with the number of variants. Knows tensors and addresses; no deltas and no model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from server.kernels import onebit_reference
+from server.kernels import onebit_cpu, onebit_reference
 
 __all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 
@@ -23,27 +23,28 @@ __all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
-    ranges: Tensor,  # [groups, 2] int32: first row of a group and the one after its last
+    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out and factor_in
+    ranges: Tensor,  # [groups, 2] int32: a group's first row and the row after its last
 ) -> None:
-    """Add to each group's rows what its delta adds: ``factor_out * (B @ (factor_in * x))``, summed in float32.
+    """Add ``factor_out * (B @ (factor_in * x))`` of each group's matrix to the group's rows.
 
-    Signs are uint8 [out, ceil(in / 8)], a set bit is +1; factors are float32 [out] and [in]. The address 0 of signs
-    leaves a group as it is, that of `factor_in` stands for ones. Groups are disjoint and ascending and may be empty;
-    rows of no group are not touched. The sum is rounded once, to the output's dtype.
+    Signs are uint8 ``[out, ceil(in / 8)]``; a set bit is +1 and bit i of byte j belongs to input 8 j + i. Factors are
+    float32 ``[out]`` and ``[in]``. A zero address of signs leaves the group's rows unchanged; a zero address of
+    `factor_in` means ones. Groups are disjoint and ascending and may be empty. Rows of no group are not touched. Sums
+    are float32 and rounded once, to the output's dtype.
     """
     _implementation(x.device.type).add_onebit_matmul(output, x, plane_ptrs, ranges)
 
 
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
-    ids: Tensor,  # [rows] int64, each a row of its group's matrix
-    plane_ptrs: Tensor,  # [groups, 3] int64, as above
-    ranges: Tensor,  # [groups, 2] int32, as above
+    ids: Tensor,  # [rows] int64: a row of the group's matrix for each row of the output
+    plane_ptrs: Tensor,  # [groups, 3] int64, as in `add_onebit_matmul`
+    ranges: Tensor,  # [groups, 2] int32, as in `add_onebit_matmul`
     num_ids: int,  # rows of every matrix
-    scale: float,  # what the embedding multiplies its rows by
+    scale: float,  # the factor by which the embedding multiplies its rows
 ) -> None:
-    """Add to each group's rows `scale` times the rows `ids` of its dense delta, rounded once."""
+    """Add ``scale * factor_out[id] * B[id] * factor_in`` to each group's rows, rounded once to the output's dtype."""
     _implementation(output.device.type).add_onebit_rows(output, ids, plane_ptrs, ranges, num_ids, scale)
 
 
@@ -52,7 +53,7 @@ def prepare(
     shapes: Iterable[tuple[int, int]] = (),  # out and in of the layers that deltas change
     dtype: torch.dtype = torch.float32,  # of the model
 ) -> None:
-    """Compile what this device's kernels need, which takes seconds that no request should wait for."""
+    """Compile the kernels of a device at start-up: it takes seconds."""
     one = torch.ones(1, 1, device=device)
     signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
     plane_ptrs = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
@@ -64,13 +65,12 @@ def prepare(
 
 
 @cache
-def _implementation(device: str) -> ModuleType:
-    """The fastest there is for a kind of device; each is imported where it is used alone."""
-    if device == "cpu":
-        from server.kernels import onebit_cpu
-
+def _implementation(device_type: str) -> ModuleType:
+    """Return the fastest implementation for a device."""
+    if device_type == "cpu":
         return onebit_cpu
-    if device == "cuda" and find_spec("triton") is not None:
+    if device_type == "cuda" and find_spec("triton") is not None:
+        # A server on the CPU runs without Triton.
         from server.kernels import onebit_cuda
 
         return onebit_cuda

@@ -1,4 +1,4 @@
-"""Memory behind addresses, for compiled code: `array(at(address), shape, dtype)` is an array that owns nothing."""
+"""Arrays at addresses, for code that numba compiles: `array(at(address), shape, dtype)` is a view of that memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 
 def _pointer(typing_context: Any, address: Any) -> Any:
-    """A pointer to an address, as `array` takes it."""
+    """Turn an integer address into the pointer that `array` takes."""
     return types.voidptr(types.intp), lambda context, builder, signature, arguments: builder.inttoptr(
         arguments[0], context.get_value_type(types.voidptr)
     )

@@ -177,6 +177,7 @@ def _attend_part(  # type: ignore[no-untyped-def]
     BLOCK_KEY_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
+    """Attend with one key head's query heads to one part of a sequence. The grid is [sequences, key heads, parts]."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -273,6 +274,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
     HAS_SINKS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
+    """Combine the parts of one head of one sequence. The grid is [sequences, heads]."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_VALUE_DIM)

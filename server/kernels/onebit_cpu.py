@@ -1,8 +1,8 @@
-"""The products on the CPU, for all groups of a batch in one call. Signs stay packed. x86-64 and Arm alike.
+"""The one-bit products on the CPU (x86-64 and Arm), for all groups of a batch in one call. Signs stay packed.
 
-Each thread of torch's own team (`openmp`) takes its share of the outputs, for all rows. Where the processor has
-AVX-512, inputs' sums are looked up (`lookup`), which is as fast as the library's product of many rows; elsewhere signs
-select inputs (`select`), and groups of many rows are expanded (`expand`). Call it from one thread.
+Each thread of torch's own team (`openmp`) computes its share of the outputs for all rows. With AVX-512, sums of inputs
+are looked up (`onebit_cpu_lookup`), which is as fast as torch's product of many rows. Other processors select inputs by
+signs (`onebit_cpu_select`) and expand the signs of groups with many rows (`onebit_cpu_expand`). Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,21 +24,27 @@ from server.kernels import onebit_reference as reference
 from server.kernels import openmp
 from server.kernels.addresses import array, at
 
-PARALLEL_SIGNS = 1 << 19  # below, waking threads costs more than they save
-PANEL = 1024  # outputs whose sums a thread holds, in the first-level cache beside the tables
-LINE = 16  # float32 in a cache line
-MAX_ROWS = 4  # that share a transposed tile; their tables fill two thirds of a first-level cache
+# Smaller products run on one thread: waking the others costs more than they save.
+PARALLEL_SIGNS = 1 << 19
+# Outputs whose sums a thread holds; they share the first-level cache with the tables.
+PANEL = 1024
+# float32 numbers in a cache line.
+LINE = 16
+# Rows that share a transposed tile. Their tables fill two thirds of a first-level cache.
+MAX_ROWS = 4
 
-# What a compiled kernel is given: addresses, strides in bytes, and sizes.
+# The kernels' argument: addresses, strides in bytes, and sizes.
 FIELDS = (
     *("output", "output_stride", "output_half", "x", "x_stride", "x_half"),
     *("plane_ptrs", "ranges", "num_groups", "out_features", "in_features"),
 )
 JOB = np.dtype([(name, np.int64) for name in FIELDS])
-PACK = struct.Struct(f"={len(FIELDS)}q").pack  # a job as bytes, in a tenth of the time that numpy takes
+# Makes the bytes of a job in a tenth of numpy's time.
+PACK = struct.Struct(f"={len(FIELDS)}q").pack
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 Rows = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], None]
-HALF = {torch.float32: 0, torch.bfloat16: 1}  # what kernels read and write; others are converted around them
+# Dtypes that kernels read and write, by the value of their flags `*_half`. Other dtypes are converted to float32.
+HALF = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def add_onebit_matmul(
@@ -46,9 +52,9 @@ def add_onebit_matmul(
     x: Tensor,  # [rows, in], any float dtype
     plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
-    by_lookup: bool | None = None,  # None: what this processor does best
+    by_lookup: bool | None = None,  # None: if the processor supports it
 ) -> None:
-    """As `server.kernels.add_onebit_matmul`."""
+    """Compute `server.kernels.add_onebit_matmul`."""
     if output.dtype not in HALF or output.stride(1) != 1:
         wide = output.float().contiguous()
         add_onebit_matmul(wide, x, plane_ptrs, ranges, by_lookup)
@@ -76,8 +82,9 @@ def add_onebit_rows(
     num_ids: int,
     scale: float,
 ) -> None:
-    """As `server.kernels.add_onebit_rows`."""
-    wide = output.float().contiguous()  # itself, where it is both
+    """Compute `server.kernels.add_onebit_rows`."""
+    # A contiguous float32 output is changed in place.
+    wide = output.float().contiguous()
     _rows()(
         wide.numpy(), ids.contiguous().numpy(), plane_ptrs.numpy(), ranges.numpy(), num_ids, np.float32(scale)
     )
@@ -86,7 +93,7 @@ def add_onebit_rows(
 
 
 def _without_long(output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor) -> Tensor:
-    """Add the products of groups of many rows by expansion. Returns the ranges, theirs empty."""
+    """Add the products of groups with many rows by expansion. Return the ranges with those groups empty."""
     is_long = ranges[:, 1] - ranges[:, 0] >= expand.MIN_ROWS
     if not is_long.any():
         return ranges
@@ -96,12 +103,12 @@ def _without_long(output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor)
     return ranges * ~is_long[:, None]
 
 
-# Loops over elements, below, compile in half the time of expressions over arrays.
+# The loops over elements below compile in half the time of array expressions.
 
 
 @numba.njit(error_model="numpy")
 def _load(values: np.ndarray, address: int, half: int, factor_in: int) -> None:
-    """Read inputs as float32, times their factors."""
+    """Read the inputs at an address as float32, times the factors at `factor_in` unless that is 0."""
     if half:
         short = array(at(address), values.shape, np.uint16)
         for i in range(len(values)):
@@ -118,7 +125,7 @@ def _load(values: np.ndarray, address: int, half: int, factor_in: int) -> None:
 
 @numba.njit(error_model="numpy")
 def _store(sums: np.ndarray, address: int, half: int, factor_out: int) -> None:
-    """Add sums times their factors to outputs, rounded to nearest even."""
+    """Add sums times their factors to the outputs at an address, rounded to nearest even."""
     factors = array(at(factor_out), sums.shape, np.float32)
     if half:
         short = array(at(address), sums.shape, np.uint16)
@@ -138,7 +145,7 @@ _TILE_1, _TILE_2, _TILE_4 = lookup.add_tile(1), lookup.add_tile(2), lookup.add_t
 
 @numba.njit(error_model="numpy")
 def _fill(job: Any, row: int, first: int, factor_in: int, values: np.ndarray, tables: np.ndarray) -> None:
-    """Make the tables of a row's inputs from `first` on; what is beyond the last input counts as zero."""
+    """Fill the tables of a row's lookup.INPUTS inputs from `first` on. Inputs beyond the last one are zero."""
     num = min(lookup.INPUTS, job.in_features - first)
     address = job.x + row * job.x_stride + first * (2 if job.x_half else 4)
     _load(values[:num], address, job.x_half, factor_in + 4 * first if factor_in else 0)
@@ -151,12 +158,12 @@ def _fill(job: Any, row: int, first: int, factor_in: int, values: np.ndarray, ta
 @numba.njit(error_model="numpy")
 def _add_panel(
     job: Any,
-    place: np.ndarray,  # [3] int64
-    rows: tuple[int, int],  # the first and how many: 1, 2 or MAX_ROWS
-    outputs: tuple[int, int],  # the first and the one after the last
-    memory: tuple[np.ndarray, np.ndarray, np.ndarray],  # for inputs, tables and sums
+    plane_ptr: np.ndarray,  # [3] int64
+    rows: tuple[int, int],  # the first row and their number: 1, 2 or MAX_ROWS
+    outputs: tuple[int, int],  # the first output and the one after the last
+    memory: tuple[np.ndarray, np.ndarray, np.ndarray],  # buffers of inputs, tables and sums
 ) -> None:
-    """A few rows of one group through tables, for the outputs of one panel."""
+    """Add the products of a few rows of one group for the outputs of one panel, by tables."""
     values, tables, sums = memory
     row, num_rows = rows
     start, stop = outputs
@@ -164,20 +171,19 @@ def _add_panel(
         for i in range(PANEL):
             sums[r, i] = 0
     width = (job.in_features + 7) // 8
-    span = lookup.INPUTS * (MAX_ROWS // num_rows)  # so many inputs' tables are made at a time
+    # Inputs whose tables are made at a time: fewer rows leave memory for more of them.
+    span = lookup.INPUTS * (MAX_ROWS // num_rows)
     for first in range(0, job.in_features, span):
         last = min(job.in_features, first + span)
         for chunk in range(first, last, lookup.INPUTS):
             for r in range(num_rows):
                 table = (chunk - first) // lookup.INPUTS * num_rows + r
-                _fill(job, row + r, chunk, place[2], values, tables[table])
+                _fill(job, row + r, chunk, plane_ptr[2], values, tables[table])
         for o in range(start, stop, lookup.OUTPUTS):
             num, into, stride = min(lookup.OUTPUTS, stop - o), sums.ctypes.data + 4 * (o - start), 4 * PANEL
             for chunk in range(first, last, lookup.INPUTS):
-                signs, num_bytes = (
-                    place[0] + o * width + chunk // 8,
-                    min(lookup.INPUTS // 8, width - chunk // 8),
-                )
+                signs = plane_ptr[0] + o * width + chunk // 8
+                num_bytes = min(lookup.INPUTS // 8, width - chunk // 8)
                 own = tables[(chunk - first) // lookup.INPUTS * num_rows].ctypes.data
                 if num_rows == 4:
                     _TILE_4(own, signs, width, num, num_bytes, into, stride)
@@ -187,12 +193,12 @@ def _add_panel(
                     _TILE_1(own, signs, width, num, num_bytes, into, stride)
     for r in range(num_rows):
         address = job.output + (row + r) * job.output_stride + start * (2 if job.output_half else 4)
-        _store(sums[r, : stop - start], address, job.output_half, place[1] + 4 * start)
+        _store(sums[r, : stop - start], address, job.output_half, plane_ptr[1] + 4 * start)
 
 
 @numba.njit(nogil=True, error_model="numpy")
 def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
-    """One thread's outputs, a whole number of tiles."""
+    """Compute one thread's share of the outputs by lookup: a whole number of tiles."""
     plane_ptrs = array(at(job.plane_ptrs), (job.num_groups, 3), np.int64)
     ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
     num_tiles = (job.out_features + lookup.OUTPUTS - 1) // lookup.OUTPUTS
@@ -200,7 +206,7 @@ def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
     end = min(job.out_features, num_tiles * (thread + 1) // num_threads * lookup.OUTPUTS)
     sizes = lookup.INPUTS // lookup.PER_TABLE * lookup.SUMS, PANEL, lookup.INPUTS
     buffer = np.empty(MAX_ROWS * (sizes[0] + sizes[1]) + sizes[2] + LINE, np.float32)
-    # A table that lies across two cache lines would be read at half the speed.
+    # A table across two cache lines is read at half the speed.
     begin_tables = -(buffer.ctypes.data // 4) % LINE
     begin_sums = begin_tables + MAX_ROWS * sizes[0]
     begin_values = begin_sums + MAX_ROWS * sizes[1]
@@ -220,7 +226,7 @@ def _lookup_share(job: Any, thread: int, num_threads: int) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")
 def _select_share(job: Any, thread: int, num_threads: int) -> None:
-    """One thread's outputs, on any processor."""
+    """Compute one thread's share of the outputs by selection, on any processor."""
     plane_ptrs = array(at(job.plane_ptrs), (job.num_groups, 3), np.int64)
     ranges = array(at(job.ranges), (job.num_groups, 2), np.int32)
     begin = job.out_features * thread // num_threads
@@ -248,13 +254,13 @@ def _select_share(job: Any, thread: int, num_threads: int) -> None:
 
 @cache
 def _matmul(by_lookup: bool) -> Callable[[bytes, int], None]:
-    """The product as ``call(job, num_threads)``, compiled."""
+    """Compile the product as ``call(job, num_threads)``."""
     return openmp.team(_lookup_share if by_lookup else _select_share, JOB)
 
 
 @cache
 def _rows() -> Callable[..., None]:
-    """Rows of embeddings, compiled."""
+    """Compile `_add_rows`."""
     signature = "void(float32[:, ::1], int64[::1], int64[:, ::1], int32[:, ::1], int64, float32)"
     return numba.njit(signature, nogil=True, error_model="numpy")(_add_rows)
 
@@ -267,6 +273,7 @@ def _add_rows(
     num_ids: int,
     scale: float,
 ) -> None:
+    """Add rows of dense deltas to float32 outputs."""
     in_features = output.shape[1]
     width = (in_features + 7) // 8
     for group in range(len(plane_ptrs)):

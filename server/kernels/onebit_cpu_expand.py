@@ -1,6 +1,6 @@
-"""Products of many rows where no processor feature makes lookups fast: tiles of signs as numbers, and the library.
+"""Products of many rows on processors without AVX-512: tiles of signs are expanded to float32 for torch's product.
 
-A tile is expanded into memory that a second-level cache holds, used at once and overwritten by the next.
+A tile fits a second-level cache, is used at once and overwritten by the next one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MIN_ROWS = 32  # of a group, from which on this is faster than selecting (measured with AVX2)
-TILE_BYTES = 2**19  # of expanded signs
+# Groups of at least this many rows are faster than by selection, measured with AVX2.
+MIN_ROWS = 32
+# Size of a tile of expanded signs.
+TILE_BYTES = 2**19
 
 
 def add_product(
@@ -24,7 +26,7 @@ def add_product(
     factor_out: Tensor,  # [out] float32
     factor_in: Tensor | None,  # [in] float32
 ) -> None:
-    """Add ``factor_out * (B @ (factor_in * x))``, summed in float32 and rounded once."""
+    """Add ``factor_out * (B @ (factor_in * x))``, summed in float32 and rounded once to the output's dtype."""
     inputs = x.float() if factor_in is None else x.float() * factor_in
     width = signs.shape[1]
     num_outputs = max(1, TILE_BYTES // (32 * width))
@@ -33,24 +35,26 @@ def add_product(
         part = signs[start : start + num_outputs]
         _expand()(part.numpy(), _numbers(), tile.numpy())
         product = inputs @ tile[: len(part), : x.shape[1]].T
-        place = output[:, start : start + len(part)]
-        place.copy_(torch.addcmul(place.float(), product, factor_out[start : start + len(part)]))
+        block = output[:, start : start + len(part)]
+        block.copy_(torch.addcmul(block.float(), product, factor_out[start : start + len(part)]))
 
 
 @cache
 def _numbers() -> np.ndarray:
-    """The eight signs of every byte as float32, [256, 8]."""
+    """Return the eight signs of every byte as float32, [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return 2 * bits.astype(np.float32) - 1
 
 
 @cache
 def _expand() -> Any:
+    """Compile `_expand_rows`."""
     signature = "void(uint8[:, ::1], float32[:, ::1], float32[:, ::1])"
     return numba.njit(signature, nogil=True, error_model="numpy")(_expand_rows)
 
 
 def _expand_rows(signs: np.ndarray, numbers: np.ndarray, expanded: np.ndarray) -> None:
+    """Write packed signs as float32, [rows, 8 * bytes]."""
     for row in range(signs.shape[0]):
         for i in range(signs.shape[1]):
             for k in range(8):

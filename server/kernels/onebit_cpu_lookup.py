@@ -1,10 +1,10 @@
-"""Vector code for processors with AVX-512: sixteen sums of four inputs in one register, which signs look up.
+"""Vector code for processors with AVX-512: signs look up the signed sums of four inputs in one register.
 
-Four inputs have sixteen signed sums. Four signs of sixteen outputs, as sixteen 4-bit numbers, select sixteen of them in
-one permutation: 64 signs per instruction and one addition, against 16 where signs select inputs. To have the same four
-inputs' signs of sixteen outputs side by side, a tile of 16 outputs x 512 inputs (16 registers of packed signs) is
-transposed in registers. Permutations ignore all but the lowest four bits of a lane, so a rotation is all that takes the
-next four signs.
+Four inputs have sixteen signed sums: one register of float32. The four signs of sixteen outputs are sixteen 4-bit
+indices, so one permutation looks up all sixteen outputs: 64 signs per permutation and addition, against 16 when signs
+select inputs. The indices of sixteen outputs must lie side by side, so a tile of 16 outputs x 512 inputs (16 registers
+of packed signs) is transposed in registers. A permutation ignores all but the lowest four bits of each lane, so one
+rotation moves on to the next four signs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-OUTPUTS = 16  # of a tile
-INPUTS = 512  # of a tile
-WORD = 32  # inputs to a lane
-SUMS = 16  # of a table: the signed sums of PER_TABLE inputs
+# The size of a tile.
+OUTPUTS = 16
+INPUTS = 512
+# Inputs whose signs fill one 32-bit lane.
+WORD = 32
+# A table holds the signed sums of PER_TABLE inputs.
 PER_TABLE = 4
-NUM_CHAINS = 4  # accumulators of a row, so that additions overlap
-PREFETCH = 4  # tiles ahead: rows of signs are strided, which hardware does not follow
+SUMS = 16
+# Accumulators per row, so that additions overlap.
+NUM_CHAINS = 4
+# Tiles to prefetch ahead: hardware prefetchers do not follow the stride between rows of signs.
+PREFETCH = 4
 
-# Numba initializes all of LLVM but what reads inline assembly.
+# Numba initialises all of LLVM except the parser of inline assembly.
 llvm.initialize_native_asmparser()
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -36,7 +41,7 @@ _BYTES, _BYTE_MASK = ir.VectorType(_BYTE, 64), ir.VectorType(ir.IntType(1), 64)
 
 @cache
 def is_supported() -> bool:
-    """Whether this processor has the instructions and numba was not told to do without."""
+    """Return whether the processor has AVX-512 and numba's settings allow it."""
     config: Any = numba.config
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
         return False
@@ -45,7 +50,7 @@ def is_supported() -> bool:
 
 
 def _fill_tables(typing_context: Any, values: Any, tables: Any, num_tables: Any) -> Any:
-    """Write the SUMS signed sums of each PER_TABLE float32 at `values`; bit k of a sum's number is the k-th sign."""
+    """Write the SUMS signed sums of each PER_TABLE float32 at `values`. Bit k of a sum's index is the k-th sign."""
     signature = types.void(types.intp, types.intp, types.intp)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -80,9 +85,9 @@ def add_tile(num_rows: int) -> Any:
     """Make the intrinsic that adds a tile's products with `num_rows` rows of inputs to their sums.
 
     Its arguments are addresses and counts: ``(tables, signs, stride, num_outputs, num_bytes, sums, sums_stride)``.
-    Tables are those of INPUTS inputs of each row, one row after the other. Signs are `num_bytes` bytes of each of
-    `num_outputs` rows, `stride` bytes apart; nothing beyond them is read. Sums are OUTPUTS float32 per row of inputs.
-    Every row is summed in the same order, whatever `num_rows` is.
+    `tables` are those of INPUTS inputs of each row, one row after the other. `signs` are `num_bytes` bytes of each of
+    `num_outputs` rows, `stride` bytes apart; nothing beyond them is read. `sums` are OUTPUTS float32 per row of
+    inputs, `sums_stride` bytes apart. The order of additions in a row does not depend on `num_rows`.
     """
 
     @intrinsic
@@ -105,10 +110,10 @@ def add_tile(num_rows: int) -> Any:
             totals = _lookups(builder, tables, words, num_words, num_rows)
             for row, total in enumerate(totals):
                 address = builder.add(sums, builder.mul(sums_stride, _long(row)))
-                place = builder.inttoptr(address, _FLOATS.as_pointer())
-                held = builder.load(place)
-                held.align = 4
-                builder.store(builder.fadd(held, total), place).align = 4
+                pointer = builder.inttoptr(address, _FLOATS.as_pointer())
+                before = builder.load(pointer)
+                before.align = 4
+                builder.store(builder.fadd(before, total), pointer).align = 4
             return context.get_dummy_value()
 
         return signature, codegen
@@ -117,7 +122,7 @@ def add_tile(num_rows: int) -> Any:
 
 
 def _words(builder: Any, signs: Any, stride: Any, num_outputs: Any, num_bytes: Any) -> Any:
-    """Transposed signs on the stack: word `w` holds inputs 32 w to 32 w + 31 of every output of the tile."""
+    """Put the transposed signs on the stack: word `w` holds inputs 32 w to 32 w + 31 of all outputs of the tile."""
     with builder.goto_entry_block():
         words = builder.alloca(_INTS, OUTPUTS)
         words.align = 64
@@ -150,7 +155,7 @@ def _words(builder: Any, signs: Any, stride: Any, num_outputs: Any, num_bytes: A
 
 
 def _masked_loads(builder: Any, rows: list[Any], num_outputs: Any, num_bytes: Any) -> list[Any]:
-    """The first `num_bytes` of the first `num_outputs` rows, zeros beyond them, which are not read."""
+    """Load the first `num_bytes` bytes of the first `num_outputs` rows, and zeros for the rest, which is not read."""
     load = _function(
         builder, "llvm.masked.load.v64i8.p0", _BYTES, [_BYTES.as_pointer(), _INT, _BYTE_MASK, _BYTES]
     )
@@ -161,7 +166,8 @@ def _masked_loads(builder: Any, rows: list[Any], num_outputs: Any, num_bytes: An
         own = builder.select(builder.icmp_signed(">", num_outputs, _long(number)), bits, _long(0))
         arguments = [
             builder.inttoptr(row, _BYTES.as_pointer()),
-            ir.Constant(_INT, 1),  # alignment
+            # Alignment in bytes.
+            ir.Constant(_INT, 1),
             builder.bitcast(own, _BYTE_MASK),
             ir.Constant(_BYTES, [0] * 64),
         ]
@@ -170,10 +176,10 @@ def _masked_loads(builder: Any, rows: list[Any], num_outputs: Any, num_bytes: An
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors of sixteen words, transposed.
+    """Transpose sixteen vectors of sixteen words.
 
-    Words change places inside of quarters of vectors first, then quarters do: processors shuffle inside of quarters
-    faster than across them.
+    The first two rounds move words inside quarters of vectors, the last two move quarters: processors shuffle inside
+    quarters faster than across them.
     """
     words: list[int] = []
     pairs: list[int] = []
@@ -183,7 +189,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
         pairs += [lane, lane + 1, lane + 16, lane + 17]
     for start in (0, 8, 16, 24):
         quarters += range(start, start + 4)
-    # Where the second vector of a shuffle is, and how far its upper half is from its lower.
+    # Distance to the second vector of a shuffle, its lanes, and the offset of its upper half from its lower half.
     for distance, lanes, upper in ((1, words, 2), (2, pairs, 2), (4, quarters, 4), (8, quarters, 4)):
         halves = [ir.Constant(_INTS, [lane + offset for lane in lanes]) for offset in (0, upper)]
         shuffled = list(rows)
@@ -198,12 +204,13 @@ def _prefetch(builder: Any, rows: list[Any], stride: Any) -> None:
     fetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
     read, keep, data = ir.Constant(_INT, 0), ir.Constant(_INT, 3), ir.Constant(_INT, 1)
     ahead = builder.mul(stride, _long(OUTPUTS * PREFETCH))
-    for row in rows:  # a prefetch beyond the end of memory does nothing
+    # A prefetch beyond the end of memory has no effect.
+    for row in rows:
         builder.call(fetch, [builder.inttoptr(builder.add(row, ahead), _BYTE.as_pointer()), read, keep, data])
 
 
 def _lookups(builder: Any, tables: Any, words: Any, num_words: Any, num_rows: int) -> list[Any]:
-    """The sums that `words` select from each row's tables, OUTPUTS of them per row of inputs."""
+    """Add up the sums that `words` select from each row's tables: OUTPUTS float32 per row of inputs."""
     permute = _function(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, [_FLOATS, _INTS])
     per_word = WORD // PER_TABLE
     before, loop, done = (builder.block, builder.append_basic_block(), builder.append_basic_block())
@@ -234,16 +241,17 @@ def _lookups(builder: Any, tables: Any, words: Any, num_words: Any, num_rows: in
 
 
 def _rotated(builder: Any, words: Any, bits: int) -> Any:
-    """Words with their lowest bits rotated away, as an instruction of its own.
+    """Rotate words right, by inline assembly.
 
-    A shift would do, and LLVM would make one of any rotation that it understands; but shifts compete with additions.
+    A shift would select the same bits, and LLVM turns a rotation that it understands into one. On Zen 5, shifts run on
+    the units of vector additions and rotations do not.
     """
     rotation = ir.FunctionType(_INTS, [_INTS])
     return builder.asm(rotation, f"vprord $${bits}, $1, $0", "=v,v", [words], side_effect=False)
 
 
 def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """An intrinsic of LLVM, declared once in a module."""
+    """Declare an LLVM intrinsic, once in a module."""
     known = builder.module.globals.get(name)
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 

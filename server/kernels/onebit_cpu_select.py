@@ -1,7 +1,7 @@
-"""Vector code for any processor: sixteen signs select sixteen inputs of a vector, which LLVM lowers to what there is.
+"""Vector code for any processor: sixteen signs select sixteen inputs. LLVM lowers it to the processor's instructions.
 
-A signed sum is ``2 * (sum of x where the sign is +1) - sum of x``; the masked sum is one select and one add per sixteen
-inputs.
+A signed sum is ``2 * (sum of x where the sign is +1) - sum of x``; the masked sum is one select and one addition per
+sixteen inputs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-LANES = 16  # signs that one step selects by
-UNROLL = 4  # independent accumulators, so that additions overlap
+# Signs per select.
+LANES = 16
+# Independent accumulators, so that additions overlap.
+UNROLL = 4
 BLOCK = LANES * UNROLL
 
 
 def _masked_sum(typing_context: Any, values: Any, mask: Any, num_blocks: Any) -> Any:
-    """Sum of the float32 at `values` whose bit at `mask` is set, over `num_blocks` times BLOCK of them.
+    """Return the sum of the float32 at `values` whose bit at `mask` is set, over ``num_blocks * BLOCK`` of them.
 
-    `values` and `mask` are addresses; the bits are read as uint16 words, little-endian.
+    `values` and `mask` are addresses. The bits are read as little-endian uint16 words.
     """
     signature = types.float32(types.uintp, types.uintp, types.intp)
 

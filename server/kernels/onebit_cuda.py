@@ -1,9 +1,10 @@
-"""The products on CUDA, in Triton. What a layer launches depends on shapes alone, so a step can be a CUDA graph.
+"""The one-bit products on CUDA, in Triton. Launches depend on shapes alone: a step can be captured in a CUDA graph.
 
-A program takes some outputs of one group's tile of rows, and a part of the inputs. Signs stay packed until they are in
-registers: the eight signs of a byte are operands of eight products, each with the inputs that stand at the same bit, so
-that a byte is loaded once and nothing is rearranged. A sign is put into the sign bit of a one: two instructions and no
-conversion. Where inputs are in parts, the program that ends last adds the parts in their order.
+A program computes a block of outputs for one tile of a group's rows, over one part of the inputs. Signs stay packed
+until they are in registers. The eight signs of a byte are operands of eight products, each with the inputs at the same
+bit, so a byte is loaded once and no sign is moved between threads. A sign is shifted into the sign bit of a constant
+one: two instructions and no conversion. If the inputs are cut into parts, the last program to finish adds the partial
+sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,25 +17,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 64  # of a batch: one launch for all groups; larger batches have one for short groups and one for long ones
-SHORT = 32  # rows of a group that still goes with the short ones
-GROUPS = 64  # that kernels are compiled for; batches of more have them compiled anew
-PROGRAMS = 256  # that a group's parts make up, about two per multiprocessor of the largest devices
-LEAST_PART = 128  # bytes of a row of signs: shorter parts would cost more to add than they gain
-FEATURES = 1024  # of an embedding row that a program takes
+# Batches of at most this many rows take one launch. Larger ones take two: one for short groups, one for long groups.
+SMALL_BATCH = 64
+# Rows of a short group, at most.
+SHORT_GROUP = 32
+# Groups that kernels are compiled for. A batch with more groups compiles them again.
+GROUPS = 64
+# Programs for the parts of one group, about two per multiprocessor of the largest devices.
+PROGRAMS = 256
+# Bytes of a row of signs in a part, at least: adding up shorter parts costs more than they gain.
+MIN_PART = 128
+# Features of an embedding row per program.
+FEATURES = 1024
 MAX_COUNTERS = 1 << 16
+# The bits of -1 in each dtype.
 MINUS_ONE = {torch.bfloat16: 0xBF80, torch.float16: 0xBC00, torch.float32: 0xBF800000}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut up. Chosen by arithmetic for Hopper."""
+    """The block sizes of a product. Chosen by calculation for Hopper."""
 
-    rows: int  # of a group that a program takes; at least 16, what tensor cores multiply
-    outputs: int
-    num_bytes: int  # of each output's signs that a turn of a program's loop takes
+    rows: int  # of a group per program; tensor cores need 16 at least
+    outputs: int  # per program
+    num_bytes: int  # of each output's signs per iteration of a program's loop
     num_warps: int
-    num_stages: int  # of loads under way
+    num_stages: int  # of Triton's software pipeline of loads
 
 
 DECODE = Tiling(rows=16, outputs=64, num_bytes=32, num_warps=4, num_stages=4)
@@ -47,14 +55,14 @@ def add_onebit_matmul(
     plane_ptrs: Tensor,  # [groups, 3] int64; addresses of signs are multiples of 16, as they are in slots
     ranges: Tensor,  # [groups, 2] int32
 ) -> None:
-    """As `server.kernels.add_onebit_matmul`. Scaled inputs are rounded to their dtype, as tensor cores take them."""
+    """Compute `server.kernels.add_onebit_matmul`, with scaled inputs rounded to their dtype for the tensor cores."""
     if x.stride(1) != 1 or x.dtype not in MINUS_ONE:
         x = x.to(x.dtype if x.dtype in MINUS_ONE else torch.float32).contiguous()
-    if len(x) <= FEW_ROWS:
+    if len(x) <= SMALL_BATCH:
         _launch(output, x, plane_ptrs, ranges, DECODE, (0, len(x)))
     else:
-        _launch(output, x, plane_ptrs, ranges, DECODE, (0, SHORT))
-        _launch(output, x, plane_ptrs, ranges, PREFILL, (SHORT, len(x)))
+        _launch(output, x, plane_ptrs, ranges, DECODE, (0, SHORT_GROUP))
+        _launch(output, x, plane_ptrs, ranges, PREFILL, (SHORT_GROUP, len(x)))
 
 
 def add_onebit_rows(
@@ -65,7 +73,7 @@ def add_onebit_rows(
     num_ids: int,
     scale: float,
 ) -> None:
-    """As `server.kernels.add_onebit_rows`."""
+    """Compute `server.kernels.add_onebit_rows`."""
     num_rows, in_features = output.shape
     _add_rows[(num_rows, triton.cdiv(in_features, FEATURES))](
         *(output, *output.stride(), ids.contiguous(), plane_ptrs, ranges, len(plane_ptrs), scale),
@@ -76,19 +84,22 @@ def add_onebit_rows(
 
 
 def prepare(device: torch.device, shapes: set[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Compile the products with matrices of some shapes, out and in, and their rows: all that requests ask for.
+    """Compile everything that requests need.
 
-    How many rows a batch has changes no code, nor how many groups up to GROUPS.
+    The number of rows, and that of groups up to GROUPS, do not change the compiled code.
+
+    Args:
+        device: the CUDA device.
+        shapes: out and in of the matrices that deltas change.
+        dtype: of the model.
     """
     plane_ptrs = torch.zeros(1, 3, dtype=torch.int64, device=device)
     ranges = torch.zeros(1, 2, dtype=torch.int32, device=device)
     for out_features, in_features in sorted(shapes):
-        for num_rows in (1, FEW_ROWS + 1):
+        for num_rows in (1, SMALL_BATCH + 1):
             x = torch.zeros(num_rows, in_features, dtype=dtype, device=device)
-            for output_dtype in {
-                dtype,
-                torch.float32,
-            }:  # layers that are given more than a plane sum in float32
+            # Layers whose deltas have more than one plane sum in float32.
+            for output_dtype in {dtype, torch.float32}:
                 output = torch.zeros(num_rows, out_features, dtype=output_dtype, device=device)
                 add_onebit_matmul(output, x, plane_ptrs, ranges)
         ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -100,17 +111,25 @@ def prepare(device: torch.device, shapes: set[tuple[int, int]], dtype: torch.dty
 def _launch(
     output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor, tiling: Tiling, lengths: tuple[int, int]
 ) -> None:
-    """One launch for the groups of more rows than `lengths` begins with, up to what it ends with."""
+    """Launch the product for the groups whose number of rows is above the first of `lengths` and at most the second.
+
+    Raises:
+        RuntimeError: the batch has more tiles than there are counters.
+    """
     (num_rows, out_features), in_features, num_groups = output.shape, x.shape[1], len(plane_ptrs)
     least, most = lengths
-    # As many tiles of rows as the groups could need, however the rows are shared between them.
+    # An upper bound on the tiles of rows, whatever the sizes of the groups are.
     num_tiles = min(num_rows // tiling.rows + num_groups, num_groups * triton.cdiv(most, tiling.rows))
     num_blocks = triton.cdiv(out_features, tiling.outputs)
     num_parts = 1
-    if tiling is DECODE:  # of the layer's shape alone, so that a row's sum does not depend on its batch mates
-        num_parts = max(1, min(PROGRAMS // num_blocks, in_features // 8 // LEAST_PART))
+    if tiling is DECODE:
+        # Depends on the layer's shape alone, so that a row's sum does not depend on the rest of the batch.
+        num_parts = max(1, min(PROGRAMS // num_blocks, in_features // 8 // MIN_PART))
     size = num_tiles * num_blocks * num_parts * tiling.outputs * tiling.rows if num_parts > 1 else 1
-    assert num_parts == 1 or num_tiles * num_blocks <= MAX_COUNTERS
+    if num_parts > 1 and num_tiles * num_blocks > MAX_COUNTERS:
+        raise RuntimeError(
+            f"{num_groups} deltas in a batch of {num_rows} rows are too many for one step: lower --max-gpu-deltas"
+        )
     _add_product[(num_blocks, num_parts, num_tiles)](
         *(output, *output.stride(), x, x.stride(0), plane_ptrs, ranges, num_groups, least, most),
         torch.empty(size, dtype=torch.float32, device=x.device),
@@ -135,16 +154,16 @@ def _num_groups(plane_ptrs: Tensor) -> int:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many parts of each block have ended; programs leave zeros. Kernels of one stream at a time use it."""
+    """Return the counters of finished parts per block. Kernels leave zeros; only one stream may use them at a time."""
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels; it multiplies bfloat16 as if it were integers."""
+    """Return whether Triton's interpreter runs the kernels; it multiplies bfloat16 as if it were integers."""
     return bool(triton.knobs.runtime.interpret)
 
 
-# Only what is the same at every call of a layer may be specialized on: nothing is compiled at a request.
+# Only arguments that are constant for a layer may be specialised on, so that no request compiles anything.
 @triton.jit(
     do_not_specialize=["output_stride", "feature_stride", "num_groups", "least", "most"],
     do_not_specialize_on_alignment=["output", "plane_ptrs", "ranges", "partial"],
@@ -160,7 +179,7 @@ def _add_product(  # type: ignore[no-untyped-def]
     num_groups,
     least,
     most,
-    partial,  # [tiles, blocks, PARTS, OUTPUTS, ROWS] float32, where there are parts
+    partial,  # [tiles, blocks, PARTS, OUTPUTS, ROWS] float32 if PARTS > 1
     counters,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -172,6 +191,7 @@ def _add_product(  # type: ignore[no-untyped-def]
     MINUS_ONE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
+    """Add one block of outputs of one tile of rows. The grid is [blocks of outputs, parts of inputs, tiles of rows]."""
     group, begin, stop = _tile(ranges, num_groups, tl.program_id(2), least, most, ROWS, GROUPS)
     if begin >= stop:
         return
@@ -208,18 +228,19 @@ def _add_product(  # type: ignore[no-untyped-def]
         total = _eight_products(total, packed, scaled, ROWS, BYTES, MINUS_ONE, IN_FLOAT32)
 
     if PARTS > 1:
-        place = (tl.program_id(2) * tl.num_programs(0) + block) * PARTS
+        first_part = (tl.program_id(2) * tl.num_programs(0) + block) * PARTS
         cells = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        held = partial + place.to(tl.int64) * (OUTPUTS * ROWS) + cells
+        sums = partial + first_part.to(tl.int64) * (OUTPUTS * ROWS) + cells
         is_row = (rows < stop)[None, :] & (outputs >= 0)[:, None]
-        tl.store(held + part * (OUTPUTS * ROWS), total, mask=is_row)
-        tl.debug_barrier()  # all of it is written before the part counts
-        if tl.atomic_add(counters + place // PARTS, 1, sem="acq_rel") < PARTS - 1:
+        tl.store(sums + part * (OUTPUTS * ROWS), total, mask=is_row)
+        # All threads of the program must have written before the part counts as finished.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + first_part // PARTS, 1, sem="acq_rel") < PARTS - 1:
             return
         total = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for number in range(PARTS):
-            total += tl.load(held + number * (OUTPUTS * ROWS), mask=is_row, other=0.0, cache_modifier=".cg")
-        tl.store(counters + place // PARTS, 0)
+            total += tl.load(sums + number * (OUTPUTS * ROWS), mask=is_row, other=0.0, cache_modifier=".cg")
+        tl.store(counters + first_part // PARTS, 0)
 
     factor_out = tl.load(plane_ptrs + 3 * group + 1).to(tl.pointer_type(tl.float32))
     factors_out = tl.load(factor_out + outputs, mask=outputs < OUT, other=0.0)
@@ -233,7 +254,7 @@ def _add_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(ranges, num_groups, tile, least, most, ROWS: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The group of a tile of rows, the tile's first row, the one after the group's last. Tiles beyond have no rows."""
+    """Return a tile's group, its first row and the row after the group's last. Surplus tiles have no rows."""
     groups = tl.arange(0, GROUPS)
     first = tl.load(ranges + 2 * groups, mask=groups < num_groups, other=0)
     last = tl.load(ranges + 2 * groups + 1, mask=groups < num_groups, other=0)
@@ -255,10 +276,9 @@ def _eight_products(  # type: ignore[no-untyped-def]
     MINUS_ONE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """Add the products of a tile of signs with the inputs of a tile of rows."""
-    even, odd = tl.split(
-        tl.reshape(values, [ROWS, BYTES, 2, 2, 2])
-    )  # by bit 0 of an input's number, then 1, then 2
+    """Add the products of a tile of signs with the inputs of a tile of rows to `total`."""
+    # Split by bit 0 of an input's index, then by bit 1, then by bit 2.
+    even, odd = tl.split(tl.reshape(values, [ROWS, BYTES, 2, 2, 2]))
     even_even, even_odd = tl.split(even)
     odd_even, odd_odd = tl.split(odd)
     at_0, at_4 = tl.split(even_even)
@@ -279,7 +299,7 @@ def _eight_products(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     total, packed, values, BIT: tl.constexpr, MINUS_ONE: tl.constexpr, IN_FLOAT32: tl.constexpr
 ):
-    """Add the product of the signs at one bit of `packed` [outputs, bytes] with `values` [rows, bytes]."""
+    """Add the product of the signs at one bit of `packed`, [outputs, bytes], with `values`, [rows, bytes]."""
     if MINUS_ONE > 0xFFFF:
         bits = (packed.to(tl.uint32) << (31 - BIT)) & 0x80000000
     else:
@@ -307,6 +327,7 @@ def _add_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """Add one block of features of one embedding row. The grid is [rows, blocks of features]."""
     row = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     first = tl.load(ranges + 2 * groups, mask=groups < num_groups, other=0)

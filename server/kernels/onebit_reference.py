@@ -1,4 +1,4 @@
-"""The products in plain torch: the oracle of every kernel, and what runs where no faster one exists. Any device."""
+"""The one-bit products in plain torch, on any device: the oracle of every kernel, and the fallback without one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
     plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
-    ranges: Tensor,  # [groups, 2] int32: first row and the one after the last
+    ranges: Tensor,  # [groups, 2] int32: first row and the row after the last
 ) -> None:
-    """As `server.kernels.add_onebit_matmul`, through unpacked copies of the signs."""
+    """Compute `server.kernels.add_onebit_matmul` with unpacked copies of the signs."""
     shape = (output.shape[1], x.shape[1])
     for rows, matrix in matrices(plane_ptrs, ranges, *shape):
         product = onebit_matmul(x[rows], *matrix)
@@ -25,13 +25,13 @@ def add_onebit_matmul(
 
 def add_onebit_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
-    ids: Tensor,  # [rows] int64, each a row of its group's matrix
+    ids: Tensor,  # [rows] int64: rows of the group's matrix
     plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
     num_ids: int,
     scale: float,
 ) -> None:
-    """As `server.kernels.add_onebit_rows`, through unpacked copies of the signs."""
+    """Compute `server.kernels.add_onebit_rows` with unpacked copies of the signs."""
     for rows, matrix in matrices(plane_ptrs, ranges, num_ids, output.shape[1]):
         delta = onebit_rows(ids[rows], *matrix, output.shape[1]) * scale
         output[rows] = torch.add(output[rows].float(), delta).to(output.dtype)
@@ -40,7 +40,7 @@ def add_onebit_rows(
 def matrices(
     plane_ptrs: Tensor, ranges: Tensor, out_features: int, in_features: int
 ) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
-    """Rows and matrix of each group that changes the layer."""
+    """Yield the rows of each group that changes the layer, and views of its signs, factor_out and factor_in."""
     width, device = (in_features + 7) // 8, plane_ptrs.device
     for (signs, factor_out, factor_in), (first, last) in zip(
         plane_ptrs.tolist(), ranges.tolist(), strict=True
@@ -60,25 +60,25 @@ def onebit_matmul(
     factor_out: Tensor,  # [out] float32
     factor_in: Tensor | None,  # [in] float32
 ) -> Tensor:  # [rows, out] float32
-    """``factor_out * (B @ (factor_in * x))`` through an unpacked copy of the signs."""
+    """Return ``factor_out * (B @ (factor_in * x))``, with an unpacked copy of the signs."""
     inputs = x.float() if factor_in is None else x.float() * factor_in
     return inputs @ _unpack(signs, x.shape[-1]).T * factor_out
 
 
 def onebit_rows(
-    ids: Tensor,  # [rows] int64, each a row of `signs`
+    ids: Tensor,  # [rows] int64: rows of `signs`
     signs: Tensor,  # [num, ceil(in / 8)] uint8
     factor_out: Tensor,  # [num] float32
     factor_in: Tensor | None,  # [in] float32
     in_features: int,
 ) -> Tensor:  # [rows, in] float32
-    """Rows of the dense delta, in the order of operations of `OneBit.dense`."""
+    """Return rows of the dense delta, with the order of operations of `OneBit.dense`."""
     delta = _unpack(signs[ids], in_features) * factor_out[ids, None]
     return delta if factor_in is None else delta * factor_in
 
 
 class _Memory:
-    """What numpy and torch take for an array at an address. It owns nothing: the slot outlives the call."""
+    """An array at an address, for numpy and torch. It does not own the memory: the slot outlives the call."""
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
         interface: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _at(address: int, shape: tuple[int, ...], typestr: str, device: torch.device
 
 
 def _unpack(packed: Tensor, in_features: int) -> Tensor:
-    """Signs as float32, [rows, in]."""
+    """Return signs as float32, [rows, in]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed[:, :, None] >> shifts & 1).flatten(1)[:, :in_features]
     return bits.float().mul_(2).sub_(1)

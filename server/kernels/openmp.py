@@ -1,8 +1,8 @@
-"""Runs a compiled function on the threads that torch computes with. Knows OpenMP; nothing of products.
+"""Runs compiled functions on torch's own team of OpenMP threads. Knows OpenMP; no products and no attention.
 
-A second pool of threads beside torch's (numba brings one) would spin for the same cores between two layers, which costs
-more than the work itself. So kernels join the OpenMP runtime that torch is linked against: same threads, same setting
-(`torch.set_num_threads`), no start-up of their own. Where torch uses no OpenMP, kernels run on the calling thread.
+Numba's thread pool beside torch's would spin for the same cores between two layers, which costs more than the work
+itself. So kernels call the OpenMP runtime that torch is linked against and share its threads and its setting
+(`torch.set_num_threads`). If torch is built without OpenMP, kernels run on the calling thread.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
 @cache
 def runtime() -> ctypes.CDLL | None:
-    """The library through which torch's OpenMP runtime is reached; None where there is none."""
+    """Return the shared library that reaches torch's OpenMP runtime; None if there is none."""
     for name in LIBRARIES:
         path = Path(torch.__file__).parent / "lib" / name
         if not path.exists():
             continue
-        library = ctypes.CDLL(
-            str(path)
-        )  # loaded already; its symbols include those of what it is linked against
+        # torch has loaded it already. Its symbols include those of the OpenMP runtime that it is linked against.
+        library = ctypes.CDLL(str(path))
         if hasattr(library, "GOMP_parallel"):
             return library
     return None
 
 
 def counter(name: str) -> Any:
-    """`omp_get_thread_num` or `omp_get_num_threads`, callable from compiled code inside a team."""
+    """Return `omp_get_thread_num` or `omp_get_num_threads`, which compiled code can call inside a team."""
     function = getattr(runtime(), name)
     function.argtypes, function.restype = [], ctypes.c_int
     return function
@@ -47,8 +46,9 @@ def counter(name: str) -> Any:
 
 @cache
 def launcher() -> Callable[[int, bytes, int, int], None]:
-    """``launch(function, argument, num_threads, 0)``: call the function at an address with that of `argument`, once
-    per thread.
+    """Return ``launch(function, argument, num_threads, 0)``, which calls a function with `argument` once per thread.
+
+    Function and argument are passed by address.
     """
     launch = getattr(runtime(), "GOMP_parallel")  # noqa: B009 - the runtime is there when this is called
     launch.argtypes, launch.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
@@ -56,11 +56,11 @@ def launcher() -> Callable[[int, bytes, int, int], None]:
 
 
 def team(share: Any, job_type: np.dtype[Any]) -> Callable[[bytes, int], None]:
-    """Compile ``call(job, num_threads)``, in which each thread runs ``share(job, thread, num_threads)``.
+    """Compile ``call(job, num_threads)``, which runs ``share(job, thread, num_threads)`` on each thread of a team.
 
     Args:
-        share: compiled code.
-        job_type: the record that a job's bytes are.
+        share: a numba function.
+        job_type: the record dtype of a job, which `call` takes as bytes.
     """
     if runtime() is None:
 
@@ -70,7 +70,8 @@ def team(share: Any, job_type: np.dtype[Any]) -> Callable[[bytes, int], None]:
     else:
         number, size = counter("omp_get_thread_num"), counter("omp_get_num_threads")
 
-        def work(job: Any) -> None:  # outside of a team, it is thread 0 of 1
+        # Outside of a team, OpenMP reports thread 0 of 1.
+        def work(job: Any) -> None:
             share(array(job, 1, job_type)[0], number(), size())
 
     compiled: Any = numba.cfunc(types.void(types.voidptr), error_model="numpy")(work)

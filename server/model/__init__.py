@@ -1,1 +1,1 @@
-"""The base model: loaded once, made delta-aware, never written to."""
+"""The base model: loaded once, made delta-aware, and never written to afterwards."""

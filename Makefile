@@ -20,13 +20,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check serve bench
+.PHONY: help demo test coverage check hooks serve bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      train a small base and three fine-tunes, compress, serve and compare them'
 	@echo 'make test      check, then every test'
 	@echo 'make check     formatting, lint and types'
+	@echo 'make hooks     let every commit run the checks'
 	@echo 'make coverage  every test, with the share of branches that they reach'
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
@@ -51,6 +52,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
 
 serve: $(STAMP)
 	@test -n '$(BASE)' || { echo 'make serve: name the base model, BASE=DIR' >&2; exit 2; }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.process import memory_of, reset_peak
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method
@@ -166,11 +168,11 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     architecture(
         json.loads((directory / "base" / "config.json").read_text())
     )  # imports what compressing imports
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, start = _status("VmRSS"), time.perf_counter()
+    reset_peak(os.getpid())
+    before, start = memory_of(os.getpid())["VmRSS"], time.perf_counter()
     result = compress(config)
     seconds = time.perf_counter() - start
-    growth = _status("VmHWM") - before
+    growth = memory_of(os.getpid())["VmHWM"] - before
     return {
         "seconds": seconds,
         "growth_bytes": growth,
@@ -178,11 +180,6 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
         "predicted_seconds": sum(needs.seconds),
         "predicted_bytes": needs.peak("host"),
     }
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def _row(figure: Figure) -> tuple[str, ...]:

@@ -130,9 +130,10 @@ def checkpoint_subject(shards: Sequence[Path], device: torch.device) -> Subject:
             torch.cuda.synchronize(device)
             return {"load_file": (end := time.perf_counter()) - start, "total": end - start}
         mapped = time.perf_counter()
+        # Bound to a name, so that no clone reuses the memory of another.
         owned = [tensor.clone() for tensor in tensors.values()]
         end = time.perf_counter()
-        assert len(owned) == len(tensors)
+        del owned
         return {"load_file": mapped - start, "clone": end - mapped, "total": end - start}
 
     num_bytes = sum(tensor.nbytes for shard in shards for tensor in load_file(shard).values())

@@ -129,7 +129,7 @@ def ours(service: Service, load: Load, scale: Scale) -> list[Subject]:
             for i, prompt in enumerate(asked_for.prompts)
         ]
         for one in asked:
-            assert len(one.token_times()) == load.num_new
+            check_length(len(one.token_times()), load.num_new)
 
     few = Load(load.prompts[:NUM_FEW], load.num_new)
     return [Subject(OURS, k, load.num_tokens, partial(answer, k, load)) for k in (0, *scale.counts)] + [
@@ -176,12 +176,18 @@ def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) 
             continuous_batching_config=room,
             progress_bar=False,
         )
-        assert sum(len(output.generated_tokens) for output in outputs.values()) == load.num_tokens
+        check_length(sum(len(output.generated_tokens) for output in outputs.values()), load.num_tokens)
 
     return [
         Subject(STATIC, 0, load.num_tokens, lambda: _generate(static, load.prompts, load.num_new)),
         Subject(CONTINUOUS, 0, load.num_tokens, batch),
     ]
+
+
+def check_length(found: int, expected: int) -> None:
+    """Raise RuntimeError for an answer with another number of tokens, whose time would not be comparable."""
+    if found != expected:
+        raise RuntimeError(f"{expected} tokens were asked for, {found} were generated")
 
 
 def measure(subjects: Sequence[Subject], repeats: int) -> None:
@@ -244,7 +250,7 @@ def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new:
     output: Tensor = model.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, pad_token_id=0
     )
-    assert output.shape[1] == ids.shape[1] + num_new
+    check_length(output.shape[1] - ids.shape[1], num_new)
 
 
 def _document(

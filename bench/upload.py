@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection
@@ -29,6 +28,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from bench.process import serving
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.base.base import Base
@@ -93,20 +93,22 @@ def measure(directory: Path, small: bool, repeats: int) -> Figures:
     write_delta(path, SMALL if small else FULL, num_file_bytes=0)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if small else ""
     runs: dict[str, list[float]] = {}
-    with _server(directory, small) as (url, pid):
-        _upload(url, path, "first", digest)  # imports, and fills the page cache
+    command = [sys.executable, "-m", "bench.upload", "--serve", directory, *(["--small"] if small else [])]
+    with serving(command) as server:
+        # Imports modules, and fills the page cache.
+        _upload(server.url, path, "first", digest)
         for number in range(repeats):
-            before = _status(pid, "VmRSS")
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+            before = server.memory()["VmRSS"]
+            server.peak.restart()
             name = f"v{number}"
             timed = {
                 "sha256sum": _seconds(partial(_sha256sum, path)),
                 "copy": _seconds(partial(_copy, path, directory / "copy")),
                 "check": _seconds(partial(_check, path)),
-                "upload": _seconds(partial(_upload, url, path, name, digest)),
+                "upload": _seconds(partial(_upload, server.url, path, name, digest)),
             }
             (directory / "copy").unlink()
-            timed["growth"] = max(0, _status(pid, "VmHWM") - before)
+            timed["growth"] = max(0, server.memory()["VmHWM"] - before)
             for what, value in timed.items():
                 runs.setdefault(what, []).append(value)
     medians = {what: median(values) for what, values in runs.items()}
@@ -121,7 +123,7 @@ def measure(directory: Path, small: bool, repeats: int) -> Figures:
 
 
 def serve(directory: Path, shapes: LlamaShapes) -> int:
-    """Serve a registry under `directory`, without an engine; prints the address when uploads are taken."""
+    """Serve a registry under `directory` without an engine; print the address when it takes uploads."""
     settings = Settings(base=directory, registry=directory / "registry", port=0)
     base = Base(
         id="synthetic",
@@ -138,25 +140,8 @@ def serve(directory: Path, shapes: LlamaShapes) -> int:
         settings, lambda *_: cast("Backend", SimpleNamespace(engine=engine, tokenizers=tokenizers))
     )
     with listen(settings.host, settings.port) as listening:
-        return run({listening: app}, app.state.service, lambda: print(url_of(listening), flush=True))
-
-
-@contextmanager
-def _server(directory: Path, small: bool) -> Iterator[tuple[str, int]]:
-    command = [
-        sys.executable,
-        "-m",
-        "bench.upload",
-        "--serve",
-        str(directory),
-        *(["--small"] if small else []),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip(), process.pid
-        finally:
-            process.terminate()
+        line = f"uploads are served at {url_of(listening)}"
+        return run({listening: app}, app.state.service, lambda: print(line, flush=True))
 
 
 def _upload(url: str, path: Path, name: str, digest: str) -> None:
@@ -195,11 +180,6 @@ def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _status(pid: int, field: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def _rows(figures: Figures) -> Iterator[tuple[str, str, str]]:

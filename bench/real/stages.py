@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from bench.process import Server, module, peraxis, run, serve_command, serving
 from bench.real.models import RealModel
-from bench.real.process import Server, helper, peraxis, run, serving
 from demo.page_cache import drop
 
 PROMPT = "def main(arguments):"
@@ -104,7 +104,7 @@ def compress_fitted(bench: Bench, num_samples: int) -> None:
 
 
 def _checkpoint_load(directory: Path) -> Figures:
-    ran = helper("checkpoint_load", directory)
+    ran = module("bench.real.checkpoint_load", directory)
     return {**ran.result, "peak_bytes": ran.peak_bytes}
 
 
@@ -125,7 +125,8 @@ def started(bench: Bench, name: str, dtype: str = "bfloat16") -> Iterator[Server
     drop(_files(bench.base))
     bench.say(f"starting a server in {dtype}")
     flags = ("--dtype", dtype, "--max-gpu-deltas", max(2, bench.num_variants), *bench.flags)
-    with serving(bench.base, bench.directory / "registry", bench.environment, *flags) as server:
+    command = serve_command(bench.base, bench.directory / "registry", *flags)
+    with serving(command, bench.environment) as server:
         metrics = server.metrics()
         sizes = {
             kind: metrics[f'peraxis_device_memory_bytes{{kind="{kind}"}}'] for kind in ("base", "slots", "kv")
@@ -187,7 +188,8 @@ def _cold_start(bench: Bench, server: Server, variant: str, cache: str) -> Figur
         for stage in ("read", "copy", "total")
         if (series := f'peraxis_variant_load_seconds_sum{{source="disk",stage="{stage}"}}') in after
     }
-    assert reply["timings"]["cold"]
+    if not reply["timings"]["cold"]:
+        raise RuntimeError(f"variant {variant} was still in its slot")
     return {**stages, "first_token_s": reply["timings"]["ttft_s"]}
 
 
@@ -238,7 +240,8 @@ def _answered(bench: Bench, server: Server, variants: Sequence[str | None], stre
         start = time.perf_counter()
         replies = list(threads.map(ask, range(streams)))
         seconds = time.perf_counter() - start
-    assert all(len(reply["outputs"][0]["token_ids"]) == bench.num_new for reply in replies)
+    if any(len(reply["outputs"][0]["token_ids"]) != bench.num_new for reply in replies):
+        raise RuntimeError(f"an answer is shorter than {bench.num_new} tokens")
     return seconds
 
 
@@ -265,7 +268,7 @@ def compare_tokens(bench: Bench, num_new: int = 16) -> None:
 
 
 def _generated(checkpoint: Path, num_new: int) -> list[int]:
-    ids: list[int] = helper("oracle", checkpoint, "--prompt", PROMPT, "--num-new", num_new).result[
+    ids: list[int] = module("bench.real.oracle", checkpoint, "--prompt", PROMPT, "--num-new", num_new).result[
         "token_ids"
     ]
     return ids
@@ -284,10 +287,10 @@ def compare_logits(bench: Bench) -> None:
     size = sum(path.stat().st_size for path in _files(merged))
     bench.figures["merge"] = {"seconds": ran.seconds, "peak_bytes": ran.peak_bytes, "bytes": size}
     bench.say("comparing logits")
-    helper("oracle", merged, "--dtype", "bfloat16", "--logits", outputs["merged"])
+    module("bench.real.oracle", merged, "--dtype", "bfloat16", "--logits", outputs["merged"])
     shutil.rmtree(merged)
-    helper(
-        "served_logits",
+    module(
+        "bench.real.served_logits",
         bench.base,
         artifact,
         "--variant-out",

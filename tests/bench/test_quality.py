@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import bench.quality
-from bench.quality import LARGE, SMALL, main
-from bench.quality_judge import Verdict
-from bench.quality_runs import BITDELTA, ONE_VECTOR, OURS, PAPER, SCALAR, UNTRAINED, Cost, Run
-from bench.quality_tables import (
+from bench.quality import __main__ as bench
+from bench.quality.__main__ import LARGE, SMALL, main
+from bench.quality.judge import Verdict
+from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, SCALAR, UNTRAINED, Cost, Run
+from bench.quality.tables import (
     CODED,
     GOALS,
     OURS_GENERAL,
@@ -26,7 +26,7 @@ from bench.quality_tables import (
     curve_table,
     goal_table,
 )
-from bench.quality_text import task_records, unseen_sources, write_texts
+from bench.quality.text import task_records, unseen_sources, write_texts
 from compressor.evaluate.fidelity import Fidelity
 from demo.tasks import Split, is_held_out, make_tasks
 
@@ -104,7 +104,7 @@ def test_a_resumed_bench_makes_only_what_is_missing(ended: Bench, monkeypatch: p
         made.append(config.out.stem)
         return Cost(1, 1.0, 1)
 
-    monkeypatch.setattr(bench.quality, "compress_apart", compress_noted)
+    monkeypatch.setattr(bench, "compress_apart", compress_noted)
     missing = next(iter(kept_runs(ended.work)))
     kept_runs(ended.work)[missing].unlink()
     document, _ = run_small(ended.work, "--resume")
@@ -116,7 +116,7 @@ def test_the_large_scope_measures_its_runs_alone_and_shows_no_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = replace(LARGE, recipe=SMALL.recipe, amount=SMALL.amount)
-    monkeypatch.setattr(bench.quality, "LARGE", tiny)
+    monkeypatch.setattr(bench, "LARGE", tiny)
     document, printed = run_bench("--large", "--work", str(tmp_path), out=tmp_path / "large.json")
     results = document["pairs"]["instruct"]["results"]
     assert [result["run"] for result in results] == [asdict(run) for run in LARGE.runs]

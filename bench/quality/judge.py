@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.quality_text import Amount, Texts
+from bench.quality.text import Amount, Texts
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.blockwise.weights import Weights

@@ -65,7 +65,8 @@ class Rows:
     def put(self, section: str, name: str, value: float, met: bool | None = None, note: str = "") -> None:
         """Fill a planned row."""
         row = self._rows[section, name]
-        assert (met is None) == (not row.goal)
+        if (met is None) != (not row.goal):
+            raise ValueError(f"{section}, {name}: a row with a goal needs `met`, and no other row takes it")
         self._rows[section, name] = replace(row, value=value, met=met, note=note)
 
     def explain(self, section: str, reason: str) -> None:
@@ -83,7 +84,8 @@ class Rows:
         return iter(self._rows.values())
 
     def as_json(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self]
+        """The measured rows."""
+        return [asdict(row) for row in self if row.value is not None]
 
 
 def _planned(sizes: Sizes) -> Iterator[Row]:

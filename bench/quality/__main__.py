@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from bench.quality_judge import Judge, Verdict
-from bench.quality_runs import (
+from bench.quality.judge import Judge, Verdict
+from bench.quality.runs import (
     BITDELTA,
     ONE_VECTOR,
     OURS,
@@ -35,7 +35,7 @@ from bench.quality_runs import (
     Text,
     compress_apart,
 )
-from bench.quality_tables import (
+from bench.quality.tables import (
     CODED,
     OURS_GENERAL,
     OURS_SELF,
@@ -47,7 +47,7 @@ from bench.quality_tables import (
     pair_table,
     summary_table,
 )
-from bench.quality_text import Amount, write_texts
+from bench.quality.text import Amount, write_texts
 from bench.report import RESULTS, describe, write_result
 from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.train import Models, prepare

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.quality_text import Amount
+from bench.process import memory_of, reset_peak
+from bench.quality.text import Amount
 from compressor.codec import Method
 from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
@@ -23,7 +25,7 @@ from deltastore.base.base import architecture
 
 Text = Literal["none", "self", "in-domain", "general"]  # that a delta is fitted to
 IMPORTED = (  # before the clock starts
-    "bench.quality_runs",
+    "bench.quality.runs",
     "compressor.fitting.fit",
     "transformers.models.llama.modeling_llama",
 )
@@ -104,15 +106,11 @@ def compress_here(config: CompressConfig) -> Cost:
     architecture(
         json.loads((Path(config.base) / "config.json").read_text())
     )  # makes the library's lazy imports
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("RssAnon")
+    own = os.getpid()
+    reset_peak(own)
+    before = memory_of(own)["RssAnon"]
     made = compress(config)
-    # Pages of files are libraries' code, which a forked process maps anew; what is compressed is read, not mapped.
-    peak = _status("VmHWM") - _status("RssFile") - before
+    after = memory_of(own)
+    # Pages of files are code that a forked process maps anew; checkpoints are read, not mapped.
+    peak = after["VmHWM"] - after["RssFile"] - before
     return Cost(made.artifact_bytes, round(made.seconds, 2), peak)
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of this process's status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))

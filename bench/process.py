@@ -1,4 +1,7 @@
-"""Child processes of the bench: commands with their time and peak memory, and a running server to ask."""
+"""Child processes of benches: commands with their time and peak memory, and a server with the calls made to it.
+
+Knows nothing of models or artifacts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ CALL_S = 1800.0
 
 
 class Peak:
-    """The most resident bytes of a process, sampled until it ends: Linux forgets the peak with the process."""
+    """Peak resident memory of a child process, sampled until it ends; Linux drops the figure with the process."""
 
     def __init__(self, pid: int) -> None:
         self.num_bytes = self.highest = 0
@@ -30,9 +33,9 @@ class Peak:
         self._thread.start()
 
     def restart(self) -> None:
-        """Begin a new peak; `highest` keeps the one so far."""
+        """Reset the peak; `highest` keeps the maximum so far."""
         self.highest = max(self.highest, self.num_bytes, memory_of(self._pid)["VmHWM"])
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")
+        reset_peak(self._pid)
         self.num_bytes = memory_of(self._pid)["VmHWM"]
 
     def _watch(self) -> None:
@@ -41,28 +44,37 @@ class Peak:
             time.sleep(SAMPLE_S)
 
 
+def reset_peak(pid: int) -> None:
+    """Make Linux count a process's peak of resident memory, `VmHWM`, from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def memory_of(pid: int) -> dict[str, int]:
-    """Resident bytes of a process now and at its peak; empty when it has gone."""
+    """Resident bytes of a process by the fields of `/proc/PID/status`; empty when it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    fields = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:")))
+    fields = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:", "RssFile:")))
     return {name.rstrip(":"): int(size) << 10 for name, size, *_ in fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command that has ended."""
+    """Measurements of a command that has ended."""
 
     seconds: float
     cpu_s: float  # of all its threads
     peak_bytes: int
-    result: dict[str, Any]  # the JSON document that it printed; empty where it printed none
+    result: dict[str, Any]  # the JSON document that it printed, or {}
 
 
 def run(command: Sequence[object], environment: Mapping[str, str] | None = None) -> Ran:
-    """Run a command to its end. RuntimeError, with what it said, where it fails."""
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: with the end of its standard error, when it fails.
+    """
     start = time.perf_counter()
     process = _started(command, environment)
     peak, before = Peak(process.pid), os.times()
@@ -80,14 +92,14 @@ def peraxis(*args: object, environment: Mapping[str, str] | None = None) -> Ran:
     return run([sys.executable, "-m", "peraxis", *args], environment)
 
 
-def helper(module: str, *args: object) -> Ran:
-    """Run a module of this package in a process of its own."""
-    return run([sys.executable, "-m", f"bench.real.{module}", *args])
+def module(name: str, *args: object) -> Ran:
+    """Run a module, given by its full name, in a process of its own."""
+    return run([sys.executable, "-m", name, *args])
 
 
 @dataclass(slots=True)
 class Server:
-    """A running `peraxis serve`."""
+    """A server in a process of its own."""
 
     process: subprocess.Popen[str]
     url: str
@@ -132,10 +144,9 @@ class Server:
         return {series: float(value) for series, _, value in pairs}
 
 
-@contextmanager
-def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: object) -> Iterator[Server]:
-    """Start a server and wait until it is ready; end it with SIGTERM."""
-    command = [
+def serve_command(base: Path, registry: Path, *flags: object) -> list[object]:
+    """The command that serves a base on a free port."""
+    return [
         sys.executable,
         "-m",
         "peraxis",
@@ -148,25 +159,33 @@ def serving(base: Path, registry: Path, environment: Mapping[str, str], *flags: 
         0,
         *flags,
     ]
+
+
+@contextmanager
+def serving(command: Sequence[object], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Start a server, wait for the line that says where it serves, and end it with SIGTERM.
+
+    Raises:
+        RuntimeError: with the end of the server's log, when it does not start or ends with an error.
+    """
     start = time.perf_counter()
     process = _started(command, environment)
-    errors: list[str] = []
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    log: list[str] = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
     reader.start()
     peak = Peak(process.pid)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if " is served at " not in line:
+        line = process.stdout.readline() if process.stdout is not None else ""
+        if " served at " not in line:
             process.wait(CALL_S)
-            raise RuntimeError(f"the server did not start: {''.join(errors)[-4000:]}")
+            raise RuntimeError(f"the server did not start: {''.join(log)[-4000:]}")
         ready_s, url = time.perf_counter() - start, line.split()[-1]
         limits = httpx.Limits(max_connections=64)
         with httpx.Client(base_url=url, timeout=CALL_S, limits=limits) as client:
             yield Server(process, url, ready_s, peak, client)
         process.terminate()
         if code := process.wait(CALL_S):
-            raise RuntimeError(f"the server ended with {code}: {''.join(errors)[-4000:]}")
+            raise RuntimeError(f"the server ended with {code}: {''.join(log)[-4000:]}")
     finally:
         process.kill()
         process.wait()

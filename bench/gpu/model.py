@@ -12,20 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from bench.gpu_rows import Sizes
+from bench.gpu.rows import Sizes
+from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE
 from deltastore.format.header import DTYPE_BYTES, TensorEntry
 from deltastore.format.layout import TENSOR_ALIGNMENT, padding_tensor
 from deltastore.format.parts import MatrixParts, PlaneParts
 from deltastore.format.plan import is_matrix
 from deltastore.format.signs import packed_width
-from server.deltas.batch import BatchContext
-from server.deltas.embedding import EmbeddingDelta
-from server.deltas.linear import HeadDelta, LinearDelta
-from server.deltas.norm import NormDelta, is_norm
 from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+HEAD = "lm_head.weight"
+FINGERPRINT = "0" * 64
 GAIN = 2.0**-12  # small beside weights of 0.02, so that activations stay what a model's are
 
 
@@ -68,19 +66,16 @@ def build_model(sizes: Sizes, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def attach(model: PreTrainedModel) -> BatchContext:
-    """Hook every layer, as the server does when it loads a base."""
-    context = BatchContext()
-    for name, module in model.named_modules():
-        if name == HEAD and isinstance(module, nn.Linear):
-            HeadDelta(module, HEAD, EMBEDDING, context)
-        elif isinstance(module, nn.Linear):
-            LinearDelta(module, name, context)
-        elif isinstance(module, nn.Embedding):
-            EmbeddingDelta(module, name, context)
-        elif is_norm(module):
-            NormDelta(module, name, context)
-    return context
+def base_of(model: PreTrainedModel) -> Base:
+    """What the server knows of a loaded base; its fingerprint is made up."""
+    return Base(
+        id="random-llama",
+        fingerprint=FINGERPRINT,
+        shapes={name: tuple(value.shape) for name, value in model.named_parameters()},
+        config={},
+        embedding="model.embed_tokens.weight",
+        head=HEAD,
+    )
 
 
 def blueprint(shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
@@ -100,7 +95,7 @@ def blueprint(shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
             matrices[name] = MatrixParts((plane,), None, None, None)
         else:
             whole[name] = _append(entries, name, "BF16", shape)
-    return Blueprint(DeltaPlan("0" * 64, False, f"{HEAD}.weight", matrices, whole), tuple(entries))
+    return Blueprint(DeltaPlan(FINGERPRINT, False, HEAD, matrices, whole), tuple(entries))
 
 
 def fill(memory: Tensor, drawing: Blueprint, seed: int) -> None:

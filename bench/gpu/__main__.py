@@ -12,22 +12,24 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from triton.errors import TritonError
 
-from bench.gpu_check import check
-from bench.gpu_load import measure_load
-from bench.gpu_model import blueprint, build_model
-from bench.gpu_rows import FULL, SMALL, Rows, Sizes
-from bench.gpu_steps import Stage
+from bench.gpu.check import check
+from bench.gpu.load import measure_load
+from bench.gpu.model import blueprint, build_model
+from bench.gpu.rows import FULL, SMALL, Rows, Sizes
+from bench.gpu.steps import Stage
 from bench.report import RESULTS, describe, write_result
 from demo.table import table
 from server import kernels
 
 MINUTES = 8.5
 SMALL_LENGTHS = (1, 37, 300)
+# Raised by kernels and devices; any other exception is an error of this program.
+DEVICE_ERRORS = (RuntimeError, OSError, TritonError)
 
 
 class Run:
@@ -37,7 +39,6 @@ class Run:
         self.rows = rows
         self._start = time.perf_counter()
         self._end = self._start + 60 * minutes
-        self._failures = _failures()
 
     def section(self, names: Sequence[str], work: Callable[[], object]) -> None:
         """Do `work`, which fills the sections `names`."""
@@ -46,7 +47,7 @@ class Run:
             return
         try:
             work()
-        except self._failures as error:
+        except DEVICE_ERRORS as error:
             self._explain(
                 names, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
@@ -110,15 +111,6 @@ def measure(run: Run, sizes: Sizes, device: torch.device, directory: Path) -> No
     run.section(["decode"], lambda: base.update(stage.decode()))
     run.section(["base traffic"], lambda: stage.compare(plain, paged, base))
     run.section(["prefill"], stage.prefill)
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """What a kernel or a device fails with; anything else is a mistake of this program."""
-    if find_spec("triton") is None:
-        return (RuntimeError, OSError)
-    from triton.errors import TritonError
-
-    return (RuntimeError, OSError, TritonError)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from bench.gpu_rows import Rows
+from bench.gpu.rows import Rows
 from deltastore.format.signs import packed_width
 from server import kernels
-from server.kernels import onebit_reference
+from server.kernels import attention_cuda, onebit_reference
 from server.kernels.attention import AttentionBatch, AttentionParams
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
@@ -48,7 +47,7 @@ def check(rows: Rows, device: torch.device, lengths: tuple[int, ...] = LENGTHS) 
     for name, dtype in (("sign product", torch.float32), ("sign product, bf16", torch.bfloat16)):
         put(rows, name, max(_product_error(*case, dtype, device) for case in _cases()))
     put(rows, "embedding rows", max(_rows_error(*case, device) for case in _cases()))
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda":
         rows.explain("kernels", "on CUDA alone; the tests run it interpreted")
         return
     for name, dtype in (("paged attention", torch.float32), ("paged attention, bf16", torch.bfloat16)):
@@ -127,8 +126,6 @@ def _error(output: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -
 
 def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...]) -> Iterator[float]:
     """Of the Triton kernels, over all heads and rules, for sequences of `lengths` keys."""
-    from server.kernels import attention_cuda  # imports Triton, which a CPU need not have
-
     for heads, shared, dim in HEADS:
         generator = torch.Generator(device).manual_seed(2)
         keys, values, span = _cache(shared, dim, lengths, device)

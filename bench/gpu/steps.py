@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.gpu_model import Blueprint, attach, make_resident
-from bench.gpu_rows import BASE_TRAFFIC, RESIDENT, Rows, Sizes, step_limit
-from bench.gpu_timing import captured, seconds
+from bench.gpu.model import Blueprint, base_of, make_resident
+from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, Rows, Sizes, step_limit
+from bench.gpu.timing import captured, seconds
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.resident import ResidentDelta, arena
 from server.engine.memory import CUDA_SHARE, DEFAULT_MAX_SLOTS
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
+from server.model.hooks import attach
 
 PAGE_TOKENS = 16  # as the server's
 SLOT_SLACK = 1.15  # of the one-bit plan, as the server's
@@ -84,7 +85,7 @@ class Stage:
 
     def fit(self, drawing: Blueprint) -> None:
         """Hook all layers and take every slot that fits; the first hold deltas from here on."""
-        self.context = attach(self.model)
+        self.context = attach(self.model, base_of(self.model))
         slot_bytes = int(SLOT_SLACK * drawing.device_bytes)
         slot_bytes += -slot_bytes % 256
         num_slots = min(DEFAULT_MAX_SLOTS, self._free_bytes() // slot_bytes)
@@ -125,7 +126,6 @@ class Stage:
     @torch.inference_mode()
     def prefill(self) -> None:
         """One prompt at a time, of the base and of a variant."""
-        assert self.attention is not None and self.context is not None  # noqa: PT018
         for tokens in self.sizes.prompts:
             for who, delta in (("base", None), ("one variant", self.deltas[0])):
                 pages = list(range(1, 2 + (tokens - 1) // PAGE_TOKENS))

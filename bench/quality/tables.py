@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.quality_judge import Verdict
-from bench.quality_runs import BITDELTA, ONE_VECTOR, OURS, PAPER, UNTRAINED, Cost, Run
+from bench.quality.judge import Verdict
+from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, UNTRAINED, Cost, Run
 from demo.table import table
 
 HEAD = (

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from server.errors import NotServable
-from server.kernels import attention_cpu
 from server.kernels.attention import AttentionBatch, AttentionParams
 
 # The name of the function in transformers' registry of attention implementations.
@@ -189,6 +188,9 @@ def _attend(
 def _single_token_kernel(device_type: str) -> ModuleType | None:
     """Return the kernels for sequences with one new token on a device; None where torch attends over gathered pages."""
     if device_type == "cpu":
+        # A server on CUDA runs without numba.
+        from server.kernels import attention_cpu
+
         return attention_cpu
     if device_type == "cuda" and find_spec("triton") is not None:
         # A server on the CPU runs without Triton.

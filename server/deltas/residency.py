@@ -54,7 +54,14 @@ class FinishedLoad:
 class Residency:
     """Slots under least-recently-used eviction. A delta that is pinned, held or loading is never evicted."""
 
-    def __init__(self, slots: list[Slot], fetcher: Fetcher, metrics: ResidencyMetrics) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        fetcher: Fetcher,
+        metrics: ResidencyMetrics,
+        on_load_ended: Callable[[], None],
+    ) -> None:
+        """`on_load_ended` is called on a loader thread when `poll_loads` has something to return."""
         self.slot_bytes = slots[0].memory.numel()
         self._free = list(reversed(slots))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by digest, least recently used first
@@ -64,7 +71,7 @@ class Residency:
         self._metrics = metrics
         self._resident: frozenset[str] = frozenset()
         self._pinned: frozenset[str] = frozenset()
-        self.on_finished: Callable[[], None] = lambda: None  # called on a loader thread: wakes the engine
+        self._on_load_ended = on_load_ended
 
     def retain(self, record: VersionRecord) -> None:
         """Remember what a digest stands for until `forget` was called as often."""
@@ -113,7 +120,7 @@ class Residency:
         if slot is None:
             return False
         entry = self._entries[digest] = _Entry(record, slot, self._fetcher.fetch(record, slot))
-        entry.fetch.add_done_callback(lambda _: self.on_finished())
+        entry.fetch.add_done_callback(lambda _: self._on_load_ended())
         self._publish()
         return True
 

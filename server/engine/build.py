@@ -22,6 +22,7 @@ from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import Slot, arena
 from server.engine.admission import Admission
+from server.engine.call_queue import CallQueue
 from server.engine.core import Core
 from server.engine.engine import Engine
 from server.engine.memory import MemoryPlan, check_base, free_memory, host_cache_bytes, plan_memory
@@ -80,21 +81,24 @@ def build_engine(
     slots = arena(memory.num_slots, slot_bytes, device)
     max_model_len = min(_max_positions(settings, model), kv_cache.max_tokens)
     _report_memory(metrics, model, slots, kv_cache, max_model_len)
-    residency = _residency(settings, registry, metrics, slots, cache_bytes)
+    metrics.host_cache_limit_bytes.set(cache_bytes)
+    calls = CallQueue()
+    residency_metrics = ResidencyMetrics(metrics)
+    fetcher = _fetcher(settings, registry, residency_metrics, slots, cache_bytes)
+    residency = Residency(slots, fetcher, residency_metrics, on_load_ended=calls.wake)
     scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
     telemetry = Telemetry(metrics)
     tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
     admission = Admission(tokenizers, telemetry, settings.max_num_seqs + settings.max_queue, max_model_len)
     core = Core(
         ModelRunner(model),
-        residency,
         scheduler,
-        kv_cache,
+        residency,
         telemetry,
         load_timeout_s=settings.load_timeout,
         on_answered=admission.remove,
     )
-    return Engine(core, admission, residency, model.base, on_lost), tokenizers
+    return Engine(core, calls, admission, residency, model.base, on_lost), tokenizers
 
 
 def _load_base(
@@ -158,20 +162,20 @@ def _report_memory(
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
 
 
-def _residency(
-    settings: Settings, registry: Registry, metrics: Metrics, slots: list[Slot], cache_bytes: int
-) -> Residency:
+def _fetcher(
+    settings: Settings,
+    registry: Registry,
+    residency_metrics: ResidencyMetrics,
+    slots: list[Slot],
+    cache_bytes: int,
+) -> Fetcher:
     """Connect the slots to the registry: loader threads, and the host cache between them."""
     device, slot_bytes = slots[0].memory.device, len(slots[0].memory)
-    residency_metrics = ResidencyMetrics(metrics)
     # Copies to CUDA need pinned host memory; on the CPU a delta is read straight into its slot.
     cache = HostCache(
         cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"
     )
-    metrics.host_cache_limit_bytes.set(cache_bytes)
-    return Residency(
-        slots, Fetcher(Loader(device, settings.load_threads), cache, registry), residency_metrics
-    )
+    return Fetcher(Loader(device, settings.load_threads), cache, registry)
 
 
 def _max_batch_tokens(settings: Settings, device: torch.device) -> int:

@@ -21,10 +21,10 @@ from server.engine.model_runner import Batch, ModelRunner
 from server.engine.request import Request
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.sampling import LastLogits, score
-from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
+from server.engine.waiting_requests import WaitingRequests
 from server.errors import EngineFailed, InvalidRequest
 from server.text.tokenizer import VariantTokenizer
 
@@ -43,31 +43,29 @@ class Core:
     def __init__(
         self,
         runner: ModelRunner,
-        residency: Residency,
         scheduler: Scheduler,
-        kv_cache: KVCache,
+        residency: Residency,
         telemetry: Telemetry,
         load_timeout_s: float,
         on_answered: Callable[[Request], None],
     ) -> None:
-        self.calls = DeltaCalls(residency, load_timeout_s)
+        self.delta_calls = DeltaCalls(residency, load_timeout_s)
         self._runner = runner
-        self._residency = residency
         self._scheduler = scheduler
-        self._kv_cache = kv_cache
+        self._kv_cache = scheduler.kv_cache
+        self._residency = residency
         self._telemetry = telemetry
         self._load_timeout_s = load_timeout_s
         self._on_answered = on_answered
         self._requests: dict[str, RequestState] = {}
-        # Those without a step yet, by digest and request id.
-        self._unstarted: dict[str | None, dict[str, RequestState]] = {}
+        self._waiting = WaitingRequests(residency, load_timeout_s)
 
     def add_request(self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent) -> None:
         """Take a request in and schedule its first sequence; the others start when its prompt is cached."""
         lookup = "device" if request.digest is None else self._residency.level_of(request.digest)
         state = RequestState(request, on_event, tokenizer, lookup)
         self._requests[request.id] = state
-        self._unstarted.setdefault(request.digest, {})[request.id] = state
+        self._waiting.add(state)
         self._telemetry.admitted(request, lookup)
         if request.record is not None:
             self._residency.retain(request.record)
@@ -90,56 +88,53 @@ class Core:
     def step(self) -> bool:
         """Make finished loads visible and run one step of the model. Return whether there was one to run."""
         now = time.monotonic()
-        self._adopt_loads(now)
-        self._fail_late_loads(now)
+        self._poll_loads(now)
+        self._fail_late(now)
         plan = self._scheduler.plan(now)
         # After scheduling, which references freshly loaded deltas so that unload cannot evict them.
-        self.calls.serve(now)
+        self.delta_calls.serve(now)
         for sequence in plan.preempted:
             self._requests[sequence.request_id].outputs[sequence.index].clear_prompt_logprobs()
         for sequence in plan.too_long:
             state = self._requests.get(sequence.request_id)
             if state is not None:
                 self._fail(state, _too_long(self._kv_cache.max_tokens))
-        self._report_queues()
-        self._telemetry.cache(self._kv_cache.usage, *self._kv_cache.take_prefix_counts())
-        self._telemetry.preempted(len(plan.preempted))
+        self._report(plan)
         if plan.batch:
-            self._run(plan)
+            self._execute(plan)
         return bool(plan.batch)
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every request and call with an error: the engine stops."""
         for state in list(self._requests.values()):
             self._fail(state, error)
-        self.calls.fail_all(error)
+        self.delta_calls.fail_all(error)
 
-    def _adopt_loads(self, now: float) -> None:
-        for adopted in self._residency.poll_loads():
-            digest, error = adopted.record.digest, adopted.error
+    def _poll_loads(self, now: float) -> None:
+        """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""
+        for load in self._residency.poll_loads():
+            digest, error = load.record.digest, load.error
             self._scheduler.load_ended(digest, now)
-            for state in self._unstarted.get(digest, {}).values():
-                if state.cold and state.loaded_at is None:
-                    state.loaded_at = now
+            self._waiting.load_ended(digest, now)
             if error is not None:
                 for state in [s for s in self._requests.values() if s.request.digest == digest]:
                     self._fail(state, error)
-                self.calls.fail_loads(digest, error)
+                self.delta_calls.fail_loads(digest, error)
 
-    def _fail_late_loads(self, now: float) -> None:
+    def _fail_late(self, now: float) -> None:
         """Fail requests whose delta was not loaded in time."""
-        late = [
-            state
-            for digest, waiting in self._unstarted.items()
-            if digest is not None and not self._residency.is_resident(digest)
-            for state in waiting.values()
-            if now - state.admitted_at > self._load_timeout_s
-        ]
-        for state in late:
+        for state in self._waiting.late(now):
             assert state.request.record is not None
             self._fail(state, load_timeout(state.request.record, self._load_timeout_s))
 
-    def _run(self, plan: StepPlan) -> None:
+    def _report(self, plan: StepPlan) -> None:
+        """Update the metrics of queues, KV cache and preemptions."""
+        num_waiting = self._waiting.num_requests
+        self._telemetry.queues(len(self._requests) - num_waiting, num_waiting, self._waiting.num_loading)
+        self._telemetry.cache(self._kv_cache.usage, *self._kv_cache.take_prefix_counts())
+        self._telemetry.preempted(len(plan.preempted))
+
+    def _execute(self, plan: StepPlan) -> None:
         """Compute the planned tokens and send what comes of them."""
         began = time.monotonic()
         planned = [item for item in plan.batch.items() if item[0].request_id in self._requests]
@@ -150,7 +145,7 @@ class Core:
             state = self._requests[sequence.request_id]
             if state.started_at is None:
                 state.started_at = began
-                self._leave_unstarted(state)
+                self._waiting.remove(state)
         for computed, logits in self._forward(batch, deltas):
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
@@ -296,23 +291,8 @@ class Core:
         if state.request.digest is not None:
             self._residency.forget(state.request.digest)
         if state.started_at is None:
-            self._leave_unstarted(state)
+            self._waiting.remove(state)
         self._on_answered(state.request)
-
-    def _report_queues(self) -> None:
-        num_waiting = sum(map(len, self._unstarted.values()))
-        num_loading = sum(
-            len(waiting)
-            for digest, waiting in self._unstarted.items()
-            if digest is not None and not self._residency.is_resident(digest)
-        )
-        self._telemetry.queues(len(self._requests) - num_waiting, num_waiting, num_loading)
-
-    def _leave_unstarted(self, state: RequestState) -> None:
-        waiting = self._unstarted[state.request.digest]
-        del waiting[state.request.id]
-        if not waiting:
-            del self._unstarted[state.request.digest]
 
 
 def _slot_index(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> int:

@@ -1,11 +1,10 @@
-"""The engine as other threads see it: requests and calls go in through one queue, events come out.
+"""The engine as other threads see it: requests and calls go in through a queue, events come out.
 
 Owns the engine thread, which owns the model; its step is `core.py`. Knows no HTTP.
 """
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.engine.admission import Admission
+from server.engine.call_queue import CallQueue
 from server.engine.core import Core
 from server.engine.delta_calls import LoadCall, UnloadCall
 from server.engine.events import ErrorEvent
@@ -39,6 +39,7 @@ class Engine:
     def __init__(
         self,
         core: Core,
+        calls: CallQueue,
         admission: Admission,
         residency: Residency,
         base: Base,
@@ -49,10 +50,9 @@ class Engine:
         self._core = core
         self._admission = admission
         self._residency = residency
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls = calls
         self._stopping = False
         self._beat = time.monotonic()
-        residency.on_finished = lambda: self._calls.put(lambda: None)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class Engine:
     def load(self, record: VersionRecord, *, pin: bool = False) -> Future[None]:
         """Load a version into a slot and, with `pin`, never evict it; done when requests can use it."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.calls.add_load(LoadCall(record, pin, future)))
+        self._calls.put(lambda: self._core.delta_calls.add_load(LoadCall(record, pin, future)))
         return future
 
     def pin(self, record: VersionRecord) -> Future[None]:
@@ -92,7 +92,7 @@ class Engine:
     def unload(self, record: VersionRecord) -> Future[None]:
         """Free a version's slot once no request runs on it; done when it is free."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.calls.add_unload(UnloadCall(record.digest, future)))
+        self._calls.put(lambda: self._core.delta_calls.add_unload(UnloadCall(record.digest, future)))
         return future
 
     def level_of(self, digest: str) -> str:
@@ -154,7 +154,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._beat = time.monotonic()
-                self._run_calls(wait_s=0.0 if busy else IDLE_S)
+                self._calls.run(wait_s=0.0 if busy else IDLE_S)
                 busy = self._core.step()
             told_to_stop = True
         finally:
@@ -167,18 +167,8 @@ class Engine:
     def _fail_all(self, error: PeraxisError) -> None:
         """Answer the core's requests, then those whose call came too late for it."""
         try:
-            self._run_calls(wait_s=0.0)
+            self._calls.run(wait_s=0.0)
             self._core.fail_all(error)
         finally:
             for on_event in self._admission.remove_all():
                 on_event(ErrorEvent(error))
-
-    def _run_calls(self, wait_s: float) -> None:
-        """Run every call in the queue; wait up to `wait_s` for the first."""
-        try:
-            call = self._calls.get(timeout=wait_s) if wait_s else self._calls.get_nowait()
-            while True:
-                call()
-                call = self._calls.get_nowait()
-        except queue.Empty:
-            return

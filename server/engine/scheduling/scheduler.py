@@ -65,7 +65,7 @@ class Scheduler:
                 "max_batch_tokens must be above max_num_seqs, so that prompts advance while all sequences decode; "
                 f"got {max_batch_tokens} and {max_num_seqs}"
             )
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._max_num_seqs, self._max_batch_tokens = max_num_seqs, max_batch_tokens
         self._constants = constants or SchedulerConstants()
         self._queue = FairQueue()
@@ -104,7 +104,7 @@ class Scheduler:
             self._queue.remove(sequence.queue, sequence.order)
             self._slot_policy.leave(sequence, self._now)
         elif sequence.order in self._running:
-            self._kv_cache.release(sequence)
+            self.kv_cache.release(sequence)
             self._stop(sequence)
 
     def load_ended(self, digest: str, now: float) -> None:
@@ -143,7 +143,7 @@ class Scheduler:
 
         The first running sequence is never preempted, so sequences always end.
         """
-        while not self._kv_cache.allocate(sequence, 1):
+        while not self.kv_cache.allocate(sequence, 1):
             plan.admits = False
             if len(self._running) == 1:
                 self._refuse(sequence, plan)
@@ -229,17 +229,17 @@ class Scheduler:
     def _allocate_all(self, sequence: Sequence) -> bool:
         """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
         order, num_available = self._too_few_pages
-        if self._running and order == sequence.order and num_available >= self._kv_cache.num_available:
+        if self._running and order == sequence.order and num_available >= self.kv_cache.num_available:
             # No pages came free, so the cached prefix is not looked up again.
             return False
-        self._kv_cache.attach_prefix(sequence)
+        self.kv_cache.attach_prefix(sequence)
         reserve = self._constants.reserve_tokens * len(self._running)
-        num_free = self._kv_cache.num_available * self._kv_cache.page_tokens
+        num_free = self.kv_cache.num_available * self.kv_cache.page_tokens
         num_missing = sequence.num_missing_tokens
-        if num_missing + reserve <= num_free and self._kv_cache.allocate(sequence, num_missing):
+        if num_missing + reserve <= num_free and self.kv_cache.allocate(sequence, num_missing):
             return True
-        self._kv_cache.release(sequence)
-        self._too_few_pages = sequence.order, self._kv_cache.num_available
+        self.kv_cache.release(sequence)
+        self._too_few_pages = sequence.order, self.kv_cache.num_available
         return False
 
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
@@ -291,7 +291,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Let a running sequence wait again. It keeps its tokens and loses its pages."""
         plan.preempt(sequence)
-        self._kv_cache.release(sequence)
+        self.kv_cache.release(sequence)
         self._enqueue(sequence)
         self._stop(sequence)
 

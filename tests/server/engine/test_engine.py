@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ from torch import Tensor
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry.records import VersionRecord
-from server.deltas.resident import ResidentDelta
+from server.deltas.residency import Residency
 from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from server.engine.model_runner import Batch
 from server.engine.request_state import RequestState
+from server.engine.sequence import Sequence
 from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
 from server.text.tokenizer import VariantTokenizer
-from tests.server.helpers.served import Answer, Family, Served, make_family, serving
+from tests.server.helpers.served import Answer, Family, Served, make_family, on_forward, serving, slow_down
 
 PROMPT = [5, 6, 7, 8]
 
@@ -34,18 +34,6 @@ def served(deltas: Family, tmp_path: Path) -> Iterator[Served]:
         deltas.base, tmp_path / "registry", max_num_seqs=3, max_queue=4, load_timeout=20.0
     ) as running:
         yield running
-
-
-def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every step slow, so that requests of many tokens are still running a moment later."""
-    runner = served.engine._core._runner
-    forward = runner.forward
-
-    def slowly(batch: Batch, deltas: Mapping[str, ResidentDelta], pages_to_zero: list[int]) -> Tensor:
-        time.sleep(0.02)
-        return forward(batch, deltas, pages_to_zero)
-
-    monkeypatch.setattr(runner, "forward", slowly)
 
 
 def error_of(answer: Answer) -> Exception:
@@ -138,17 +126,13 @@ def test_a_step_that_fails_fails_its_request_alone(
 ) -> None:
     record = served.publish(deltas.artifacts[0], "v")
     want = served.ask(record, PROMPT).token_ids
-    runner = served.engine._core._runner
-    forward = runner.forward
 
-    def fails_for_the_base(
-        batch: Batch, deltas: Mapping[str, ResidentDelta], pages_to_zero: list[int]
-    ) -> Tensor:
+    def fails_for_the_base(batch: Batch, forward: Callable[[], Tensor]) -> Tensor:
         if any(sequence.digest is None for sequence, _ in batch):
             raise RuntimeError("as if a kernel had failed")
-        return forward(batch, deltas, pages_to_zero)
+        return forward()
 
-    monkeypatch.setattr(runner, "forward", fails_for_the_base)
+    on_forward(monkeypatch, fails_for_the_base)
     broken, fine = served.start(None, PROMPT), served.start(record, PROMPT)
     assert "as if a kernel had failed" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
@@ -159,17 +143,17 @@ def test_a_request_that_cannot_even_begin_fails_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     want = served.ask(None, PROMPT).token_ids
-    start = served.engine._core._start_sequence
+    start = RequestState.start_sequence
     failures = iter([True])
 
-    def fails_once(state: RequestState) -> None:
+    def fails_once(state: RequestState) -> Sequence:
         if next(failures, False):
-            raise ValueError("as if the library refused")
-        start(state)
+            raise ValueError("as if transformers refused")
+        return start(state)
 
-    monkeypatch.setattr(served.engine._core, "_start_sequence", fails_once)
+    monkeypatch.setattr(RequestState, "start_sequence", fails_once)
     broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
-    assert "as if the library refused" in str(error_of(broken.answer()))
+    assert "as if transformers refused" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
     assert "failed" in caplog.text
 
@@ -180,13 +164,13 @@ def test_an_engine_that_fails_answers_every_request_and_its_service(
 ) -> None:
     lost = threading.Event()
     with serving(deltas.base, tmp_path / "registry", on_lost=lost.set) as served:
-        slow_down(served, monkeypatch)
+        slow_down(monkeypatch)
         pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
 
-        def breaks() -> object:
+        def breaks(residency: Residency) -> object:
             raise RuntimeError("as if the engine had a bug")
 
-        monkeypatch.setattr(served.engine._residency, "poll_loads", breaks)
+        monkeypatch.setattr(Residency, "poll_loads", breaks)
         assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
         assert lost.wait(20)
         assert not served.engine.alive()
@@ -198,7 +182,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(deltas.base, tmp_path / "registry", load_timeout=0.05) as served:
-        slow_down(served, monkeypatch)
+        slow_down(monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:
             served.engine.load(record).result(20)
@@ -212,7 +196,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
 def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(served, monkeypatch)
+    slow_down(monkeypatch)
     admitted = [served.start(None, PROMPT, max_new_tokens=5) for _ in range(7)]
     with pytest.raises(QueueFull, match="try again"):
         served.start(None, PROMPT)
@@ -223,7 +207,7 @@ def test_a_cancelled_request_ends_and_the_next_one_runs(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = served.ask(None, PROMPT).token_ids
-    slow_down(served, monkeypatch)
+    slow_down(monkeypatch)
     running, waiting, last = (served.start(None, PROMPT, max_new_tokens=n) for n in (200, 200, 16))
     for pending in (running, waiting):
         served.engine.cancel(pending.request.id)
@@ -233,7 +217,7 @@ def test_a_cancelled_request_ends_and_the_next_one_runs(
 
 
 def test_a_draining_engine_finishes_what_it_admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(served, monkeypatch)
+    slow_down(monkeypatch)
     pending = served.start(None, PROMPT, max_new_tokens=30)
     served.engine.drain()
     with pytest.raises(Draining):
@@ -245,7 +229,7 @@ def test_a_closed_engine_tells_those_it_could_not_answer(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(deltas.base, tmp_path / "registry") as served:
-        slow_down(served, monkeypatch)
+        slow_down(monkeypatch)
         pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(3)]
         served.engine.close(timeout_s=0.0)
         assert isinstance(error_of(pending[-1].answer()), Draining)
@@ -273,7 +257,7 @@ def test_what_cannot_be_served_is_refused_at_once(
 def test_an_id_in_use_is_refused_and_its_owner_is_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(served, monkeypatch)
+    slow_down(monkeypatch)
     first = served.start(None, PROMPT, max_new_tokens=40)
     with pytest.raises(InvalidRequest, match="in use"):
         served.engine.submit(first.request, first.events.put)

@@ -25,6 +25,7 @@ from tests.server.helpers.served import (
     Served,
     make_delta,
     make_family,
+    on_forward,
     serving,
 )
 
@@ -79,17 +80,6 @@ def failed(answer: Answer) -> Exception:
     return answer.end.error
 
 
-def on_forward(
-    served: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Batch, Callable[[], Tensor]], Tensor],
-) -> None:
-    """Replace each forward pass by `change`, which is given the batch and a function that runs the pass."""
-    runner = served.engine._core._runner
-    forward = runner.forward
-    monkeypatch.setattr(runner, "forward", lambda batch, *args: change(batch, lambda: forward(batch, *args)))
-
-
 def touches(batch: Batch, digest: str) -> bool:
     return any(sequence.digest == digest for sequence, _ in batch)
 
@@ -104,7 +94,7 @@ def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
             raise RuntimeError("as if a kernel had failed")
         return step()
 
-    on_forward(served, monkeypatch, fails)
+    on_forward(monkeypatch, fails)
     answer = others.unharmed_by(lambda: served.ask(bad, PROMPTS[1], max_new_tokens=NUM_NEW))
     assert isinstance(answer, Answer)
     assert "as if a kernel had failed" in str(failed(answer))
@@ -121,7 +111,7 @@ def test_no_memory_in_a_mixed_step_is_no_failure_where_each_alone_has_enough(
             raise MemoryError
         return step()
 
-    on_forward(served, monkeypatch, scarce)
+    on_forward(monkeypatch, scarce)
     others.unharmed_by(lambda: None)
     assert next(failures, None) is None
 
@@ -142,7 +132,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
         return logits
 
     with monkeypatch.context() as patched:
-        on_forward(served, patched, poisons)
+        on_forward(patched, poisons)
         answer = others.unharmed_by(lambda: served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW))
     assert isinstance(answer, Answer)
     assert isinstance(failed(answer), EngineFailed)

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,10 +42,7 @@ class Residing:
     registry: Registry
     directory: Path
     metrics: CollectorRegistry
-    _finished: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.residency.on_finished = self._finished.set
+    load_ended: threading.Event
 
     def publish(self, name: str, seed: int, norm_length: int = 10_000) -> VersionRecord:
         """A variant of random content, known to the residency. Its device section has about 2 bytes per norm."""
@@ -59,8 +56,8 @@ class Residing:
         """Wait for every load under way and adopt it: what became of each, by digest."""
         ended: dict[str, PeraxisError | None] = {}
         while any(entry.delta is None for entry in self.residency._entries.values()):
-            assert self._finished.wait(WAIT_S)
-            self._finished.clear()
+            assert self.load_ended.wait(WAIT_S)
+            self.load_ended.clear()
             ended |= {adopted.record.digest: adopted.error for adopted in self.residency.poll_loads()}
         return ended
 
@@ -105,9 +102,10 @@ def residing(
     told = ResidencyMetrics(Metrics(metrics))
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, told, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
-    residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, told)
+    load_ended = threading.Event()
+    residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, told, load_ended.set)
     try:
-        yield Residing(residency, registry, directory, metrics)
+        yield Residing(residency, registry, directory, metrics, load_ended)
     finally:
         residency.close()
 

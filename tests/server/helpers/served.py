@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from compressor.config import CompressConfig
@@ -23,6 +26,7 @@ from deltastore.registry.records import VersionRecord
 from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.engine.model_runner import Batch, ModelRunner
 from server.engine.request import Request
 from server.metrics import Metrics
 from server.sampling_params import SamplingParams
@@ -118,6 +122,28 @@ def serving(
     finally:
         engine.close()
         tokenizers.close()
+
+
+def on_forward(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch, Callable[[], Tensor]], Tensor]
+) -> None:
+    """Replace each forward pass by `change`, which is given the batch and a function that runs the pass."""
+    forward = ModelRunner.forward
+
+    def changed(runner: ModelRunner, batch: Batch, *args: Any) -> Tensor:
+        return change(batch, lambda: forward(runner, batch, *args))
+
+    monkeypatch.setattr(ModelRunner, "forward", changed)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every step slow, so that requests of many tokens are still running a moment later."""
+
+    def slowly(batch: Batch, forward: Callable[[], Tensor]) -> Tensor:
+        time.sleep(0.02)
+        return forward()
+
+    on_forward(monkeypatch, slowly)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 #   BASE         the base model's directory, for serve
 #   REGISTRY     the registry's directory, for serve
 #   BENCH        which benches to run
+#   WHEELS_PYTHON  the Python version that wheels are for
 #   WORKERS      how many processes run the tests: a number, or logical for one per core
 
 PYTHON ?= python3
@@ -12,15 +13,19 @@ BASE ?=
 REGISTRY ?= registry
 BENCH ?= load
 WORKERS ?= logical
+WHEELS_PYTHON ?= 3.12
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What a GPU image with torch and transformers lacks. numba is left out: it compiles kernels for CPUs alone, and has
+# 64 MB with llvmlite.
+WHEELS := fastapi httpx prometheus-client psutil pydantic pydantic-settings python-multipart typer uvicorn
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check hooks serve bench
+.PHONY: help demo test coverage check hooks serve bench wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +36,7 @@ help:
 	@echo 'make coverage  every test, with the share of branches that they reach'
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
+	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -62,3 +68,11 @@ serve: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
+
+# To be installed with: pip install --no-index --no-deps wheels/*.whl
+wheels: $(STAMP)
+	rm -rf $@
+	$(PIP) wheel --quiet --no-deps -w $@ .
+	$(PIP) download --quiet -c constraints.txt -d $@ --only-binary :all: --python-version $(WHEELS_PYTHON) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 $(WHEELS)
+	du -sh $@

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from server.kernels import attention_cuda
 from server.model import attention
 from tests.bench.helpers.without_numba import ABSENT
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "lift_fresh", "unique"}
 
@@ -55,6 +58,14 @@ def test_a_small_run_needs_no_numba_and_fills_the_table(tmp_path: Path) -> None:
     assert not [name for name in ABSENT if name in done.stderr]
     assert str(tmp_path) not in done.stdout
     assert "TINY" in done.stdout
+
+
+def test_wheels_are_all_that_a_gpu_image_lacks_but_numba() -> None:
+    in_image = {"torch", "transformers", "safetensors", "numpy", "tqdm", "jinja2"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]}
+    (wheels,) = re.findall("^WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(wheels.split()) == required - in_image - {"numba"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")

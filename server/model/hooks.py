@@ -1,6 +1,6 @@
-"""Make every layer of a model delta-aware. Knows modules and names; nothing of requests, files or numbers.
+"""Make every layer of a model delta-aware. Knows modules and tensor names; no requests and no values of weights.
 
-A model with weights that no delta could reach is refused before any hook is attached.
+A model with weights that no delta could reach is refused before it is loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def check_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Compare a model, whose parameters may be on the meta device, with a checkpoint before it is read.
 
     Raises:
-        NotServable: modules whose weights no delta could reach.
-        CheckpointError: tensors that are not those of the model.
+        NotServable: the model has modules whose weights no delta could reach.
+        CheckpointError: the checkpoint's tensors are not the model's.
     """
     head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -51,7 +51,7 @@ def check_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 
 
 def attach(model: PreTrainedModel, base: Base) -> BatchContext:
-    """Hook every module that owns parameters, and return what tells them the batch of a step."""
+    """Hook every module that owns parameters, and return the context that tells them the deltas of a step."""
     context = BatchContext()
     head: Any = model.get_output_embeddings()
     assert base.embedding is not None
@@ -70,19 +70,19 @@ def attach(model: PreTrainedModel, base: Base) -> BatchContext:
 
 
 def kind(model: PreTrainedModel) -> str:
-    """The model as messages call it."""
+    """Return the name of a model in messages."""
     return f"model type {model.config.model_type!r}"
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """True for an embedding that returns its rows, at most scaled; learned positions have code of their own."""
+    """True for an embedding that returns its rows, at most scaled. Learned position embeddings compute more."""
     return isinstance(module, nn.Embedding) and (
         type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
     )
 
 
 def _check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Deltas name tensors as the checkpoint does, so it must hold the model's parameters by their own names."""
+    """Check names, shapes and dtypes. Deltas name tensors as the checkpoint does, so its names must be the model's."""
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     # Old checkpoints store a table that transformers computes.
     computed = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}

@@ -1,6 +1,6 @@
 """Load the base, make every layer of it delta-aware, and check that it still computes the same.
 
-Knows the order of these steps; each is another file's.
+Knows the order of these steps, which other files of this folder implement. Knows no requests and no slots.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """The base and the context through which its layers find the deltas of a step."""
+    """The delta-aware base, its KV cache, and the context through which its layers find the deltas of a step."""
 
     model: PreTrainedModel
     base: Base
     context: BatchContext
     attention: PagedAttention
     device: torch.device
-    max_positions: int
+    max_positions: int  # tokens of the longest context
 
 
 def load_model(
@@ -45,13 +45,13 @@ def load_model(
 
     Args:
         checkpoint: the base.
-        device: where the base and the slots live.
-        dtype: of the weights.
-        stopping: when set, loading ends soon.
+        device: the device of the base and the slots.
+        dtype: dtype of the weights.
+        stopping: an event that ends loading early when it is set.
 
     Raises:
-        CheckpointError: the directory is no readable checkpoint.
-        NotServable: an architecture that cannot run delta-aware, with the modules or figures that say why.
+        CheckpointError: the directory is not a readable checkpoint.
+        NotServable: the architecture cannot run delta-aware. The message names the modules or the measured errors.
         Draining: `stopping` was set.
     """
     model, base = read_base(checkpoint, device, dtype, stopping)
@@ -78,7 +78,7 @@ def _check_going_on(stopping: threading.Event) -> None:
 
 
 def _check_paged(model: PreTrainedModel, attention: PagedAttention) -> None:
-    """Raise NotServable where a layer did not look its attention up by name in the pass before."""
+    """Raise NotServable if a layer did not look up its attention function by name in the pass before."""
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(attention.shapes) != num_layers:
         raise NotServable(
@@ -88,9 +88,9 @@ def _check_paged(model: PreTrainedModel, attention: PagedAttention) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """The longest context that a mixed batch can have.
+    """Return the longest context, in tokens, of a mixed batch.
 
-    LongRoPE turns every position of a batch by one set of factors, which its longest sequence chooses. So contexts end
+    LongRoPE rotates all positions of a batch by one set of factors, which depends on the longest sequence. Contexts end
     where the factors would change.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or 2048)

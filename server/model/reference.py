@@ -1,7 +1,7 @@
-"""Run a plain model in any dtype, with a delta on some of its rows: what the start-up probe compares with.
+"""Run a plain model in any dtype with a delta on some rows: the reference of the start-up probe.
 
-Weights are widened one matrix at a time and a few rows at a time, so the memory needed does not grow with the model.
-Nothing here uses the layers, kernels or hooks that serve deltas.
+Weights are widened a few rows of one matrix at a time, so the memory needed does not grow with the model. Independent
+of the hooks and kernels that serve deltas.
 """
 
 from __future__ import annotations
@@ -16,39 +16,42 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# Elements of a weight that are widened at a time.
+# Elements of a weight to widen at a time.
 BLOCK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOneDelta:
-    """A one-bit delta whose signs are an outer product, so that its product costs two vectors.
+    """A one-bit delta whose signs are an outer product, so that applying it costs two vector operations.
 
     With signs ``a_i b_j`` the delta of a weight is ``(factor_out * a)_i (factor_in * b)_j``.
     """
 
-    out: Tensor  # [out] float32: factor_out * a
-    across: Tensor  # [in] float32: factor_in * b
+    signed_out: Tensor  # [out] float32: factor_out * a
+    signed_in: Tensor  # [in] float32: factor_in * b
 
     def product(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        """Return the delta's product with `x`, in the dtype of `x`."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return ((x.to(wide) * self.across.to(wide)).sum(-1, keepdim=True) * self.out.to(wide)).to(x.dtype)
+        inner = (x.to(wide) * self.signed_in.to(wide)).sum(-1, keepdim=True)
+        return (inner * self.signed_out.to(wide)).to(x.dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:  # [tokens] -> [tokens, in]
-        return (self.out[ids][:, None] * self.across).to(dtype)
+        """Return rows of the dense delta."""
+        return (self.signed_out[ids][:, None] * self.signed_in).to(dtype)
 
 
 class ReferenceModel(TorchFunctionMode):
-    """While active, linear layers, embeddings and norms compute in `dtype`, whatever dtype their weights have.
+    """A mode in which linear layers, embeddings and norms compute in `dtype`, independent of their weights' dtype.
 
-    The batch has two sequences of one text: the base's own, and one in which the rows of `own` have deltas.
+    The batch is one text twice: the first sequence is the base's, the second has deltas at the positions of `own`.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
         deltas: Mapping[int, RankOneDelta],  # by the address of the weight
-        own: slice,  # positions of the second sequence that have deltas
+        own: slice,  # positions of the second sequence with deltas
     ) -> None:
         super().__init__()
         self._dtype = dtype
@@ -89,7 +92,7 @@ class ReferenceModel(TorchFunctionMode):
         if weight.dtype == self._dtype:
             return F.linear(x, weight)
         num_rows = max(1, BLOCK_NUMEL // weight.shape[1])
-        # One buffer for all blocks: memory of each its own would leave holes between the parts of the output.
+        # One buffer for all blocks: a buffer per block would fragment the memory between parts of the output.
         buffer = torch.empty(
             min(num_rows, len(weight)), weight.shape[1], dtype=self._dtype, device=weight.device
         )
@@ -108,12 +111,12 @@ class ReferenceModel(TorchFunctionMode):
 
 @contextmanager
 def own_norms(norms: Mapping[nn.Module, Mapping[str, Tensor]], own: slice, num_tokens: int) -> Iterator[None]:
-    """Give the second sequence's rows of `own` their own norm weights, by running each norm a second time.
+    """Give the second sequence's positions `own` other norm weights, by running each norm a second time.
 
     Args:
-        norms: other values for the parameters of some modules.
+        norms: other values for the parameters of some modules, by name.
         own: positions of the second sequence that have them.
-        num_tokens: of each sequence; no other dimension of a norm's output may have this size.
+        num_tokens: length of each sequence. No other dimension of a norm's output may have this size.
     """
 
     def rerun(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

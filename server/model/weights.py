@@ -1,7 +1,7 @@
-"""Read a base through transformers into memory of its own: each tensor once, and hashed on the way.
+"""Read a base through transformers into memory of its own: each tensor once, hashed on the way.
 
-Nothing is mapped: a shard that is replaced or truncated under a running server changes nothing, and memory that the
-base takes is counted as taken. One copy of the weights exists at any time, plus the tensors that are being cast.
+Files are not mapped: replacing or truncating a shard under a running server has no effect, and the base's memory counts
+as used. One copy of the weights exists at any time, plus the tensors that are being cast. Knows no deltas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from server.model.hooks import check_structure
 
 SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_REASON_CHARS = 300
-# Ways in which a configuration that is damaged, or not one of this model, makes transformers fail.
+# Errors of transformers for a configuration that is damaged or belongs to another model.
 CONFIG_ERRORS = (
     RuntimeError,
     OSError,
@@ -53,12 +53,13 @@ class _Reading:
     """One pass over a checkpoint."""
 
     checkpoint: Checkpoint
-    digests: dict[str, str] | None  # SHA-256 by name; None where nothing is to be hashed
+    digests: dict[str, str] | None  # SHA-256 by tensor name; None to hash nothing
     stopping: threading.Event
-    count: Callable[[int], object]  # told the bytes of each tensor
+    count: Callable[[int], object]  # called with the bytes of each tensor
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, name: str) -> Tensor:
+        """Read one tensor and hash its bytes. Raises Draining if the server is told to stop."""
         if self.stopping.is_set():
             raise Draining("the server was told to stop while its base was loading")
         tensor = self.checkpoint.read(name)
@@ -72,7 +73,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _StoredSlice:
-    """A tensor that is read when it is indexed, which is how transformers takes slices of safetensors files."""
+    """A tensor that is read when it is indexed, like the slices of safetensors files that transformers takes."""
 
     reading: _Reading
     name: str
@@ -88,13 +89,13 @@ def read_base(
 
     Args:
         checkpoint: the base.
-        device: where the weights shall be.
-        dtype: of the weights.
-        stopping: when set, loading ends before the next tensor.
+        device: the device of the weights.
+        dtype: dtype of the weights.
+        stopping: an event that ends loading before the next tensor when it is set.
 
     Raises:
         CheckpointError: a tensor is missing or cannot be read, or transformers does not know the configuration.
-        NotServable: no causal language model whose every weight a delta can reach.
+        NotServable: the model is not a causal language model, or has weights that no delta can reach.
         Draining: `stopping` was set.
     """
     config = _config(checkpoint.path)
@@ -123,13 +124,13 @@ def _config(base_dir: Path) -> Any:
 
 
 def _kind(config: Any) -> Any:
-    """The class of the model that a configuration describes."""
+    """Return the class of the model that a configuration describes."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return kind[0] if isinstance(kind, tuple) else kind
 
 
 def _check(config: Any, checkpoint: Checkpoint) -> None:
-    """Compare the configuration with the shards before any memory is taken; see `check_structure`."""
+    """Compare the configuration with the shards by `check_structure`, before the weights take memory."""
     try:
         with torch.device("meta"):
             model = _kind(config)(copy.deepcopy(config))
@@ -156,7 +157,7 @@ def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dty
             f"{reading.checkpoint.path}: {missing[0]!r}, which its config.json asks for, is in none of its shards: "
             "fetch the checkpoint again, or the config.json that belongs to it"
         )
-    # The method of transformers has lost its signature.
+    # PreTrainedModel's overrides of these methods are not typed.
     nn.Module.to(model, device)
     nn.Module.train(model, False).requires_grad_(False)
     loaded: PreTrainedModel = model
@@ -171,7 +172,9 @@ def _refused(base_dir: Path, error: Exception) -> CheckpointError:
 
 
 def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype to serve a checkpoint in: the one that config.json names, or that of most weights; float64 is float32.
+    """Return the dtype to serve a checkpoint in: the one that config.json names, else that of most of its bytes.
+
+    Dtypes that cannot be served, such as float64, become float32.
 
     Raises:
         CheckpointError: none of its tensors holds floats.

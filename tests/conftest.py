@@ -1,4 +1,4 @@
-"""What many tests share: tiny artifacts, and one server that runs for the whole session."""
+"""Fixtures that many tests share: tiny artifacts, a small disk, and one server per session."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import tests.helpers.threads
 import tests.helpers.triton_interpreter  # noqa: F401
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
-SmallDisk = Callable[[int], Path]  # makes a file system of so many bytes
+# Mounts a file system of a given size in bytes and returns its directory.
+SmallDisk = Callable[[int], Path]
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """Makes a file system that fills up."""
+    """Return a function that mounts a small file system; skip the test without root."""
     directory = tmp_path / "disk"
 
     def mount(num_bytes: int) -> Path:
@@ -41,7 +42,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
 
 @pytest.fixture(scope="session")
 def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Tests use variants of their own names on it, so that they do not meet."""
+    """Run one server for all tests. Each test uses variant names of its own."""
     registry = tmp_path_factory.mktemp("served") / "registry"
     with live_server(artifacts.base, registry, "--max-gpu-deltas", 4, "--max-upload-gb", 1) as running:
         for name in ("plain", "chatty", "third"):

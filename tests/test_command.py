@@ -1,4 +1,4 @@
-"""The `peraxis` command itself: what it imports, and how an error reaches the user."""
+"""The `peraxis` command itself: its imports, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_listed_command_exists_in_its_package(name: str, capsys: pytest.Ca
     assert f"peraxis {name}" in capsys.readouterr().out
 
 
-def test_nothing_on_the_command_line_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_command_line_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     assert "compress" in capsys.readouterr().out
 
@@ -142,7 +142,7 @@ def test_an_error_is_one_line_on_stderr(
 
 
 @pytest.mark.parametrize("kind", ["memory", "torch memory", "gpu memory", "threads"])
-def test_too_little_memory_is_one_line_that_says_what_to_lower(
+def test_out_of_memory_is_one_line_with_the_options_to_lower(
     kind: str, commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", kind], commands) == 1
@@ -154,7 +154,7 @@ def test_too_little_memory_is_one_line_that_says_what_to_lower(
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "MemoryError"
 
 
-def test_an_error_that_nobody_foresaw_is_not_called_one_of_memory(
+def test_an_unexpected_error_is_not_reported_as_out_of_memory(
     commands: Mapping[str, CommandEntry],
 ) -> None:
     with pytest.raises(RuntimeError, match="no such thing"):
@@ -167,7 +167,7 @@ def test_after_a_command_sigterm_is_as_it_was_before(commands: Mapping[str, Comm
 
 
 @pytest.mark.parametrize("args", [["version"], ["--help"], ["inspect", "no-such-file", "--json"]])
-def test_a_stdout_that_takes_nothing_is_one_line(args: list[str]) -> None:
+def test_a_full_stdout_is_one_line_on_stderr(args: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "peraxis", *args],
@@ -193,7 +193,7 @@ def test_with_json_an_error_is_one_document_on_stdout(
     assert captured.err == ""
 
 
-def test_a_command_may_choose_its_exit_code_in_silence(
+def test_a_command_may_choose_its_exit_code_without_a_message(
     commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["work", "findings"], commands) == 1

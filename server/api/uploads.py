@@ -182,7 +182,7 @@ def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend)
     where = "the upload"
     if expected_digest is not None and sealed.digest != expected_digest:
         raise ArtifactError(
-            f"{where} has SHA-256 {sealed.digest}, and its {DIGEST_HEADER} says {expected_digest}: send it again"
+            f"{where} has SHA-256 {sealed.digest}, and its {DIGEST_HEADER} is {expected_digest}: send it again"
         )
     with Artifact.open(sealed.path, where) as artifact:
         check_size(artifact, backend.engine.slot_bytes, where)

@@ -41,7 +41,7 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How many pages and slots to allocate."""
+    """The numbers of pages and slots to allocate."""
 
     num_pages: int  # including the padding page
     num_slots: int

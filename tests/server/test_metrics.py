@@ -1,4 +1,4 @@
-"""The metrics' names and labels, before anything has happened and after variants have come and gone."""
+"""Names and labels of the metrics, at start and after variants were added and deleted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_metric_is_exposed_under_its_name_and_held_under_its_attribute(
     ],
     ids=str,
 )
-def test_bounded_series_stand_at_zero_from_the_start(
+def test_bounded_series_start_at_zero(
     metrics: Metrics, registry: CollectorRegistry, name: str, labels: dict[str, str]
 ) -> None:
     assert registry.get_sample_value(f"peraxis_{name}", labels) == 0
@@ -69,7 +69,7 @@ def test_the_version_is_a_label(metrics: Metrics, registry: CollectorRegistry) -
     assert registry.get_sample_value("peraxis_build_info", {"version": version("peraxis")}) == 1
 
 
-def test_latency_buckets_hold_the_objectives() -> None:
+def test_latency_buckets_include_the_slo_bounds() -> None:
     assert {0.005, 0.25, 0.5, 1, 2, 30} <= set(LATENCY_BUCKETS)
 
 
@@ -86,7 +86,7 @@ def test_variants_beyond_the_bound_share_a_label(metrics: Metrics) -> None:
     assert metrics.variant_label("t", "v0") == "t/v0"
 
 
-def test_a_deleted_variants_series_go_and_its_place_is_free_again(
+def test_a_deleted_variants_series_are_removed_and_its_label_can_be_used_again(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
     for number in range(MAX_VARIANT_LABELS):

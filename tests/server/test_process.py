@@ -1,4 +1,4 @@
-"""The server's process: how it listens, and with which code it ends."""
+"""The server's process: its ports, its exit codes, and work that outlives a cancelled request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """What a server in this process has exempted from garbage collection is collected again, as before the test."""
+    """Undo `freeze_startup_objects` after each test."""
     assert gc.get_freeze_count() == 0
     yield
     gc.unfreeze()
 
 
-class Backend:
-    """As much of a backend as the process's end touches: its own engine and tokenizers."""
+class BackendStub:
+    """A backend without a model. It is also its own engine and tokenizers."""
 
     on_lost: Callable[[], None]
 
     @property
-    def engine(self) -> Backend:
+    def engine(self) -> BackendStub:
         return self
 
     tokenizers = engine
@@ -56,10 +56,10 @@ class Backend:
 
 
 def serve(
-    tmp_path: Path, on_ready: Callable[[Backend, str], None], build: Callable[[], Any] | None = None
+    tmp_path: Path, on_ready: Callable[[BackendStub, str], None], build: Callable[[], Any] | None = None
 ) -> int:
-    """Run a server in this process; `on_ready` is given its backend and its address."""
-    backend: Any = Backend()
+    """Run a server in this process; call `on_ready` with its backend and its URL."""
+    backend: Any = BackendStub()
     settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=5)
 
     def build_backend(*args: Any) -> Any:
@@ -83,17 +83,17 @@ def test_a_lost_device_ends_the_server_with_an_error(tmp_path: Path) -> None:
 
 
 def test_a_base_that_cannot_be_loaded_ends_the_server_with_its_error(tmp_path: Path) -> None:
-    def build() -> Backend:
+    def build() -> BackendStub:
         raise CheckpointError("no such base")
 
     with pytest.raises(CheckpointError, match="no such base"):
         serve(tmp_path, lambda backend, url: None, build)
 
 
-def test_what_start_up_makes_is_left_out_of_garbage_collections(tmp_path: Path) -> None:
+def test_startup_objects_are_exempt_from_garbage_collection(tmp_path: Path) -> None:
     frozen = []
 
-    def on_ready(backend: Backend, url: str) -> None:
+    def on_ready(backend: BackendStub, url: str) -> None:
         frozen.append(gc.get_freeze_count())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -107,7 +107,7 @@ async def cancelled(
     may_end: threading.Event,
     ended: threading.Event,
 ) -> None:
-    """Cancel `work` between two of its events; it ends when the thread that it waits for has ended."""
+    """Cancel `work` after `begun`; check that it waits for its thread, which ends after `may_end`."""
     task = asyncio.create_task(work())
     await asyncio.to_thread(begun.wait, WAIT_S)
     task.cancel()
@@ -119,7 +119,7 @@ async def cancelled(
     assert ended.is_set()
 
 
-def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) -> None:
+def test_background_work_ends_before_its_cancelled_request(tmp_path: Path) -> None:
     service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
     begun, may_end, ended = (threading.Event() for _ in range(3))
 
@@ -132,19 +132,19 @@ def test_work_aside_is_waited_for_when_its_request_is_cancelled(tmp_path: Path) 
 
 
 def test_a_signal_while_the_base_loads_ends_the_server(tmp_path: Path) -> None:
-    def build() -> Backend:
+    def build() -> BackendStub:
         os.kill(os.getpid(), signal.SIGTERM)
-        return Backend()
+        return BackendStub()
 
     assert serve(tmp_path, lambda backend, url: None, build) == 0
 
 
 def test_a_signal_ends_the_loading_itself(tmp_path: Path) -> None:
-    def build(stopping: threading.Event) -> Backend:
+    def build(stopping: threading.Event) -> BackendStub:
         os.kill(os.getpid(), signal.SIGTERM)
         if stopping.wait(WAIT_S):
             raise Draining("stopped while loading")
-        return Backend()
+        return BackendStub()
 
     settings = Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=3600)
     app = create_app(settings, lambda *args: cast(Any, build(args[3])))
@@ -152,10 +152,10 @@ def test_a_signal_ends_the_loading_itself(tmp_path: Path) -> None:
         assert run({listening: app}, app.state.service, lambda: None) == 0
 
 
-def test_after_the_end_nobody_listens(tmp_path: Path) -> None:
+def test_after_the_end_the_port_is_closed(tmp_path: Path) -> None:
     urls: list[str] = []
 
-    def on_ready(backend: Backend, url: str) -> None:
+    def on_ready(backend: BackendStub, url: str) -> None:
         urls.append(url)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -164,13 +164,13 @@ def test_after_the_end_nobody_listens(tmp_path: Path) -> None:
         httpx.get(f"{urls[0]}/health")
 
 
-def test_the_address_of_a_free_port_is_the_one_that_was_given() -> None:
+def test_the_url_of_port_zero_has_the_assigned_port() -> None:
     with listen("127.0.0.1", 0) as listening:
         assert url_of(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_an_ipv6_address_stands_in_brackets() -> None:
+def test_an_ipv6_address_is_in_brackets() -> None:
     try:
         listening = listen("::1", 0)
     except SettingsError:
@@ -179,7 +179,7 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
         assert url_of(listening).startswith("http://[::1]:")
 
 
-def test_the_last_piece_is_written_before_a_cancelled_upload_ends(tmp_path: Path) -> None:
+def test_the_last_chunk_is_written_before_a_cancelled_upload_ends(tmp_path: Path) -> None:
     service = create_app(Settings(base=tmp_path, registry=tmp_path / "registry")).state.service
     begun, may_end, ended = (threading.Event() for _ in range(3))
 
@@ -191,6 +191,6 @@ def test_the_last_piece_is_written_before_a_cancelled_upload_ends(tmp_path: Path
 
     async def upload() -> None:
         async with WriteBehind(service, cast(Upload, SlowUpload())) as writer:
-            await writer.write(b"the last piece")
+            await writer.write(b"the last chunk")
 
     asyncio.run(cancelled(upload, begun, may_end, ended))

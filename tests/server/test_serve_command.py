@@ -1,4 +1,4 @@
-"""`peraxis serve` before it serves: what cannot be started says so in one line."""
+"""`peraxis serve` before it serves: a failed start is one line on stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
-    """The exit code, and the one line on standard error."""
+    """Run the command; return its exit code and its one line on stderr."""
     code = run(["serve", *map(str, args)])
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if line.startswith("error: ")]
@@ -38,7 +38,7 @@ def test_a_port_in_use_is_named(
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in line
 
 
-def test_a_host_that_is_none_is_named(
+def test_an_unknown_host_is_named(
     capsys: pytest.CaptureFixture[str], artifacts: Artifacts, tmp_path: Path
 ) -> None:
     code, line = failed(
@@ -65,7 +65,7 @@ def test_a_registry_that_is_a_file_is_named(
     assert str(tmp_path / "file") in line
 
 
-def test_a_missing_setting_is_told_with_every_way_to_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_setting_is_named_with_every_way_to_set_it(capsys: pytest.CaptureFixture[str]) -> None:
     code, line = failed(capsys)
     assert code == 2
     assert line == "error: base is missing: give --base, PERAXIS_BASE or base in a --config file"
@@ -76,7 +76,7 @@ def test_with_json_the_error_is_a_document(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_print_config_shows_each_value_and_its_origin(
+def test_print_config_shows_each_value_and_its_source(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = tmp_path / "peraxis.toml"

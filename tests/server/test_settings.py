@@ -1,4 +1,4 @@
-"""The settings: which source wins, and what is said of a value that cannot be."""
+"""Settings: the precedence of sources, and the messages for invalid values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
     assert settings.max_gpu_deltas is None
 
 
-def test_an_empty_variable_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERAXIS_ADMIN_PORT", "")
     assert loaded(tmp_path).settings.admin_port is None
 
@@ -70,16 +70,14 @@ def test_an_empty_variable_is_as_good_as_none(tmp_path: Path, monkeypatch: pytes
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_value_that_cannot_be_is_named_in_one_line(
-    tmp_path: Path, flags: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_value_is_named_in_one_line(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         loaded(tmp_path, **flags)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERAXIS_LOAD_THREADS", "many")
     with pytest.raises(SettingsError, match=r"load_threads .from PERAXIS_LOAD_THREADS.: .*got 'many'"):
         loaded(tmp_path)
@@ -94,19 +92,19 @@ def test_a_bad_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("[server]\nport = 1", r"server .from the configuration file. is not a setting"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "peraxis.toml"
     config.write_text(text)
     with pytest.raises(SettingsError, match=message):
         loaded(tmp_path, config)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"absent\.toml: No such file or directory"):
         loaded(tmp_path, tmp_path / "absent.toml")
 
 
-def test_what_is_printed_is_a_configuration_file_of_the_same_settings(tmp_path: Path) -> None:
+def test_the_printed_settings_are_a_configuration_file_of_the_same_settings(tmp_path: Path) -> None:
     first = loaded(tmp_path, max_upload_gb=0.5, host='odd "host"')
     config = tmp_path / "printed.toml"
     config.write_text(first.describe())

@@ -1,4 +1,4 @@
-"""Bad requests over HTTP: each is told in the one shape of errors, and the next request works."""
+"""Invalid requests over HTTP: each error has the one JSON shape, and the next request works."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_parameter_out_of_range_is_named(
     ],
     ids=lambda body: str(body[:24]),
 )
-def test_a_body_that_is_no_valid_json_object_is_refused(server: LiveServer, body: bytes) -> None:
+def test_an_invalid_json_body_is_refused(server: LiveServer, body: bytes) -> None:
     reply = post(server, body)
     assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_request")
     assert server.generate(max_new_tokens=1).status_code == 200
@@ -92,13 +92,13 @@ def test_a_body_that_is_no_valid_json_object_is_refused(server: LiveServer, body
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "?"]
 )
-def test_json_under_another_name_is_refused(server: LiveServer, content_type: str) -> None:
+def test_json_of_another_content_type_is_refused(server: LiveServer, content_type: str) -> None:
     reply = post(server, json.dumps(OK), content_type)
     assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_request")
     assert "application/json" in error_of(reply)["message"]
 
 
-def test_a_body_beyond_all_bounds_is_refused(server: LiveServer) -> None:
+def test_a_body_that_is_too_large_is_refused(server: LiveServer) -> None:
     reply = post(server, json.dumps({"prompt": "a" * (9 << 20)}))
     assert (reply.status_code, error_of(reply)["code"]) == (413, "too_large")
 
@@ -116,7 +116,7 @@ def test_an_unknown_variant_is_not_found(server: LiveServer, variant: str) -> No
     assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
 
 
-def test_a_misspelt_query_parameter_is_refused_and_not_answered_by_the_base(server: LiveServer) -> None:
+def test_a_misspelt_query_parameter_is_refused(server: LiveServer) -> None:
     reply = server.client.post("/generate?varaint=plain", json=OK)
     assert (reply.status_code, error_of(reply)["param"]) == (400, "varaint")
 
@@ -127,26 +127,26 @@ def test_an_unknown_path_is_not_found(server: LiveServer) -> None:
         assert (reply.status_code, error_of(reply)["code"]) == (404, "not_found")
 
 
-def test_an_unsupported_method_is_told_with_those_that_are(server: LiveServer) -> None:
+def test_an_unsupported_method_is_refused_with_the_supported_ones(server: LiveServer) -> None:
     reply = server.client.get("/generate")
     assert (reply.status_code, error_of(reply)["code"]) == (405, "method_not_allowed")
     assert reply.headers["Allow"] == "POST"
 
 
-def test_a_request_id_is_taken_over_when_it_is_sane(server: LiveServer) -> None:
+def test_a_valid_request_id_is_kept(server: LiveServer) -> None:
     reply = server.client.get("/health", headers={"X-Request-Id": "job-17:a/b"})
     assert reply.headers["X-Request-Id"] == "job-17:a/b"
 
 
 @pytest.mark.parametrize("given", [None, b"", b"a b", b"x" * 129, "é".encode()])
-def test_any_other_request_gets_an_id_of_its_own(server: LiveServer, given: bytes | None) -> None:
+def test_any_other_request_gets_a_generated_id(server: LiveServer, given: bytes | None) -> None:
     headers: list[tuple[bytes, bytes]] = [] if given is None else [(b"X-Request-Id", given)]
     ids = {server.client.get("/nothing", headers=headers).headers["X-Request-Id"] for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch(r"req-[0-9a-f]{24}", request_id) for request_id in ids)
 
 
-def test_two_requests_with_one_id_do_not_meet(server: LiveServer) -> None:
+def test_two_requests_with_one_id_are_both_answered(server: LiveServer) -> None:
     headers = {"X-Request-Id": "the-same"}
     with server.streaming("third", max_new_tokens=500) as stream:
         next(stream)
@@ -156,7 +156,7 @@ def test_two_requests_with_one_id_do_not_meet(server: LiveServer) -> None:
         assert next(stream)[0] == "token"
 
 
-def test_what_breaks_inside_the_server_is_not_shown_to_clients(
+def test_details_of_a_server_failure_are_not_shown_to_clients(
     server: LiveServer, artifacts: Artifacts
 ) -> None:
     assert server.upload("broken", artifacts.third).status_code == 201
@@ -168,5 +168,6 @@ def test_what_breaks_inside_the_server_is_not_shown_to_clients(
     assert str(server.registry) not in error["message"]
     assert reply.headers["X-Request-Id"] in error["message"]
     assert str(record) in server.log.read_text()
-    assert server.client.delete("/variants/broken").status_code == 200  # the way out of a damaged record
+    # Deleting the variant repairs the damaged record.
+    assert server.client.delete("/variants/broken").status_code == 200
     assert server.generate("broken").status_code == 404

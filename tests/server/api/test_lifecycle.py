@@ -1,4 +1,4 @@
-"""A server's life over HTTP: overload, shutdown, kill -9 and a full disk."""
+"""Overload, shutdown, kill -9 and a full disk, over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.server.helpers.live_server import (
     live_server,
 )
 
-# Runs until the client hangs up. With this seed the first of its sequences is a long one.
+# A request that runs until the client disconnects. With this seed, its first sequence is a long one.
 LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0, "seed": 1}
 OCTETS = {"Content-Type": "application/octet-stream"}
 
@@ -41,18 +41,18 @@ def admin_port() -> int:
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file system of 8 MB, or a plain directory where this user may not mount one."""
-    place = tmp_path_factory.mktemp("small")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    """Mount a file system of 8 MB; without the right to mount, use a plain directory."""
+    directory = tmp_path_factory.mktemp("small")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)]
     is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    yield place
+    yield directory
     if is_mounted:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.fixture(scope="module")
 def small(artifacts: Artifacts, admin_port: int, small_disk: Path) -> Iterator[LiveServer]:
-    """Two slots, one request at a time, one in the queue, half a second to load, a small disk, a port for metrics."""
+    """Run a server with two slots, one running and one waiting request, half a second per load and a small disk."""
     registry = small_disk / "registry"
     limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5)
     options = (*limits, "--max-gpu-deltas", 2, "--admin-port", admin_port)
@@ -63,7 +63,7 @@ def small(artifacts: Artifacts, admin_port: int, small_disk: Path) -> Iterator[L
 
 
 def refused(reply: httpx.Response, code: str) -> bool:
-    """Whether a reply says: not now, come again later."""
+    """Return whether a reply is a 503 with this code and a Retry-After."""
     return (reply.status_code, error_of(reply)["code"]) == (503, code) and int(
         reply.headers["Retry-After"]
     ) > 0
@@ -74,14 +74,14 @@ def in_use(server: LiveServer, name: str) -> int:
     return count
 
 
-def test_metrics_are_on_the_admin_port_alone(small: LiveServer, admin_port: int) -> None:
+def test_metrics_are_only_on_the_admin_port(small: LiveServer, admin_port: int) -> None:
     assert small.client.get("/metrics").status_code == 404
     admin = f"http://127.0.0.1:{admin_port}"
     assert "peraxis_ready 1.0" in httpx.get(f"{admin}/metrics").text
     assert httpx.get(f"{admin}/variants").status_code == 404
 
 
-def test_a_full_queue_is_told_at_once(small: LiveServer) -> None:
+def test_a_full_queue_is_refused_at_once(small: LiveServer) -> None:
     waiting = json_request("/generate?variant=third", {"prompt": "hello"})
     with small.streaming("third", **LONG) as stream, connection(small.url) as second:
         next(stream)
@@ -92,7 +92,7 @@ def test_a_full_queue_is_told_at_once(small: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_variant_that_finds_no_slot_in_time_is_told_so(small: LiveServer, stream: bool) -> None:
+def test_a_variant_without_a_slot_in_time_is_a_load_timeout(small: LiveServer, stream: bool) -> None:
     small.client.post("/variants/plain/pin")
     assert eventually(lambda: small.client.get("/variants/plain").json()["versions"][0]["pinned"])
     with small.streaming("third", **LONG) as running:
@@ -135,7 +135,7 @@ def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
 
 @pytest.fixture(scope="module")
 def restarted(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server on the registry of another that was killed just after it acknowledged an upload."""
+    """Run a server on the registry of a server that was killed right after it acknowledged an upload."""
     registry = tmp_path_factory.mktemp("killed") / "registry"
     with live_server(artifacts.base, registry) as first:
         assert first.upload("survivor", artifacts.plain).status_code == 201
@@ -145,7 +145,7 @@ def restarted(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) ->
         yield second
 
 
-def test_what_was_acknowledged_survives_kill_9(restarted: LiveServer, server: LiveServer) -> None:
+def test_an_acknowledged_upload_survives_kill_9(restarted: LiveServer, server: LiveServer) -> None:
     listed = restarted.client.get("/variants").json()["variants"]
     assert [(entry["name"], entry["active"], len(entry["versions"])) for entry in listed] == [
         ("survivor", 1, 2)
@@ -154,7 +154,7 @@ def test_what_was_acknowledged_survives_kill_9(restarted: LiveServer, server: Li
     assert answer == server.token_ids("plain", max_new_tokens=8)
 
 
-def test_a_request_that_outlasts_the_shutdown_timeout_is_told_and_the_exit_is_clean(
+def test_a_request_that_outlasts_the_shutdown_timeout_gets_an_error_and_the_exit_is_clean(
     restarted: LiveServer,
 ) -> None:
     with restarted.streaming("survivor", **LONG) as stream:

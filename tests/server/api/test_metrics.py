@@ -1,4 +1,4 @@
-"""`/metrics` over HTTP: the numbers are those of what was done."""
+"""`/metrics` over HTTP: each metric counts the requests that a test made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELLO_TOKENS = 5
 
 @pytest.fixture
 def grown(server: LiveServer) -> Callable[..., float]:
-    """By how much a series has grown since it was first asked for in this test."""
+    """Return a function that gives the growth of a series since its first call in this test."""
     before: dict[str, float] = {}
 
     def growth(name: str, **labels: str) -> float:
@@ -61,7 +61,7 @@ def test_the_base_is_counted_under_its_own_label(server: LiveServer, grown: Call
     assert [grown("variant_lookups_total", **result) for result in lookups] == [0, 0]
 
 
-def test_a_cold_start_and_a_warm_one_are_told_apart(
+def test_cold_and_warm_starts_are_counted_apart(
     server: LiveServer, grown: Callable[..., float], artifacts: Artifacts
 ) -> None:
     def counts() -> list[float]:
@@ -84,7 +84,7 @@ def test_a_cold_start_and_a_warm_one_are_told_apart(
     assert eventually(lambda: counts() == [1, 1, 1, 1, 1])
 
 
-def test_residency_is_shown_as_it_is(server: LiveServer) -> None:
+def test_residency_gauges_follow_the_slots(server: LiveServer) -> None:
     level = {"variant": "default/third", "level": "device"}
     server.client.post("/variants/third/load")
     assert eventually(lambda: server.metric("variant_resident", **level) == 1)
@@ -112,14 +112,14 @@ def test_uploads_are_counted_by_outcome(
     assert grown("upload_bytes_total") == 2 * size + artifacts.foreign.stat().st_size
 
 
-def test_the_registry_is_shown_as_it_is(server: LiveServer) -> None:
+def test_registry_gauges_follow_the_registry(server: LiveServer) -> None:
     objects = list((server.registry / "objects").iterdir())
     assert server.metric("registry_objects") == len(objects)
     assert server.metric("registry_bytes") == sum(path.stat().st_size for path in objects)
     assert server.metric("registry_free_bytes") > 0
 
 
-def test_a_variants_series_go_when_it_is_deleted(server: LiveServer, artifacts: Artifacts) -> None:
+def test_the_series_of_a_deleted_variant_are_removed(server: LiveServer, artifacts: Artifacts) -> None:
     server.upload("passing", artifacts.plain)
     server.generate("passing", max_new_tokens=1)
     assert server.metric("variant_active_version", variant="default/passing") == 1
@@ -127,7 +127,7 @@ def test_a_variants_series_go_when_it_is_deleted(server: LiveServer, artifacts: 
     assert "default/passing" not in server.client.get("/metrics").text
 
 
-def test_the_active_version_is_followed(server: LiveServer, artifacts: Artifacts) -> None:
+def test_the_active_version_gauge_follows_promotions(server: LiveServer, artifacts: Artifacts) -> None:
     server.upload("followed", artifacts.plain)
     server.upload("followed", artifacts.third)
     label = {"variant": "default/followed"}
@@ -159,7 +159,7 @@ def test_running_and_waiting_requests_are_gauged(server: LiveServer, grown: Call
     grown("generation_tokens_total")
     with connection(server.url) as first, connection(server.url) as second:
         first.sendall(request)
-        # With its first token, all its samples begin, more than there are seats.
+        # After the first token, all 100 sequences start, more than can run at a time.
         assert eventually(lambda: grown("generation_tokens_total") > 0)
         second.sendall(request)
         assert eventually(lambda: server.metric("num_requests_waiting") == 1)

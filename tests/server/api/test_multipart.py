@@ -1,4 +1,4 @@
-"""The file of a multipart body: found however the network cuts the body, and refused when there is anything else."""
+"""The parser of multipart uploads: independent of chunk boundaries, and strict about everything but one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTENT = b"first\r\n--boun\r\n--bound but no boundary\r\n\x00\xff" + bytes(rang
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:
-    """A body of named parts."""
+    """Return a multipart body of named parts."""
     lines = [
         b'--bound\r\nContent-Disposition: form-data; name="%s"; filename="x"\r\n'
         b"Content-Type: application/octet-stream\r\n\r\n%s\r\n" % (name.encode(), content)
@@ -33,7 +33,7 @@ def file_in(body: bytes, chunk_size: int) -> bytes:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 64, 150, 1 << 20])
-def test_the_file_is_the_same_however_the_body_is_cut(chunk_size: int) -> None:
+def test_the_file_does_not_depend_on_chunk_boundaries(chunk_size: int) -> None:
     content = CONTENT.replace(b"\r\n--bound but", b"\r\n--bounds but")
     assert file_in(form(("file", content)), chunk_size) == content
 
@@ -64,6 +64,6 @@ def test_anything_but_one_whole_file_is_refused(body: bytes, message: str) -> No
 @pytest.mark.parametrize(
     "content_type", ["multipart/form-data", "multipart/form-data; boundary=" + "b" * 1000]
 )
-def test_a_boundary_that_cannot_be_used_is_refused(content_type: str) -> None:
+def test_an_invalid_boundary_is_refused(content_type: str) -> None:
     with pytest.raises(InvalidRequest, match="boundary"):
         FileField(content_type)

@@ -1,4 +1,4 @@
-"""What a server says while its base loads, when its engine is stuck, and when a route has a bug."""
+"""Replies while the base loads, when the engine is stuck, and when a route has a bug."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from server.text.tokenizer import Tokenizers
 from tests.server.helpers.live_server import error_of
 
 
-class StandIn:
-    """As much of an engine, and of its tokenizers, as shutdown and health touch."""
+class EngineStub:
+    """An engine without a model, for health checks and shutdown. It is also its own tokenizers."""
 
     is_alive = True
 
@@ -37,16 +37,16 @@ class StandIn:
 
 
 @pytest.fixture
-def engine() -> StandIn:
-    return StandIn()
+def engine() -> EngineStub:
+    return EngineStub()
 
 
 def exercise(
     tmp_path: Path,
-    build: Callable[[], StandIn],
+    build: Callable[[], EngineStub],
     talk: Callable[[httpx.AsyncClient, FastAPI], Awaitable[None]],
 ) -> None:
-    """Run an application whose backend comes from `build`, and let `talk` ask it things."""
+    """Run an application whose backend comes from `build`, and let `talk` send requests to it."""
 
     def backend(*_: Any) -> Backend:
         engine = build()
@@ -64,10 +64,10 @@ def exercise(
     asyncio.run(main())
 
 
-def test_while_the_base_loads_the_server_lives_and_is_not_ready(tmp_path: Path, engine: StandIn) -> None:
+def test_while_the_base_loads_the_server_is_alive_and_not_ready(tmp_path: Path, engine: EngineStub) -> None:
     may_end = threading.Event()
 
-    def build() -> StandIn:
+    def build() -> EngineStub:
         may_end.wait(60)
         return engine
 
@@ -85,8 +85,8 @@ def test_while_the_base_loads_the_server_lives_and_is_not_ready(tmp_path: Path, 
     exercise(tmp_path, build, talk)
 
 
-def test_a_base_that_cannot_be_loaded_is_the_end_of_loading(tmp_path: Path) -> None:
-    def build() -> StandIn:
+def test_loading_ends_with_the_error_of_the_base(tmp_path: Path) -> None:
+    def build() -> EngineStub:
         raise CheckpointError("no such base")
 
     async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
@@ -97,7 +97,7 @@ def test_a_base_that_cannot_be_loaded_is_the_end_of_loading(tmp_path: Path) -> N
     exercise(tmp_path, build, talk)
 
 
-def test_a_stuck_engine_is_neither_healthy_nor_ready(tmp_path: Path, engine: StandIn) -> None:
+def test_a_stuck_engine_is_neither_healthy_nor_ready(tmp_path: Path, engine: EngineStub) -> None:
     async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
         await app.state.service.loading
         engine.is_alive = False
@@ -108,7 +108,7 @@ def test_a_stuck_engine_is_neither_healthy_nor_ready(tmp_path: Path, engine: Sta
     exercise(tmp_path, lambda: engine, talk)
 
 
-def test_the_end_drains_and_closes_the_engine(tmp_path: Path, engine: StandIn) -> None:
+def test_the_end_drains_and_closes_the_engine(tmp_path: Path, engine: EngineStub) -> None:
     async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
         await app.state.service.loading
 
@@ -117,10 +117,10 @@ def test_the_end_drains_and_closes_the_engine(tmp_path: Path, engine: StandIn) -
     assert engine.is_closed
 
 
-def test_a_bug_in_a_route_shows_an_id_and_no_traceback(tmp_path: Path, engine: StandIn) -> None:
+def test_a_bug_in_a_route_shows_an_id_and_no_traceback(tmp_path: Path, engine: EngineStub) -> None:
     async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
         await app.state.service.loading
-        reply = await client.get("/v1/models")  # the stand-in has no base
+        reply = await client.get("/v1/models")  # EngineStub has no base
         error = error_of(reply)
         assert (reply.status_code, error["code"], error["type"]) == (500, "internal_error", "server_error")
         assert reply.headers["X-Request-Id"] in error["message"]

@@ -1,4 +1,4 @@
-"""`POST /variants` over HTTP: what is published, what is refused, and that nothing is left of what was refused."""
+"""`POST /variants` over HTTP: valid uploads are published; refused ones leave nothing behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def partial_files(server: LiveServer) -> list[str]:
 
 
 def is_absent(server: LiveServer, name: str) -> bool:
-    """Neither the variant nor a partial file is there."""
+    """Return whether neither the variant nor a partial file exists."""
     return server.client.get(f"/variants/{name}").status_code == 404 and not partial_files(server)
 
 

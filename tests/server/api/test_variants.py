@@ -1,4 +1,4 @@
-"""`/variants` and `/v1/models` over HTTP: what is listed, promoted, deleted, loaded, pinned and downloaded."""
+"""`/variants` and `/v1/models` over HTTP: list, promote, delete, load, pin and download."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 
 from tests.server.helpers.live_server import MAX_MODEL_LEN, Artifacts, LiveServer, error_of, eventually
 
-# Runs until the client hangs up. With this seed the first of its sequences is a long one.
+# A request that runs until the client disconnects. With this seed, its first sequence is a long one.
 LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0, "seed": 1}
 
 
 def version_of(server: LiveServer, name: str, version: int = 1) -> dict[str, Any]:
-    """What the server says of one version."""
+    """Return the server's document of one version."""
     versions = server.client.get(f"/variants/{name}").json()["versions"]
     found: dict[str, Any] = next(entry for entry in versions if entry["version"] == version)
     return found
 
 
 def settles(server: LiveServer, name: str, call: str, **expected: object) -> bool:
-    """Whether the call is accepted and, sooner or later, has its effect."""
+    """Make the call and return whether it has its effect in time."""
     reply = server.client.post(f"/variants/{name}/{call}")
     assert (reply.status_code, reply.json()["name"]) == (202, name)
     return eventually(lambda: expected.items() <= version_of(server, name).items())
@@ -50,7 +50,7 @@ def test_the_list_holds_every_variant(server: LiveServer, artifacts: Artifacts) 
 
 @pytest.mark.parametrize("call", ["", "/load", "/unload", "/pin", "/unpin", "/artifact"])
 @pytest.mark.parametrize("name", ["absent", "%2e%2e", "base", "plain@1", "a" * 65])
-def test_a_variant_that_is_not_there_is_not_found(server: LiveServer, call: str, name: str) -> None:
+def test_an_absent_variant_is_not_found(server: LiveServer, call: str, name: str) -> None:
     method = "GET" if call in ("", "/artifact") else "POST"
     reply = server.client.request(
         method, httpx.URL(server.url).copy_with(raw_path=f"/variants/{name}{call}".encode())
@@ -94,7 +94,7 @@ def test_a_running_request_keeps_its_version_when_another_is_promoted(
     ],
     ids=str,
 )
-def test_a_promotion_that_cannot_be_is_refused(
+def test_an_invalid_promotion_is_refused(
     server: LiveServer, body: dict[str, Any], status: int, code: str
 ) -> None:
     reply = server.client.patch("/variants/plain", json=body)
@@ -129,7 +129,7 @@ def test_a_version_is_deleted_alone_and_its_number_is_not_used_again(
 
 
 @pytest.mark.parametrize(("version", "status"), [("1", 400), ("7", 404), ("0", 400), ("one", 400)])
-def test_a_deletion_that_cannot_be_is_refused(server: LiveServer, version: str, status: int) -> None:
+def test_an_invalid_deletion_is_refused(server: LiveServer, version: str, status: int) -> None:
     reply = server.client.delete(f"/variants/third?version={version}")
     assert reply.status_code == status
     assert error_of(reply)["code"] == {400: "invalid_request", 404: "model_not_found"}[status]
@@ -167,7 +167,7 @@ def test_a_slot_in_use_is_freed_only_when_its_requests_have_ended(
     assert eventually(lambda: version_of(server, "third")["level"] == "disk")
 
 
-def test_one_slot_always_stays_free_of_pins(server: LiveServer, artifacts: Artifacts) -> None:
+def test_the_last_slot_cannot_be_pinned(server: LiveServer, artifacts: Artifacts) -> None:
     for name in ("plain", "chatty", "third"):
         assert settles(server, name, "pin", pinned=True, level="device")
     server.upload("fourth", artifacts.spare[0])
@@ -185,7 +185,7 @@ def test_an_artifact_comes_back_as_it_was_sent(server: LiveServer, artifacts: Ar
     assert reply.headers["Content-Disposition"] == 'attachment; filename="plain-1.safetensors"'
 
 
-def test_a_download_is_not_repeated_for_whom_has_it(server: LiveServer) -> None:
+def test_a_download_with_a_matching_etag_is_not_repeated(server: LiveServer) -> None:
     etag = server.client.get("/variants/plain/artifact").headers["ETag"]
     reply = server.client.get("/variants/plain/artifact", headers={"If-None-Match": f'"x", {etag}'})
     assert (reply.status_code, reply.content, reply.headers["ETag"]) == (304, b"", etag)
@@ -195,7 +195,7 @@ def test_a_download_is_not_repeated_for_whom_has_it(server: LiveServer) -> None:
     ("header", "part"),
     [("bytes=0-9", slice(0, 10)), ("bytes=100-", slice(100, None)), ("bytes=-7", slice(-7, None))],
 )
-def test_a_download_goes_on_where_it_broke_off(
+def test_a_download_can_be_resumed(
     server: LiveServer, artifacts: Artifacts, header: str, part: slice
 ) -> None:
     content = artifacts.plain.read_bytes()
@@ -227,7 +227,7 @@ def test_a_range_of_another_artifact_gives_the_whole_of_this_one(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_a_range_that_cannot_be_sent_is_refused(server: LiveServer, header: str, status: int) -> None:
+def test_an_invalid_range_is_refused(server: LiveServer, header: str, status: int) -> None:
     reply = server.client.get("/variants/plain/artifact", headers={"Range": header})
     assert reply.status_code == status
     assert error_of(reply)["code"] == {400: "invalid_request", 416: "range_not_satisfiable"}[status]
@@ -251,7 +251,7 @@ def test_one_model_is_shown_by_its_id(server: LiveServer, model_id: str) -> None
 
 
 @pytest.mark.parametrize("model_id", ["absent", "plain@2", "base@1", "plain@x"])
-def test_a_model_that_is_not_there_is_not_found(server: LiveServer, model_id: str) -> None:
+def test_an_absent_model_is_not_found(server: LiveServer, model_id: str) -> None:
     reply = server.client.get(f"/v1/models/{model_id}")
     assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
 

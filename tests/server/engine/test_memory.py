@@ -1,4 +1,4 @@
-"""How memory is shared out between the KV cache and slots."""
+"""The plan of memory for the KV cache, the slots and the host cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def settings(kv: int | None = None, slots: int | None = None, host_cache: int | None = None) -> Settings:
-    """Settings that ask for a KV cache and a host cache of so many bytes, and for so many slots."""
+    """Return settings for caches of these sizes in bytes and this number of slots."""
     return Settings(
         base=Path(),
         registry=Path("registry"),
@@ -38,40 +38,40 @@ def plan(
     return plan_memory(settings(kv, slots), memory, SLOT, PAGE, max_pages)
 
 
-def test_half_is_the_cache_s_and_half_is_slots_where_nothing_is_asked_for() -> None:
+def test_by_default_half_is_kv_cache_and_half_is_slots() -> None:
     assert plan(600_000) == MemoryPlan(num_pages=300, num_slots=10)
 
 
-def test_the_cache_takes_no_more_than_can_be_used_and_slots_get_the_rest() -> None:
+def test_the_kv_cache_takes_no_more_than_can_be_used_and_slots_get_the_rest() -> None:
     assert plan(600_000, max_pages=100) == MemoryPlan(num_pages=100, num_slots=16)
 
 
-def test_what_is_asked_for_is_given_and_the_other_takes_what_is_left() -> None:
+def test_a_setting_is_honoured_and_the_other_part_takes_what_is_left() -> None:
     assert plan(600_000, kv=90_000) == MemoryPlan(90, 17)
     assert plan(600_000, slots=3) == MemoryPlan(510, 3)
     assert plan(600_000, kv=90_000, slots=3) == MemoryPlan(90, 3)
 
 
-def test_many_slots_are_taken_only_when_asked_for() -> None:
+def test_more_than_the_default_slots_are_taken_only_when_asked_for() -> None:
     assert plan(10**9).num_slots == 64
     assert plan(10**9, slots=500).num_slots == 500
 
 
-def test_two_slots_come_before_half_of_the_cache() -> None:
+def test_two_slots_come_before_half_for_the_kv_cache() -> None:
     assert plan(80_000) == MemoryPlan(num_pages=20, num_slots=2)
 
 
-def test_unasked_shares_leave_memory_that_can_be_asked_for() -> None:
+def test_the_default_share_leaves_memory_that_settings_can_ask_for() -> None:
     assert plan(600_000, default=300_000) == MemoryPlan(150, 5)
     assert plan(600_000, kv=90_000, slots=15, default=300_000) == MemoryPlan(90, 15)
 
 
-def test_two_slots_and_two_pages_come_before_the_unasked_share() -> None:
+def test_two_slots_and_two_pages_come_before_the_default_share() -> None:
     assert plan(70_000, kv=5000, default=10_000) == MemoryPlan(5, 2)
     assert plan(62_000, default=31_000) == MemoryPlan(2, 2)
 
 
-def test_half_of_what_is_left_is_taken_where_much_was_asked_for() -> None:
+def test_half_of_the_rest_is_taken_if_settings_ask_for_much() -> None:
     assert plan(600_000, slots=15, default=300_000) == MemoryPlan(75, 15)
 
 
@@ -79,22 +79,26 @@ def test_half_of_what_is_left_is_taken_where_much_was_asked_for() -> None:
     ("free", "kv", "slots"),
     [(60_000, None, 2), (60_000, 59_000, None), (600_000, 400_000, 8), (1500, None, None)],
 )
-def test_what_does_not_fit_is_refused_with_the_ways_out(free: int, kv: int | None, slots: int | None) -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_the_settings_to_lower(
+    free: int, kv: int | None, slots: int | None
+) -> None:
     with pytest.raises(NotServable, match=r"GB more: .*lower --max-gpu-deltas, --kv-cache-gb"):
         plan(free, kv, slots)
 
 
-def test_a_cache_of_less_than_two_pages_is_to_be_raised() -> None:
+def test_a_kv_cache_of_less_than_two_pages_is_refused() -> None:
     with pytest.raises(NotServable, match="raise it"):
         plan(600_000, kv=1500)
 
 
-def test_a_base_that_fits_beside_what_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_fits_beside_the_settings_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
     check_base(settings(10**9, 2, 0), CPU, torch.bfloat16, 4 * 10**9, 10**9)
 
 
-def test_a_base_too_large_for_memory_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_too_large_for_memory_is_refused_with_the_missing_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
     with pytest.raises(
         NotServable, match=r"7\.00 GB of memory are free .*9\.50 GB are needed, 2\.50 GB more"
@@ -106,7 +110,7 @@ def test_a_base_too_large_for_memory_is_refused_with_what_is_missing(monkeypatch
         check_base(settings(), CPU, torch.float32, 16 * 10**9, 10**9)
 
 
-def test_the_limit_of_a_control_group_is_the_memory_there_is(
+def test_the_limit_of_a_control_group_bounds_available_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")

@@ -81,7 +81,7 @@ def _submit(
     params = _sampling_params(body, tokenizer, service.engine.max_model_len - len(ids))
     request = EngineRequest(running.request_id, caller.name, reference.name, record, tuple(ids), params)
     try:
-        service.engine.submit(request, running.on_event)
+        running.submit(request)
     except PeraxisError as error:
         reason = REASONS.get(type(error), "invalid")
         service.metrics.tenant_rejections_total.labels(tenant=caller.name, reason=reason).inc()
@@ -94,7 +94,7 @@ def _sampling_params(body: GenerateBody, tokenizer: VariantTokenizer, max_new_to
     defaults = dict(tokenizer.generation_defaults)
     default_length = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
     defaults["max_new_tokens"] = max(1, min(default_length, max_new_tokens))
-    return SamplingParams(**{**defaults, **body.sampling()}, stop_token_ids=tokenizer.eos_token_ids)
+    return SamplingParams(**{**defaults, **body.sampling_params()}, stop_token_ids=tokenizer.eos_token_ids)
 
 
 def _tokenizer(service: Service, record: VersionRecord | None) -> VariantTokenizer:

@@ -14,14 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event
+from server.engine.request import Request as EngineRequest
 
 T = TypeVar("T")
 
 
 class Running:
-    """Events of one request, to be submitted under `request_id` with `on_event`.
+    """One request, to be submitted under `request_id`, and its events.
 
-    Used on the event loop. Call `cancel` in the end, however the request ended.
+    Used on the event loop, but for `submit`. Call `cancel` in the end, however the request ended.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -30,11 +31,14 @@ class Running:
         self._engine = engine
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._ended = False
+        self._ended = self._cancelled = False
 
-    def on_event(self, event: Event) -> None:
-        """Take an event from any thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+    def submit(self, request: EngineRequest) -> None:
+        """Submit the request. May read files: call it on a thread. Raises what `Engine.submit` does."""
+        self._engine.submit(request, self._on_event)
+        # The task that awaits this thread may have been cancelled meanwhile.
+        if self._cancelled:
+            self._engine.cancel(self.request_id)
 
     async def next_event(self) -> Event:
         """Return the next event; raise the error of an ErrorEvent."""
@@ -46,8 +50,13 @@ class Running:
 
     def cancel(self) -> None:
         """Stop the engine's work for this request; no effect after its end or if it was never admitted."""
+        self._cancelled = True
         if not self._ended:
             self._engine.cancel(self.request_id)
+
+    def _on_event(self, event: Event) -> None:
+        """Take an event from the engine thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
 
 class EventStream(StreamingResponse):

@@ -81,7 +81,7 @@ class GenerateBody(Strict):
             raise ValueError("give either prompt or messages")
         return self
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling_params(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given."""
         given = self.model_dump(exclude={"prompt", "messages", "stream", "stop"}, exclude_none=True)
         return given if self.stop is None else {**given, "stop": tuple(self.stop)}

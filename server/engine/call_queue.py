@@ -5,16 +5,14 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-Call = Callable[[], None]
-
 
 class CallQueue:
     """Calls for the engine thread to run between two steps, in order. Any thread may add; one thread runs."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def put(self, call: Call) -> None:
+    def put(self, call: Callable[[], None]) -> None:
         """Add a call."""
         self._calls.put(call)
 

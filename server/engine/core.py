@@ -28,7 +28,7 @@ from server.engine.waiting_requests import WaitingRequests
 from server.errors import EngineFailed, InvalidRequest
 from server.text.tokenizer import VariantTokenizer
 
-logger = logging.getLogger("peraxis.engine")
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
@@ -170,7 +170,7 @@ class Core:
             yield batch, self._runner.forward(batch, deltas, pages_to_zero)
             return
         except Exception as error:  # any error of a step must leave the engine running
-            logger.exception("step failed with %d sequences in it", len(batch))
+            log.exception("step failed with %d sequences in it", len(batch))
             if not self._runner.is_usable():
                 raise
             if len(batch) == 1:
@@ -263,7 +263,7 @@ class Core:
         except PeraxisError as error:
             self._fail(state, error)
         except Exception as error:  # of a variant's tokenizer, or of `on_event`
-            logger.exception("request %s failed", state.request.id)
+            log.exception("request %s failed", state.request.id)
             self._fail(state, _step_failed(error))
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from server.kernels import onebit_cpu, onebit_reference
+from server.kernels import onebit_reference
 
 __all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
 
@@ -68,6 +68,9 @@ def prepare(
 def _implementation(device_type: str) -> ModuleType:
     """Return the fastest implementation for a device."""
     if device_type == "cpu":
+        # A server on CUDA runs without numba, which takes 64 MB.
+        from server.kernels import onebit_cpu
+
         return onebit_cpu
     if device_type == "cuda" and find_spec("triton") is not None:
         # A server on the CPU runs without Triton.

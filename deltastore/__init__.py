@@ -1,1 +1,1 @@
-"""The artifact format, the registry on disk and the loader: everything about a delta that is not a model."""
+"""The artifact format, the registry on disk and the loader. Imports no other package of Peraxis and builds no model."""

@@ -1,4 +1,4 @@
-"""The commands `peraxis inspect` and `peraxis verify`: what an artifact holds, and whether it may be trusted."""
+"""The commands `peraxis inspect` and `peraxis verify`: print an artifact's contents, and check it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from deltastore.progress import identify_base
 
 app = typer.Typer(no_args_is_help=True)
 
-NOTED = ("planes", "rank", "added_rows", "against", "num_zeros")  # of a tensor's spec, where it has them
+# Fields of a tensor's spec that are printed if they are set.
+NOTED = ("planes", "rank", "added_rows", "against", "num_zeros")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -35,12 +36,12 @@ def inspect(
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", metavar="CONFIG_DIR", help="Instead: the bytes that a model's shapes would give."
+            "--plan", metavar="CONFIG_DIR", help="Instead of a FILE: the bytes of a delta of such a model."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what is inside a delta, or what a model's shapes would give.
+    """Show the contents of a delta, or plan its size from a model's configuration.
 
     Examples: peraxis inspect tuned.safetensors; peraxis inspect --plan DIR_OF_CONFIG_JSON
     """
@@ -60,11 +61,11 @@ def inspect(
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An artifact.")],
     base: Annotated[
-        Path | None, typer.Option("--base", metavar="DIR", help="The base that it should fit.")
+        Path | None, typer.Option("--base", metavar="DIR", help="The base that it must fit.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a delta, also against its base; exits with 1 where something is wrong.
+    """Check a delta, and with --base its fit to a base; exit with 1 if something is wrong.
 
     Example: peraxis verify tuned.safetensors --base BASE
     """
@@ -81,7 +82,7 @@ def verify(
 
 
 def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
-    """The first thing that is wrong, and the digest where the file could be opened."""
+    """Return the first defect, and the digest if the file could be opened."""
     digest = None
     try:
         with Artifact.open(file) as artifact:
@@ -116,7 +117,7 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 
 def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
-    """Where the bytes go."""
+    """Sum the artifact's bytes by kind of part."""
     tensors = [tensor_bytes(artifact, name) for name in artifact.manifest.tensors]
     sizes = {kind: sum(own.get(kind, 0) for own in tensors) for kind in KINDS}
     return sizes | {"files": files_bytes(artifact)}
@@ -146,7 +147,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _section(title: str, facts: dict[str, Any]) -> Iterator[str]:
-    """Free-form facts, one group to a line; strings in them are a stranger's."""
+    """Yield free-form facts, one group to a line. Strings in them are untrusted, so `shown` quotes them."""
     groups = [(key, value) for key, value in facts.items() if isinstance(value, dict)]
     plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
     if plain or not groups:

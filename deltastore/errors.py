@@ -1,4 +1,4 @@
-"""The one exception tree of Peraxis. A message names the thing and the way out; one table maps it to HTTP."""
+"""The exception tree of Peraxis. A message names the thing and the way out; `server/api/errors.py` maps it to HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import reprlib
 
 
 class PeraxisError(Exception):
-    """Root of every error that a user can cause or repair."""
+    """The root of every error that a user can cause or repair."""
 
 
 class UsageError(PeraxisError):
@@ -14,19 +14,19 @@ class UsageError(PeraxisError):
 
 
 class SettingsError(UsageError):
-    """A setting of the service that cannot be used."""
+    """A setting of the server that is out of range or contradicts another one."""
 
 
 class CheckpointError(PeraxisError):
-    """A checkpoint that cannot be read, or that holds what a delta cannot carry."""
+    """A checkpoint that cannot be read, or that differs from its base in what a delta cannot carry."""
 
 
 class FidelityError(PeraxisError):
-    """A delta that is further from its fine-tune than was allowed."""
+    """A delta whose agreement with its fine-tune is below the required minimum."""
 
 
 class ArtifactError(PeraxisError):
-    """An artifact that is malformed, truncated or not what its digest says."""
+    """An artifact that is malformed, truncated or does not match its digest."""
 
 
 class CorruptObject(ArtifactError):
@@ -34,7 +34,7 @@ class CorruptObject(ArtifactError):
 
 
 class BaseMismatch(PeraxisError):
-    """A delta made from another base than the one at hand."""
+    """A delta that was made from another base."""
 
 
 class ArtifactTooLarge(PeraxisError):
@@ -42,11 +42,11 @@ class ArtifactTooLarge(PeraxisError):
 
 
 class RegistryError(PeraxisError):
-    """A registry whose files or disk refuse: an unreadable record, a failed write."""
+    """A registry operation that failed: an unreadable record, a failed write."""
 
 
 class StorageFull(PeraxisError):
-    """The disk under the registry or under an output has no room."""
+    """The disk of the registry, or of an output file, is full."""
 
 
 class MemoryTooSmall(PeraxisError):
@@ -54,15 +54,15 @@ class MemoryTooSmall(PeraxisError):
 
 
 class VariantNotFound(PeraxisError):
-    """No variant, or no such version of it, that the caller may use."""
+    """No such variant or version exists, or the caller may not use it."""
 
 
 class VariantQuarantined(PeraxisError):
-    """The variant's stored object was found corrupt and is not served."""
+    """The version's stored object was found corrupt and is not served."""
 
 
 def shown(value: object) -> str:
-    """A value from a stranger's file as messages show it: quoted, on one line, and short however long it is."""
+    """Format an untrusted value for a message: quoted, on one line, at most about 80 characters."""
     return _SHORT.repr(value)
 
 

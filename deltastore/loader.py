@@ -1,7 +1,8 @@
-"""From a stored object to host memory to a slot: read, verified, copied. Knows files, bytes and devices, no tensors.
+"""The loader: reads a stored object into host memory, verifies it and copies it into a slot.
 
-A load reads the object in the 4 MiB chunks that its version record has digests of, several at a time; each is copied
-on as soon as it has matched, while others are being read. Memory is the caller's, on both sides.
+An object is read in the 4 MiB chunks whose digests its version record holds, several at a time. Each chunk is copied to
+the slot as soon as its digest matches, while others are being read. The caller owns the memory on both sides. Must not
+know what tensors the bytes hold.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from torch import Tensor
 from deltastore.errors import CorruptObject, RegistryError, UsageError
 from deltastore.registry.uploads import CHUNK_BYTES
 
-NICENESS = (
-    10  # of threads that load; else one of them takes a core from a step that waits for all of its cores
-)
+# At the niceness of the engine, a loading thread would take a core from a step that waits for all of its cores.
+NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSource:
-    """An object on disk and what its version record says of it. RegistryError where that cannot be true."""
+    """An object on disk and the facts of its version record that a load needs.
+
+    Raises:
+        RegistryError: The record contradicts itself.
+    """
 
     path: Path
     digest: str  # of the whole file, 64 hex digits
@@ -49,34 +53,34 @@ class ObjectSource:
 
     @property
     def data_end(self) -> int:
-        """Where in the file the device's part ends."""
+        """The end of the device's part, in bytes from the beginning of the file."""
         return self.data_start + self.device_bytes
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """First byte of a chunk in the file, and the one after its last."""
+        """The first byte of a chunk in the file, and the byte after its last."""
         return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.size_bytes)
 
     def device_range(self, index: int) -> slice:
-        """What a chunk holds of the device's part, in bytes from that part's beginning; may be empty."""
+        """The bytes of the device's part that a chunk holds, from that part's beginning; may be empty."""
         cuts = (min(max(cut - self.data_start, 0), self.device_bytes) for cut in self.chunk_range(index))
         return slice(*cuts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load moved, and how long it took from open to the ready event."""
+    """Bytes and times of one load, from open to the ready event."""
 
     source: Literal["disk", "host"]
-    device_bytes: int  # in the slot
+    device_bytes: int
     read_s: float  # until every chunk was read and verified; 0 from host memory
-    copy_s: float  # from then on: what of the copy no read has hidden
+    copy_s: float  # copy time not overlapped with reads
     total_s: float
-    header: bytes = b""  # of the object, up to its data section; verified; none from host memory
+    header: bytes = b""  # the verified bytes before the object's data section; empty from host memory
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where one load's bytes go."""
+    """The destinations of one load."""
 
     header: memoryview  # [data_start]
     host: Tensor  # [device_bytes] uint8
@@ -84,22 +88,25 @@ class _Target:
 
 
 def lower_thread_priority() -> None:
-    """Let the calling thread run behind those that compute: Linux keeps a niceness for each thread."""
+    """Raise the niceness of the calling thread, so that computing threads run first. Linux keeps it per thread."""
     os.nice(NICENESS)
 
 
 class Loader:
-    """Reads objects into slots. Any thread may call it, any number of loads may run at once.
+    """Reads objects into slots. Any thread may call it, and loads may run concurrently.
 
-    The device should be able to copy from the host memory that loads are given while it computes: pinned, for CUDA.
+    For CUDA, the host memory that loads are given should be pinned, so that copies overlap with computation.
     """
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
-        """Take the threads.
+        """Start the reader threads.
 
         Args:
-            device: where the slots are.
-            num_threads: how many chunks are read and verified at once, over all loads.
+            device: The slots' device.
+            num_threads: The number of chunks that are read and verified at once, over all loads.
+
+        Raises:
+            UsageError: `num_threads` is below 1.
         """
         if num_threads < 1:
             raise UsageError("a loader needs at least one thread")
@@ -107,52 +114,59 @@ class Loader:
         self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=lower_thread_priority)
 
     def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
-        """Bring an object's device part from disk into host memory and on into a slot, which any stream may read then.
+        """Read an object's device part into host memory and copy it into a slot; on return any stream may read it.
+
+        Nothing may read `host` or `slot` meanwhile. After an error their contents are undefined and no write is
+        pending. Bytes after `device_bytes` are left unchanged.
 
         Args:
-            source: the object.
-            host: ``[at least device_bytes]`` uint8 in host memory; on the CPU it may be `slot`, and nothing is copied.
+            source: The object.
+            host: ``[at least device_bytes]`` uint8 in host memory. On the CPU it may be `slot`; then nothing is copied.
             slot: ``[at least device_bytes]`` uint8 on the loader's device.
 
-        Nothing may be reading either. After an error both hold anything, and nothing writes to them any more. Bytes
-        behind `device_bytes` stay as they are. The report brings the verified header.
+        Returns:
+            Times, bytes and the object's verified header.
 
         Raises:
-            CorruptObject: truncated, grown, or a chunk that does not match its digest.
-            RegistryError: the file cannot be opened or read.
-            UsageError: the loader is closed.
+            CorruptObject: The file has another size than recorded, or a chunk does not match its digest.
+            RegistryError: The file cannot be opened or read.
+            UsageError: The loader is closed.
+            ValueError: `host` or `slot` is too short or not uint8.
         """
         size, header = source.device_bytes, bytearray(source.data_start)
-        assert host.dtype == slot.dtype == torch.uint8
-        assert size <= min(len(host), len(slot))
+        if not host.dtype == slot.dtype == torch.uint8 or size > min(len(host), len(slot)):
+            raise ValueError(
+                f"object {source.digest} needs {size} uint8 bytes, got {host.dtype} {len(host)} and "
+                f"{slot.dtype} {len(slot)}"
+            )
         start = time.perf_counter()
         try:
             self._read(source, _Target(memoryview(header), host[:size], slot[:size]))
             read = time.perf_counter()
         finally:
-            self._settle()
+            self._wait_for_copies()
         ready = time.perf_counter()
         return LoadReport("disk", size, read - start, ready - read, ready - start, bytes(header))
 
     def copy(self, host: Tensor, slot: Tensor) -> LoadReport:
-        """Bring a device part that a load has left in host memory into a slot: one copy, nothing is read or hashed.
+        """Copy a device part that an earlier load left in host memory into a slot. Nothing is read or hashed.
 
         Args:
             host: ``[device_bytes]`` uint8 in host memory.
-            slot: ``[at least device_bytes]`` uint8 on the loader's device, which nothing may be reading.
+            slot: ``[at least device_bytes]`` uint8 on the loader's device; nothing may read it meanwhile.
         """
         start = time.perf_counter()
         self._begin_copy(host, slot[: len(host)])
-        self._settle()
+        self._wait_for_copies()
         seconds = time.perf_counter() - start
         return LoadReport("host", len(host), 0.0, seconds, seconds)
 
     def close(self) -> None:
-        """Wait for running reads and give the threads back. Later loads are refused."""
+        """Wait for running reads and end the reader threads. Later loads raise UsageError."""
         self._readers.shutdown()
 
     def _read(self, source: ObjectSource, target: _Target) -> None:
-        """All chunks up to the end of the device's part; the header's too: views of the slot rest on it."""
+        """Read all chunks up to the end of the device's part, the header's included."""
         reads: list[Future[None]] = []
         with _opened(source) as fd:
             try:
@@ -163,13 +177,15 @@ class Loader:
             finally:
                 for read in reads:
                     read.cancel()
-                wait(reads)  # one that runs still writes to memory that is about to be somebody else's
+                # A running read still writes to memory that the caller may reuse after an error.
+                wait(reads)
 
     def _submit(self, fd: int, source: ObjectSource, index: int, target: _Target) -> Future[None]:
         try:
             return self._readers.submit(self._read_chunk, fd, source, index, target)
-        except RuntimeError as error:  # what an executor says after its shutdown
-            raise UsageError("the loader is closed: nothing can be loaded any more") from error
+        except RuntimeError as error:
+            # ThreadPoolExecutor raises it after its shutdown.
+            raise UsageError("the loader is closed: make another one to load again") from error
 
     def _read_chunk(self, fd: int, source: ObjectSource, index: int, target: _Target) -> None:
         part = source.device_range(index)
@@ -178,19 +194,18 @@ class Loader:
         self._begin_copy(target.host[part], target.slot[part])
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
-        """On the side stream, without waiting; on a CPU it has ended on return."""
+        """Copy on the side stream without waiting; on the CPU the copy has ended on return."""
         if host.data_ptr() == slot.data_ptr():
             return
         if self._stream is None:
-            np.copyto(
-                slot.numpy(), host.numpy()
-            )  # torch's copy would start threads that spin beside the engine's
+            # torch's copy would start OpenMP threads that spin beside the engine's.
+            np.copyto(slot.numpy(), host.numpy())
         else:
             with torch.cuda.stream(self._stream):
                 slot.copy_(host, non_blocking=True)
 
-    def _settle(self) -> None:
-        """Wait for the copies that were begun."""
+    def _wait_for_copies(self) -> None:
+        """Wait for the copies on the side stream."""
         if self._stream is not None:
             ready = torch.cuda.Event(blocking=True)
             ready.record(self._stream)
@@ -199,7 +214,7 @@ class Loader:
 
 @contextlib.contextmanager
 def _opened(source: ObjectSource) -> Iterator[int]:
-    """A descriptor of the object's file, which has the recorded size."""
+    """Open the object's file and check that it has the recorded size."""
     try:
         fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -219,8 +234,9 @@ def _opened(source: ObjectSource) -> Iterator[int]:
 
 
 def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, part: memoryview) -> None:
-    """Read one chunk and compare its digest: its bytes of the header into `head`, those of the device into `part`,
-    the others into memory that is dropped.
+    """Read one chunk and compare its digest.
+
+    Bytes of the header go to `head`, bytes of the device's part to `part`; the rest is hashed and dropped.
     """
     start, end = source.chunk_range(index)
     rest = memoryview(bytearray(end - start - len(head) - len(part)))

@@ -22,7 +22,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
 
 
 def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoReturn]:
-    """Progress over `total` units, to be used as a context manager."""
+    """Show progress over `total` units; use as a context manager."""
     is_terminal = sys.stderr.isatty()
     return (tqdm if is_terminal else _Lines)(
         total=total,
@@ -39,15 +39,15 @@ def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoRetu
 
 
 def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
-    """Progress over `total` bytes."""
+    """Show progress over `total` bytes; use as a context manager."""
     return progress_bar(total, what, "B", enabled)
 
 
 def identify_base(checkpoint: Checkpoint, enabled: bool) -> Base:
-    """`Base.of`, with progress while the fingerprint is computed.
+    """Run `Base.of` with progress while the fingerprint is computed.
 
     Raises:
-        CheckpointError: as `Base.of` does.
+        CheckpointError: As `Base.of` does.
     """
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"fingerprint of {checkpoint.path.name}", enabled) as bar:

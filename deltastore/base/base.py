@@ -1,4 +1,7 @@
-"""The base as deltas see it: its fingerprint, the shapes of its tensors and the facts that a delta cannot carry."""
+"""The identity of a base: its fingerprint, tensor shapes and the configuration that a delta cannot change.
+
+Reads headers and `config.json`. Must not depend on how deltas are coded.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ FREE_CONFIG = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base's identity and shapes. `id` is for people: two copies of one base may be called differently."""
+    """A base's identity and tensor shapes. Only `fingerprint` identifies it; `id` is a label for messages."""
 
     id: str
-    fingerprint: str
+    fingerprint: str  # 64 hex digits
     shapes: Mapping[str, tuple[int, ...]]
-    config: Mapping[str, Any]  # the architecture's facts alone
+    config: Mapping[str, Any]  # as `architecture` returns it
     embedding: str | None  # name of the input embedding
-    head: str | None  # name of the output head, where the base has one of its own
+    head: str | None  # name of the output head; None if it is tied to the embedding
 
     @classmethod
     def of(
@@ -43,22 +46,23 @@ class Base:
         fingerprint: str | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Base:
-        """Fingerprint a checkpoint (a second per gigabyte or two the first time) and take down its shapes.
+        """Fingerprint a checkpoint and collect its shapes. Hashing takes a second per 1 to 2 GB, the first time only.
 
         Args:
-            checkpoint: the opened base.
-            cache: see `deltastore.base.fingerprint.fingerprint`.
-            fingerprint: the checkpoint's, where it was computed elsewhere; then nothing is hashed.
-            progress: told the bytes that are hashed; see `deltastore.base.fingerprint.fingerprint`.
+            checkpoint: The opened base.
+            cache: The file of cached fingerprints; see `deltastore.base.fingerprint.fingerprint`.
+            fingerprint: The checkpoint's fingerprint if it is known already; then nothing is hashed.
+            progress: Called with the number of bytes hashed since the last call.
 
         Raises:
-            CheckpointError: a shard has gone, or the configuration cannot be used.
+            CheckpointError: A shard is missing, or transformers refuses the configuration.
         """
         shapes = checkpoint.shapes()
         head = checkpoint.head_name if checkpoint.head_name in shapes else None
         name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
         if len(name.split("/")) != 2 or name.startswith((".", "~")):
-            name = checkpoint.path.resolve().name  # no hub id but somebody's path, which stays private
+            # Not a hub id but a local path, which may be private.
+            name = checkpoint.path.resolve().name
         return cls(
             id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
             fingerprint=fingerprint or fingerprint_of(checkpoint, cache, progress),
@@ -70,34 +74,38 @@ class Base:
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a model's configuration that change its arithmetic: rope, epsilon, window, activation, head counts.
+    """Return the configuration keys that change a model's arithmetic: rope, epsilon, window, activation, head counts.
 
-    Completed with the library's defaults, because its versions write other keys for the same facts.
+    Defaults of transformers are filled in, because its versions write different keys for the same fact.
 
     Raises:
-        CheckpointError: a configuration that the library knows and refuses.
+        CheckpointError: transformers knows the model type and refuses the configuration.
     """
-    from huggingface_hub.errors import StrictDataclassError  # both take a second to import
+    # Deferred: both take a second to import.
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    facts: Any = json.loads(json.dumps(config))  # a copy, because the library changes what it is given
+    # Copied, because transformers changes its argument.
+    facts: Any = json.loads(json.dumps(config))
     if facts.get("model_type") in CONFIG_MAPPING:
         try:
             facts = AutoConfig.for_model(**facts).to_dict()
         except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
             reason = " ".join(str(error).split())
-            raise CheckpointError(f"config.json: the library refuses it: {reason}") from error
+            raise CheckpointError(
+                f"config.json: transformers refuses it: {reason}; fetch the file again"
+            ) from error
     kept = {key: value for key, value in facts.items() if key not in FREE_CONFIG}
     return dict(_plain(json.loads(json.dumps(kept, default=str))))
 
 
 def different_facts(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """The names of facts on which two configurations disagree. One that only one of them states is no disagreement."""
+    """Return the keys whose values differ between two configurations. A key that only one of them has is ignored."""
     return sorted(key for key in facts.keys() & others.keys() if facts[key] != others[key])
 
 
 def _plain(value: Any) -> Any:
-    """Without the older name of the rope's type, which the library leaves beside the newer one."""
+    """Drop the key `type` where `rope_type` stands beside it: transformers writes both for one fact."""
     if not isinstance(value, dict):
         return value
     return {key: _plain(part) for key, part in value.items() if key != "type" or "rope_type" not in value}

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint directory, sharded or not, as named tensors read on demand. Knows files, not models.
+"""A Hugging Face checkpoint directory, sharded or not, as named tensors that are read on demand.
 
-Tensors are read with pread into memory that the caller owns, whole or in row blocks; nothing is mapped, so a file that
-shrinks under a reader is an error and not a fault.
+Tensors are read with `pread` into memory that the caller owns, whole or by rows. Files are never mapped: a file that
+shrinks while it is read raises an error, not SIGBUS. Must not know model classes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor of a checkpoint lies."""
+    """The location of one tensor of a checkpoint."""
 
     name: str
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors' name, such as "BF16"
     shape: tuple[int, ...]
     file: Path
     offset: int  # bytes from the beginning of the file
@@ -44,7 +44,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: its configuration and the place of every tensor."""
+    """An opened checkpoint: its configuration and the location of every tensor."""
 
     path: Path
     config: Mapping[str, Any]
@@ -52,10 +52,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read the headers of a directory that `save_pretrained` wrote.
+        """Read `config.json` and the safetensors headers of a directory that `save_pretrained` wrote.
 
         Raises:
-            CheckpointError: no such directory, no safetensors in it, or a file of it that cannot be read.
+            CheckpointError: The directory is missing, holds no safetensors, or one of its files cannot be read.
         """
         if not path.is_dir():
             raise CheckpointError(
@@ -66,24 +66,32 @@ class Checkpoint:
             tensors = _collect(path)
         except ArtifactError as error:
             raise CheckpointError(
-                f"{error}: the checkpoint is damaged or not complete, fetch it again"
+                f"{error}: the checkpoint is damaged or incomplete, fetch it again"
             ) from error
         if not tensors:
-            raise CheckpointError(f"{path}: its safetensors files hold no tensors")
+            raise CheckpointError(
+                f"{path}: its safetensors files hold no tensors: fetch the checkpoint again"
+            )
         return cls(path, config, tensors)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """A tensor of the checkpoint, or a run of its rows, in its stored dtype and in freshly owned memory.
+        """Read a tensor, or a contiguous run of its rows, in its stored dtype into newly allocated memory.
+
+        Args:
+            name: The tensor's name.
+            rows: A slice of step 1 over the first dimension.
 
         Raises:
-            CheckpointError: its shard has gone or has become shorter.
+            CheckpointError: Its shard is missing or has become shorter.
+            ValueError: `rows` has another step than 1.
         """
         stored = self.tensors[name]
         if rows == slice(None):
             shape, start = stored.shape, 0
         else:
             first, last, step = rows.indices(stored.shape[0])
-            assert step == 1
+            if step != 1:
+                raise ValueError(f"rows {rows}: only slices of step 1 are read")
             row_bytes = stored.num_bytes // max(1, stored.shape[0])
             shape, start = (max(0, last - first), *stored.shape[1:]), first * row_bytes
         tensor = torch.empty(shape, dtype=TORCH_DTYPE[stored.dtype])
@@ -92,10 +100,10 @@ class Checkpoint:
         return tensor
 
     def is_tied(self) -> bool:
-        """Whether the output head is the input embedding: not stored at all, or stored again byte for byte.
+        """True if the output head is the input embedding: not stored, or stored again byte for byte.
 
-        Some tools store tied weights twice. The two are read only as far as their first difference, and not at all
-        where the configuration says that they are two.
+        Some tools store tied weights twice. The two tensors are compared block by block up to their first difference;
+        nothing is read if the configuration says that they are not tied.
         """
         embedding, head = self.embedding_name, self.head_name
         if embedding is None or head is None:
@@ -114,23 +122,23 @@ class Checkpoint:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape by name, without a head that repeats the embedding, so that all copies give the same."""
+        """Return every tensor's shape by name. A head that repeats the embedding is left out, stored or not."""
         left_out = self.head_name if self.is_tied() else None
         return {name: stored.shape for name, stored in self.tensors.items() if name != left_out}
 
     @property
     def embedding_name(self) -> str | None:
-        """The input embedding's tensor, by the names that the library's models use."""
+        """The name of the input embedding's tensor, recognised by the suffixes that transformers' models use."""
         return next((name for name in self.tensors if name.endswith(EMBEDDING_SUFFIXES)), None)
 
     @property
     def head_name(self) -> str | None:
-        """The output head's tensor, where the checkpoint holds one of its own."""
+        """The name of the output head's tensor; None if the checkpoint stores none."""
         return next((name for name in self.tensors if name.endswith(HEAD_SUFFIXES)), None)
 
 
 def _fill(tensor: Tensor, stored: StoredTensor, start: int) -> None:
-    """Read straight into `tensor`'s memory from byte `start` of the stored tensor."""
+    """Read into `tensor`'s memory, beginning at byte `start` of the stored tensor."""
     target = tensor.view(-1).view(torch.uint8).numpy().data
     where = f"{stored.file}: tensor {shown(stored.name)}"
     try:
@@ -144,9 +152,10 @@ def _fill(tensor: Tensor, stored: StoredTensor, start: int) -> None:
 
 
 def _collect(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of every shard; each shard's name is checked before it is opened."""
+    """Return the tensors of every shard. A shard's name is checked before it is opened."""
     single, index = path / SINGLE_FILE, path / INDEX_FILE
-    if single.exists():  # before an index, as the library does
+    # The single file wins over an index, as in transformers.
+    if single.exists():
         return _stored(single)
     if not index.exists():
         raise CheckpointError(
@@ -155,17 +164,8 @@ def _collect(path: Path) -> dict[str, StoredTensor]:
         )
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: it has no weight_map from tensors to shards")
-    tensors: dict[str, StoredTensor] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        if not file.endswith(".safetensors") or Path(file).name != file:
-            raise CheckpointError(f"{index}: shard {shown(file)} is no safetensors file of this directory")
-        found = _stored(path / file)
-        if twice := tensors.keys() & found.keys():
-            raise CheckpointError(
-                f"{path / file}: tensor {shown(min(twice))} is in another shard too: save the model again"
-            )
-        tensors |= found
+        raise CheckpointError(f"{index}: it has no weight_map from tensors to shards: fetch it again")
+    tensors = _shard_tensors(index, weight_map)
     if missing := weight_map.keys() - tensors.keys():
         raise CheckpointError(
             f"{index}: tensor {shown(min(missing))} is in none of its shards: fetch them again"
@@ -179,6 +179,24 @@ def _collect(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _shard_tensors(index: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Read the header of every shard that an index names; no tensor may be in two shards."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        if not file.endswith(".safetensors") or Path(file).name != file:
+            raise CheckpointError(
+                f"{index}: shard {shown(file)} is not a safetensors file of this directory: fetch the index again"
+            )
+        shard = index.with_name(file)
+        found = _stored(shard)
+        if twice := tensors.keys() & found.keys():
+            raise CheckpointError(
+                f"{shard}: tensor {shown(min(twice))} is in another shard too: save the model again"
+            )
+        tensors |= found
+    return tensors
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
@@ -186,7 +204,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: {error.strerror}") from error
     document = parse_json(raw, str(path))
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: it holds no JSON object")
+        raise CheckpointError(f"{path}: it is not a JSON object: fetch the file again")
     return document
 
 
@@ -199,7 +217,7 @@ def _stored(file: Path) -> dict[str, StoredTensor]:
     for entry in header.tensors.values():
         if entry.dtype not in TORCH_DTYPE:
             raise CheckpointError(
-                f"{file}: tensor {shown(entry.name)} is {entry.dtype}: only plain float and integer tensors are read; "
+                f"{file}: tensor {shown(entry.name)} is {entry.dtype}, which is not read: "
                 "save the model in bfloat16, float16 or float32"
             )
     return {

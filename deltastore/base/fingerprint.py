@@ -1,8 +1,8 @@
-"""The base fingerprint: one digest of a checkpoint's tensors, the same for every copy and sharding of it.
+"""The base fingerprint: one digest of a checkpoint's tensors, equal for every copy and sharding of it.
 
-SHA-256 over one line per tensor, in the order of their names: ``["name", "dtype", [shape], "sha256"]``, where the last
-is of the stored bytes, before any cast. An output head that repeats the input embedding byte for byte is left out,
-because some tools store tied weights twice and others once.
+The fingerprint is the SHA-256 of one line per tensor, sorted by name: ``["name", "dtype", [shape], "sha256"]``. The
+tensor's digest is that of its stored bytes, before any cast. An output head that repeats the input embedding byte for
+byte is left out, because some tools store tied weights twice and others once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, read_into
 from deltastore.registry.storage import flock
 
-# Each holds a block; more than there are cores, so that some hash while others wait for the disk.
+# More than there are cores, so that some threads hash while others wait for the disk. Each holds one block.
 MAX_THREADS = 8
-MAX_CACHED_FINGERPRINTS = 256  # fingerprints
+MAX_CACHED_FINGERPRINTS = 256
 
 
 def shard_state(checkpoint: Checkpoint) -> str:
-    """A digest of path, inode, size and times of every shard; another one when a shard has changed.
+    """Return a digest of path, inode, size and times of every shard; it changes when a shard changes.
 
     Raises:
-        CheckpointError: a shard has gone.
+        CheckpointError: A shard is missing.
     """
     try:
         return _cache_key(checkpoint)
@@ -47,7 +47,7 @@ def shard_state(checkpoint: Checkpoint) -> str:
 
 
 def cached_fingerprint(state: str, cache: Path | None = None) -> str | None:
-    """The fingerprint of shards in this state, if it was computed before."""
+    """Return the cached fingerprint of shards in this state; None if there is none."""
     return _read_cache(cache or default_cache()).get(state)
 
 
@@ -57,17 +57,18 @@ def fingerprint(
     progress: Callable[[int], object] | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> str:
-    """The fingerprint as 64 hex digits; remembered by the path, inode, size and times of every shard.
+    """Compute the fingerprint, 64 hex digits, or take it from the cache by `shard_state`.
 
     Args:
-        checkpoint: the opened base.
-        cache: the file of remembered fingerprints; by default ``peraxis/fingerprints.json`` in the user's cache.
-        progress: told the number of bytes after each few megabytes, by one thread at a time; not called where the
-            fingerprint is remembered.
-        digests: SHA-256 of the stored bytes of tensors that were read already, as hex by name; they are not read again.
+        checkpoint: The opened base.
+        cache: The file of cached fingerprints; by default ``peraxis/fingerprints.json`` in the user's cache.
+        progress: Called with the number of bytes hashed since the last call, by one thread at a time; not called if
+            the fingerprint is cached.
+        digests: SHA-256 of the stored bytes of tensors that were read already, as hex by name. They are not read
+            again.
 
     Raises:
-        CheckpointError: a shard has gone or has become shorter.
+        CheckpointError: A shard is missing or has become shorter.
     """
     cache = cache or default_cache()
     try:
@@ -85,7 +86,7 @@ def fingerprint(
 
 
 def default_cache() -> Path:
-    """In the user's cache directory; a user without a home has none, and then nothing is remembered."""
+    """Return the cache's path in the user's cache directory; for a user without a home, one that cannot be written."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -102,7 +103,7 @@ def _compute(checkpoint: Checkpoint, progress: Callable[[int], object], known: M
             progress(num_bytes)
 
     with ThreadPoolExecutor(MAX_THREADS) as pool:
-        # The largest first: one that began last would keep a single core busy when all others have ended.
+        # Largest first: a large tensor that began last would keep one core busy after all others have ended.
         unread = [stored for stored in tensors if stored.name not in known]
         largest_first = sorted(unread, key=lambda stored: -stored.num_bytes)
         running = {stored.name: pool.submit(_tensor_digest, stored, hashed) for stored in largest_first}
@@ -138,7 +139,7 @@ def _tensor_digest(stored: StoredTensor, hashed: Callable[[int], None]) -> str:
 
 
 def _cache_key(checkpoint: Checkpoint) -> str:
-    """A digest of what changes with the shards; the inode and ctime tell a copy, or a file whose mtime was set back."""
+    """Digest the shards' file status. Inode and ctime reveal a copy, and a file whose mtime was set back."""
     files = sorted({stored.file.resolve() for stored in checkpoint.tensors.values()})
     facts = [
         [str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
@@ -151,7 +152,8 @@ def _read_cache(cache: Path) -> dict[str, str]:
     try:
         known = json.loads(cache.read_text())
     except (OSError, ValueError):
-        return {}  # a lost cache costs one more hashing, nothing else
+        # A lost cache costs hashing once more.
+        return {}
     if not isinstance(known, dict):
         return {}
     return {
@@ -162,12 +164,13 @@ def _read_cache(cache: Path) -> dict[str, str]:
 
 
 def _remember(cache: Path, key: str, value: str) -> None:
-    """Add an entry as the newest, and drop the oldest beyond `MAX_REMEMBERED`."""
-    with contextlib.suppress(OSError):  # a read-only home must not stop a server
+    """Add an entry as the newest and drop the oldest beyond `MAX_CACHED_FINGERPRINTS`."""
+    # A read-only home must not stop a server.
+    with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
         directory = os.open(cache.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Else two processes that end at the same time would each drop the other's entry.
+            # Without the lock, two processes that end at the same time would each drop the other's entry.
             flock(directory, exclusive=True, wait=True)
             known = {**_read_cache(cache), key: value}
             _replace(cache, json.dumps(dict(list(known.items())[-MAX_CACHED_FINGERPRINTS:])))

@@ -1,6 +1,6 @@
 """The artifact: one immutable safetensors file that holds a delta. Writes it in layer order, opens it, reads its parts.
 
-FORMAT.md beside this file is the description; `validate.py` decides whether an opened artifact may be trusted.
+FORMAT.md in this directory specifies the file byte by byte. Numbers are read unchecked; `validate.py` checks them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ COPY_BYTES = 4 << 20
 
 
 class ArtifactWriter:
-    """Writes one artifact: data goes to a spool as it comes, the header last, the final name last of all.
+    """Writes one artifact: data to a temporary file as it is added, then header and data under the final name.
 
-    Used as a context manager; leaving it without `finish` leaves nothing behind. Add tensors in layer order, then the
+    Use as a context manager; leaving it without `finish` leaves nothing behind. Add tensors in layer order, then the
     variant's files. While `finish` runs, the data is on the disk twice.
 
     Raises:
-        UsageError: nothing can be written beside `path`.
-        StorageFull: the disk has no room for it.
-        CheckpointError: two tensors would have the same name in the file.
+        UsageError: The directory of `path` cannot be written to.
+        StorageFull: The disk is full.
+        CheckpointError: Two tensors would have the same name in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,8 @@ class ArtifactWriter:
         self._position = 0
         self._device_bytes: int | None = None
         try:
-            self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by __exit__
+            # Closed by __exit__.
+            self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
         except OSError as error:
             raise UsageError(f"{path.parent}: {error.strerror}: choose another --out") from error
 
@@ -68,19 +69,30 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # the disk is full again, for bytes that are thrown away
+        # Closing flushes, which fails on a full disk; these bytes are thrown away.
+        with contextlib.suppress(OSError):
             self._spool.close()
 
     @property
     def device_bytes(self) -> int:
-        """Bytes before the variant's files, padding included: what a slot must hold."""
+        """Bytes before the variant's files, padding included; a slot must hold as many."""
         return self._position if self._device_bytes is None else self._device_bytes
 
     def add_onebit(self, name: str, delta: MatrixDelta, added: Tensor | None = None) -> None:
-        """Append a coded matrix; `added` ``[rows, in]`` are the rows that the base lacks, in any float dtype."""
-        from deltastore.format.manifest import (
-            TensorSpec,
-        )  # brings pydantic, which views of a slot's bytes do without
+        """Append a coded matrix.
+
+        Args:
+            name: The tensor's name in the fine-tune.
+            delta: The coded matrix ``[out, in]``.
+            added: The rows that the base lacks, ``[rows, in]`` in any float dtype.
+
+        Raises:
+            CheckpointError: A tensor of this name was added before.
+            StorageFull: The disk is full.
+            ValueError: A file was added before.
+        """
+        # Deferred: it imports pydantic, which readers of a slot's bytes do without.
+        from deltastore.format.manifest import TensorSpec
 
         num_added = 0 if added is None else len(added)
         spec = TensorSpec(
@@ -93,17 +105,17 @@ class ArtifactWriter:
         )
         planes = tuple(_plane_parts(plane) for plane in delta.planes)
         parts = MatrixParts(planes, delta.left, delta.right, added if num_added else None)
-        assert self._device_bytes is None
         for tensor_name, tensor in zip(part_names(name, spec).all(), parts.all(), strict=True):
-            self._append(tensor_name, tensor)
+            self.add_whole(tensor_name, tensor)
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor as it is."""
-        assert self._device_bytes is None
+        """Append a tensor unchanged; raises as `add_onebit` does."""
+        if self._device_bytes is not None:
+            raise ValueError(f"tensor {shown(name)} comes after a file: add tensors first")
         self._append(name, tensor)
 
     def add_file(self, filename: str, content: bytes) -> None:
-        """Append one of the variant's files; no tensor may follow."""
+        """Append one of the variant's files; no tensor may follow. Raises as `add_onebit` does."""
         if self._device_bytes is None:
             self._device_bytes = self._position
         data = torch.empty(len(content), dtype=torch.uint8)
@@ -111,8 +123,14 @@ class ArtifactWriter:
         self._append(file_tensor(filename), data)
 
     def finish(self, manifest: Manifest) -> str:
-        """Write header and data under the final name and return the file's SHA-256 as 64 hex digits."""
-        assert manifest.device_bytes == self.device_bytes
+        """Write header and data under the final name and return the file's SHA-256 as 64 hex digits.
+
+        Raises:
+            StorageFull: The disk is full, or the file cannot be written.
+            ValueError: The manifest states other `device_bytes` than were written.
+        """
+        if manifest.device_bytes != self.device_bytes:
+            raise ValueError(f"{manifest.device_bytes} device bytes stated, {self.device_bytes} written")
         digest = hashlib.sha256()
         header = encode_header(self._entries.values(), manifest.to_metadata())
         try:
@@ -123,7 +141,8 @@ class ArtifactWriter:
                     os.fchmod(out.fileno(), 0o644)
                     out.flush()
                     os.fsync(out.fileno())
-                os.replace(partial, self.path)  # last, so that a reader finds the whole artifact or none
+                # Last, so that a reader finds the whole artifact or none.
+                os.replace(partial, self.path)
             finally:
                 Path(partial).unlink(missing_ok=True)
         except OSError as error:
@@ -166,10 +185,10 @@ class ArtifactWriter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Artifact:
-    """An opened artifact. Header and manifest are parsed and agree; tensors are read when asked for, unchecked."""
+    """An opened artifact. Header and manifest are parsed and agree; tensors are read on demand, unchecked."""
 
     path: Path
-    where: str  # what messages call it
+    where: str  # its name in messages
     fd: int
     header: Header
     manifest: Manifest
@@ -177,17 +196,18 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path, where: str | None = None) -> Artifact:
-        """Open and parse; use as a context manager.
+        """Open a file and parse its header and manifest; use as a context manager.
 
         Args:
-            path: the artifact.
-            where: what messages call it; by default its path.
+            path: The artifact.
+            where: Its name in messages; by default its path.
 
         Raises:
-            ArtifactError: no file, not safetensors, no manifest that this version reads, or one that does not
-                describe the file's tensors.
+            ArtifactError: The file is missing or not safetensors, or its manifest is of another format version or does
+                not describe the file's tensors.
         """
-        from deltastore.format.manifest import Manifest  # brings pydantic, as above
+        # Deferred: it imports pydantic.
+        from deltastore.format.manifest import Manifest
 
         where = where or str(path)
         fd = open_file(path, where)
@@ -209,15 +229,15 @@ class Artifact:
         os.close(self.fd)
 
     def parts(self, name: str) -> MatrixParts[TensorEntry]:
-        """Where the parts of a coded matrix lie."""
+        """The header entries of a coded matrix's parts."""
         return part_names(name, self.manifest.tensors[name]).map(self.header.tensors.__getitem__)
 
     def read(self, entry: TensorEntry) -> Tensor:
-        """One tensor in freshly owned memory."""
+        """Read one tensor into newly allocated memory."""
         return self._read(entry, 0, entry.num_bytes).view(entry.shape)
 
     def blocks(self, entry: TensorEntry) -> Iterator[Tensor]:
-        """One tensor, flat, a few megabytes at a time."""
+        """Read one tensor, flat, in blocks of at most 4 MiB."""
         for start in range(0, entry.num_bytes, COPY_BYTES):
             yield self._read(entry, start, min(COPY_BYTES, entry.num_bytes - start))
 
@@ -230,7 +250,11 @@ class Artifact:
         return flat.view(TORCH_DTYPE[entry.dtype])
 
     def onebit(self, name: str) -> MatrixDelta:
-        """The coded matrix of a tensor whose codec is `onebit`. ArtifactError if a gain of it is no power of two."""
+        """Read the coded matrix of a tensor whose codec is `onebit`.
+
+        Raises:
+            ArtifactError: A gain is not a power of two, or the file has become shorter.
+        """
         parts, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
         planes = tuple(
             OneBit(
@@ -245,29 +269,34 @@ class Artifact:
         return MatrixDelta(planes, self._read_if(parts.left), self._read_if(parts.right))
 
     def gain(self, entry: TensorEntry) -> float:
-        """The gain of one plane. ArtifactError if it is no power of two."""
+        """Read the gain of one plane.
+
+        Raises:
+            ArtifactError: It is not a power of two.
+        """
         value = float(self.read(entry))
         if not is_gain(value):
             raise ArtifactError(
-                f"{self.where}: gain {value} in tensor {shown(entry.name)} is no power of two"
+                f"{self.where}: gain {value} in tensor {shown(entry.name)} is not a power of two: "
+                "compress or upload it again"
             )
         return value
 
     def added(self, name: str) -> Tensor | None:
-        """The rows that the base lacks, or None."""
+        """Read the rows that the base lacks; None if there are none."""
         return self._read_if(self.parts(name).added)
 
     def whole(self, name: str) -> Tensor:
-        """A tensor whose codec is `whole`."""
+        """Read a tensor whose codec is `whole`."""
         return self.read(self.header.tensors[name])
 
     def file(self, filename: str) -> bytes:
-        """One of the variant's files."""
+        """Read one of the variant's files."""
         entry = self.header.tensors[file_tensor(filename)]
         return read_exactly(self.fd, entry.num_bytes, self.header.data_start + entry.start, self.where)
 
     def digest(self) -> str:
-        """SHA-256 of the whole file, 64 hex digits."""
+        """Compute the SHA-256 of the whole file, 64 hex digits."""
         total = hashlib.sha256()
         for start in range(0, self.size_bytes, COPY_BYTES):
             total.update(read_exactly(self.fd, min(COPY_BYTES, self.size_bytes - start), start, self.where))

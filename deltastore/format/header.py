@@ -1,8 +1,8 @@
-"""The header of a safetensors file, read strictly and written in our own order. Knows bytes and names, not codecs.
+"""The header of a safetensors file, read strictly and written in layer order. Must not know codecs or manifests.
 
-The stock library reorders tensors and rounds its header to eight bytes; we keep layer order and place the data at a
-multiple of 4096, and read hostile files with one clear error per defect. The layout is the one that the safetensors
-project documents: an 8-byte little-endian length, that many bytes of JSON, then one contiguous data section.
+A file is an 8-byte little-endian length, that many bytes of JSON and one contiguous data section, as the safetensors
+project documents it. The safetensors package would reorder tensors and align the data to eight bytes; this module keeps
+layer order and aligns it to 4096. Reading a hostile file raises one clear error per defect.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from deltastore.errors import ArtifactError, shown
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 32 << 20
-FREE_HEADER_BYTES = 1 << 20  # more is allowed in proportion to the file only,
-MAX_HEADER_SHARE = 32  # so that a short file cannot ask for seconds of parsing
-MAX_JSON_VALUES = 2_000_000  # a parsed value takes up to a hundred times its text, so bytes bound too little
+# A longer header is allowed only in proportion to the file, so that a short file cannot take seconds of parsing.
+FREE_HEADER_BYTES = 1 << 20
+MAX_HEADER_SHARE = 32
+# A bound on bytes is not enough: a parsed value takes up to a hundred times the memory of its text.
+MAX_JSON_VALUES = 2_000_000
 MAX_DIGITS = 20
 MAX_NAME_CHARS = 512
 MAX_RANK = 8
@@ -55,7 +57,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of itself, checked against its size."""
+    """The header of a safetensors file, checked against the file's size."""
 
     tensors: Mapping[str, TensorEntry]  # in the order of their bytes
     metadata: Mapping[str, str]
@@ -67,7 +69,7 @@ class Header:
 
 
 def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The header's bytes, padded with spaces so that the data section begins at a multiple of 4096."""
+    """Encode a header, padded with spaces so that the data section begins at a multiple of 4096."""
     document: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     for entry in entries:
         document[entry.name] = {
@@ -81,24 +83,29 @@ def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -
 
 
 def open_file(path: Path, where: str) -> int:
-    """A descriptor for reading; ArtifactError where there is no such file. A pipe does not block here."""
+    """Open a file for reading, without blocking on a pipe.
+
+    Raises:
+        ArtifactError: The file cannot be opened.
+    """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ArtifactError(f"{where}: {error.strerror}") from error
     except ValueError as error:
-        raise ArtifactError(f"{where}: {error}") from error  # a NUL in the name
+        # The name holds a NUL.
+        raise ArtifactError(f"{where}: {error}") from error
 
 
 def read_header(fd: int, where: str) -> Header:
     """Read and check the header of an open file.
 
     Args:
-        fd: a descriptor open for reading; its position is not moved.
-        where: what messages call the file.
+        fd: A descriptor open for reading; its position is not moved.
+        where: The file's name in messages.
 
     Raises:
-        ArtifactError: whatever is wrong with the file, in one line.
+        ArtifactError: The first defect of the file, in one line.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -106,7 +113,7 @@ def read_header(fd: int, where: str) -> Header:
     size = status.st_size
     if size < 8:
         raise ArtifactError(
-            f"{where}: {size} bytes are no safetensors file: it begins with an 8-byte header length"
+            f"{where}: {size} bytes are not a safetensors file, which begins with an 8-byte header length"
         )
     (length,) = struct.unpack("<Q", read_exactly(fd, 8, 0, where))
     limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
@@ -129,10 +136,10 @@ def read_header(fd: int, where: str) -> Header:
 
 
 def parse_verified_header(raw: bytes) -> Header:
-    """The header of a file that `read_header` has accepted before; nothing is checked again.
+    """Parse the header of a file that `read_header` accepted when it was published. Nothing is checked again.
 
     Args:
-        raw: the file's bytes up to its data section, verified against a digest that was taken then.
+        raw: The file's bytes before its data section, verified against the digests of its version record.
     """
     document = json.loads(raw[8:])
     metadata = document.pop(METADATA_KEY, {})
@@ -144,7 +151,11 @@ def parse_verified_header(raw: bytes) -> Header:
 
 
 def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
-    """Fill `target` from `offset` by pread; a short file is an ArtifactError, never a fault."""
+    """Fill `target` from byte `offset` of a file with `pread`.
+
+    Raises:
+        ArtifactError: The file is too short.
+    """
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], offset + done)
@@ -156,17 +167,17 @@ def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:
 
 
 def read_exactly(fd: int, num_bytes: int, offset: int, where: str) -> bytes:
-    """`num_bytes` bytes from `offset`; see `read_into`."""
+    """Read `num_bytes` bytes from byte `offset`; raises as `read_into` does."""
     content = bytearray(num_bytes)
     read_into(fd, memoryview(content), offset, where)
     return bytes(content)
 
 
 def parse_json(raw: bytes | str, where: str) -> Any:
-    """JSON in UTF-8 without duplicate keys, NaN, infinity, lone surrogates, or more values or nesting than is sound.
+    """Parse JSON in UTF-8; refuse duplicate keys, NaN, infinity, lone surrogates, and too many values or levels.
 
     Raises:
-        ArtifactError: it is anything else.
+        ArtifactError: The text is not such JSON.
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode()
@@ -175,7 +186,8 @@ def parse_json(raw: bytes | str, where: str) -> Any:
         document = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite, parse_int=_short
         )
-        if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a pair alone could be stored nowhere, nor be sent
+        # A lone surrogate cannot be encoded, so it could be neither stored nor sent.
+        if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ArtifactError(f"{where}: its JSON is nested too deeply") from error
@@ -194,7 +206,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{shown(text)} is no number that it may hold")
+    raise ValueError(f"the number {shown(text)} is not allowed")
 
 
 def _finite(text: str) -> float:

@@ -1,6 +1,6 @@
-"""Which tensors hold what: the names, places, dtypes and shapes that a manifest asks of a file's header. Reads no data.
+"""The layout check: tensor names, positions, dtypes and shapes of a file's header against its manifest. Reads no data.
 
-`Artifact.open` runs this check, so an opened artifact has every part that its manifest speaks of, in its form.
+`Artifact.open` runs it, so an opened artifact has every part that its manifest names, in the right dtype and shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from deltastore.format.header import ALIGNMENT, Header, TensorEntry
 from deltastore.format.parts import part_names
 from deltastore.format.signs import packed_width
 
-if TYPE_CHECKING:  # see `parts.py`
+# Importing the manifest imports pydantic.
+if TYPE_CHECKING:
     from deltastore.format.manifest import Manifest, TensorSpec
 
 TENSOR_ALIGNMENT = 16
@@ -24,24 +25,24 @@ FLOATS = ("F16", "BF16", "F32")
 
 
 def file_tensor(filename: str) -> str:
-    """The tensor that holds one of the variant's files."""
+    """Return the name of the tensor that holds one of the variant's files."""
     return f"file.{filename}"
 
 
 def padding_tensor(index: int) -> str:
-    """The tensor that fills the bytes up to the next aligned one; safetensors allows no holes."""
+    """Return the name of the tensor that pads up to the next aligned one; safetensors allows no holes."""
     return f"padding.{index}"
 
 
 def check_layout(header: Header, manifest: Manifest, where: str) -> None:
-    """Check that header and manifest speak of the same tensors, each aligned and in its form.
+    """Check that header and manifest name the same tensors, each aligned and of the right dtype and shape.
 
     Raises:
-        ArtifactError: the first defect, by tensor name.
+        ArtifactError: The first defect, with the tensor's name.
     """
     if header.data_start % ALIGNMENT:
         raise ArtifactError(
-            f"{where}: its data begins at {header.data_start}, which is no multiple of {ALIGNMENT}"
+            f"{where}: its data begins at {header.data_start}, which is not a multiple of {ALIGNMENT}"
         )
     tensors = _tensor_names(manifest, where)
     files = {file_tensor(name) for name in manifest.files}
@@ -59,7 +60,7 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
             _check_file(entry, where)
             device_bytes = min(device_bytes, entry.start)
         elif entry.start >= device_bytes:
-            raise ArtifactError(f"{where}: tensor {shown(entry.name)} lies behind the variant's files")
+            raise ArtifactError(f"{where}: tensor {shown(entry.name)} lies after the variant's files")
     if manifest.device_bytes != device_bytes:
         raise ArtifactError(
             f"{where}: device_bytes is {manifest.device_bytes} and its layout gives {device_bytes}"
@@ -69,7 +70,7 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
 
 
 def _tensor_names(manifest: Manifest, where: str) -> set[str]:
-    """Every tensor that the manifest's tensors and files ask for; no two may ask for the same one."""
+    """Return the names of all tensors of the manifest's specs; no name may be used twice, by a spec or a file."""
     counts = Counter(file_tensor(name) for name in manifest.files)
     names: set[str] = set()
     for name, spec in manifest.tensors.items():
@@ -86,7 +87,7 @@ def _check_padding(entry: TensorEntry, where: str) -> None:
         raise ArtifactError(f"{where}: tensor {shown(entry.name)} is not in its manifest")
     if entry.dtype != "U8" or not 0 < entry.num_bytes < TENSOR_ALIGNMENT:
         raise ArtifactError(
-            f"{where}: tensor {shown(entry.name)} is no padding of 1 to {TENSOR_ALIGNMENT - 1} bytes"
+            f"{where}: tensor {shown(entry.name)} is not a padding of 1 to {TENSOR_ALIGNMENT - 1} U8 bytes"
         )
 
 
@@ -100,7 +101,7 @@ def _check_file(entry: TensorEntry, where: str) -> None:
 
 
 def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> None:
-    """Every part has the dtype and shape that its spec implies."""
+    """Check that every part has the dtype and shape that its spec implies."""
     if 0 in (*spec.shape, spec.base_rows if spec.axis else 1):
         raise ArtifactError(
             f"{where}: tensor {shown(name)} has the empty shape {spec.shape} ({spec.added_rows} rows added)"
@@ -114,7 +115,7 @@ def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> Non
 
 
 def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
-    """The dtypes and the shape of each part of a coded matrix; the name is None where it has no such part."""
+    """Yield name, allowed dtypes and shape of each part of a coded matrix; the name of an absent part is None."""
     rows, in_features, parts = spec.base_rows, spec.shape[1], part_names(name, spec)
     for plane in parts.planes:
         yield plane.signs, ("U8",), (rows, packed_width(in_features))

@@ -1,6 +1,7 @@
-"""What an artifact says of itself: its base, the codec of every tensor, the settings and fidelity of its making.
+"""The manifest of an artifact: its base, the codec of every tensor, the compressor's settings and measured fidelity.
 
-Stored as JSON in the file's safetensors metadata; parsed strictly, because artifacts come from strangers.
+It is stored as JSON in the file's safetensors metadata and parsed strictly, because artifacts are untrusted. Must not
+know tensor bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_PLANES = 4
 
 
 def _small(facts: dict[str, Any]) -> dict[str, Any]:
-    """Free-form parts are kept in records and sent in replies, so they stay small and shallow."""
+    """Refuse free-form JSON that is deep or long: it is kept in version records and sent in replies."""
     level: list[Any] = [facts]
     for _ in range(MAX_FACTS_DEPTH):
         children = (value.values() if isinstance(value, dict) else value for value in level)
@@ -44,7 +45,7 @@ def _small(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _known_file(name: str) -> str:
     if name not in FILES:
-        raise ValueError(f"{shown(name)} is none of the files that a variant carries")
+        raise ValueError(f"{shown(name)} is not one of the files that an artifact may carry")
     return name
 
 
@@ -69,20 +70,19 @@ _Parsed = TypeVar("_Parsed", bound=_Strict)
 
 
 class TensorSpec(_Strict):
-    """How one tensor of the fine-tune is carried. A tensor that the base has unchanged has no spec at all."""
+    """The codec of one tensor of the fine-tune. A tensor that equals the base's has no spec."""
 
     codec: Literal["onebit", "whole"]
     shape: Annotated[list[Size], Field(max_length=MAX_RANK)]  # the fine-tune's own
-    axis: Literal["scalar", "out", "in", "both"] | None = None  # onebit: which scales there are
-    planes: Annotated[int, Field(ge=1, le=MAX_PLANES)] = 1  # onebit: how many sign planes are added up
-    rank: Size = 0  # onebit: of the low-rank residual that is added to them
-    added_rows: Size = 0  # onebit: how many last rows the base lacks; they are stored whole
-    against: Label | None = (
-        None  # onebit: the base tensor that the delta is taken from, where the name differs
-    )
-    num_zeros: Size = 0  # onebit: differences that were exactly zero
-    zeros: Literal["positive", "alternate", "fitted"] | None = None  # onebit: how those were coded
-    error: float | None = None  # onebit: Frobenius norm of (delta - coded delta) over that of the delta
+    # All fields below belong to the codec `onebit`.
+    axis: Literal["scalar", "out", "in", "both"] | None = None  # its scale vectors
+    planes: Annotated[int, Field(ge=1, le=MAX_PLANES)] = 1  # number of sign planes
+    rank: Size = 0  # of the low-rank residual; 0 if there is none
+    added_rows: Size = 0  # number of last rows that the base lacks; they are stored whole
+    against: Label | None = None  # the base tensor that the delta is taken from, if its name differs
+    num_zeros: Size = 0  # number of differences that are exactly zero
+    zeros: Literal["positive", "alternate", "fitted"] | None = None  # how their signs were chosen
+    error: float | None = None  # Frobenius norm of (delta - coded delta) over that of the delta
 
     @model_validator(mode="after")
     def _codec_has_its_fields(self) -> TensorSpec:
@@ -108,19 +108,21 @@ class TensorSpec(_Strict):
 
     @property
     def base_rows(self) -> int:
-        """Rows that are coded against the base."""
+        """The number of rows that are coded against the base's."""
         return self.shape[0] - self.added_rows
 
 
 class Manifest(_Strict):
-    """Everything about an artifact that is not tensor bytes."""
+    """All facts about an artifact beside its tensor bytes."""
 
     base_id: Label
     base_fingerprint: Digest
     method: Literal["scalar", "per-axis", "both"]
     tied: bool  # the output head is the input embedding
-    device_bytes: Size  # the data section up to here goes to the device; the variant's files follow
-    config: Facts  # the architecture's facts, which a delta cannot carry and the base must share
+    device_bytes: Size  # the first bytes of the data section go to the device; the variant's files follow
+    config: (
+        Facts  # the fine-tune's configuration, as `deltastore.base.base.architecture`; the base's must agree
+    )
     tensors: dict[str, TensorSpec]
     files: Annotated[list[Filename], Field(max_length=len(FILES))]
     compressor: Facts  # version and settings
@@ -133,12 +135,16 @@ class Manifest(_Strict):
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
-        """Parse a header's metadata; anything unexpected is an ArtifactError."""
+        """Parse a header's metadata.
+
+        Raises:
+            ArtifactError: It is of another format version, or its first defect.
+        """
         _check_format(metadata, where)
         where = f"{where}: manifest"
         document = parse_json(metadata[MANIFEST_KEY], where)
         if isinstance(document, dict) and isinstance(specs := document.get("tensors"), dict):
-            # One by one, because the library would first collect the defects of all of them.
+            # One by one, because pydantic would first collect the defects of all of them.
             document["tensors"] = {
                 name: _parse(TensorSpec, spec, where, name) for name, spec in specs.items()
             }
@@ -146,22 +152,24 @@ class Manifest(_Strict):
 
     @classmethod
     def from_verified_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
-        """The manifest of an artifact that `from_metadata` has accepted before: parsed, and little is checked.
+        """Parse the manifest of an artifact that `from_metadata` accepted when it was published.
 
         Raises:
-            ArtifactError: it was accepted by another version of Peraxis.
+            ArtifactError: It was accepted by another version of Peraxis.
         """
         _check_format(metadata, where)
         try:
             return cls.model_validate_json(metadata[MANIFEST_KEY])
         except ValidationError as error:
-            raise ArtifactError(f"{where}: its manifest is one of another version: compress again") from error
+            raise ArtifactError(
+                f"{where}: its manifest was written by another version of Peraxis: compress again"
+            ) from error
 
 
 def _check_format(metadata: Mapping[str, str], where: str) -> None:
     if FORMAT_KEY not in metadata or MANIFEST_KEY not in metadata:
         raise ArtifactError(
-            f"{where}: a safetensors file but no Peraxis artifact; make one with `peraxis compress`"
+            f"{where}: a safetensors file but not a Peraxis artifact; make one with `peraxis compress`"
         )
     if metadata[FORMAT_KEY] != str(FORMAT):
         raise ArtifactError(
@@ -171,7 +179,7 @@ def _check_format(metadata: Mapping[str, str], where: str) -> None:
 
 
 def _parse(model: type[_Parsed], value: Any, where: str, tensor: str | None = None) -> _Parsed:
-    """One object of the document, `tensor`'s or the whole, or an ArtifactError with its first defect."""
+    """Parse one object, the whole manifest or the spec of `tensor`; raise ArtifactError with its first defect."""
 
     def bad(what: str) -> ArtifactError:
         return ArtifactError(
@@ -179,12 +187,12 @@ def _parse(model: type[_Parsed], value: Any, where: str, tensor: str | None = No
         )
 
     if not isinstance(value, dict):
-        raise bad("it is no JSON object")
+        raise bad("it is not a JSON object")
     if unknown := sorted(value.keys() - model.model_fields.keys()):
         raise bad(f"it has the unknown field {shown(unknown[0])}")
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        raise bad(f"{place}{first['msg']}") from error
+        field = "".join(f"{part}: " for part in first["loc"])
+        raise bad(f"{field}{first['msg']}") from error

@@ -1,9 +1,9 @@
-"""The delta of one matrix: sign planes, and a low-rank residual where there is one. Knows arithmetic, nothing of files.
+"""The delta of one matrix: sign planes and an optional low-rank residual. Owns its arithmetic; must not know files.
 
 Weight = base + plane 0 + plane 1 + ... + left @ right
 
-A second plane codes what the first one loses, at one more bit per weight; a residual of rank r takes 16 bits for each
-of its ``r * (out + in)`` numbers.
+Each further plane codes the error of the planes before it, at one more bit per weight. A residual of rank r takes 16
+bits for each of its ``r * (out + in)`` numbers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,30 @@ from deltastore.format.onebit import Axis, OneBit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatrixDelta:
-    """What one matrix of the fine-tune adds to the base's, as it is stored."""
+    """The difference of one matrix from the base's, in its stored form.
+
+    Raises:
+        ValueError: Planes or factors do not fit each other.
+    """
 
     planes: tuple[OneBit, ...]  # one or more, of one shape and one axis
     left: Tensor | None = None  # [out, rank] float16
     right: Tensor | None = None  # [rank, in] float16
 
     def __post_init__(self) -> None:
-        assert len({(plane.axis, plane.out_features, plane.in_features) for plane in self.planes}) == 1
-        assert (self.left is None) == (self.right is None)
-        if self.left is not None and self.right is not None:
-            assert self.left.dtype == self.right.dtype == torch.float16
-            assert self.left.shape == (self.out_features, self.rank)
-            assert self.right.shape == (self.rank, self.in_features)
+        if len({(plane.axis, plane.out_features, plane.in_features) for plane in self.planes}) != 1:
+            raise ValueError("a matrix delta needs one or more planes of one axis and shape")
+        if self.left is None and self.right is None:
+            return
+        if self.left is None or self.right is None:
+            raise ValueError("a low-rank residual needs both factors")
+        shapes = (self.out_features, self.rank), (self.rank, self.in_features)
+        if (self.left.shape, self.right.shape) != shapes:
+            raise ValueError(
+                f"factors of shapes {list(self.left.shape)} and {list(self.right.shape)} do not fit"
+            )
+        if not self.left.dtype == self.right.dtype == torch.float16:
+            raise ValueError(f"factors are {self.left.dtype} and {self.right.dtype} and must be float16")
 
     @property
     def axis(self) -> Axis:
@@ -51,11 +62,11 @@ class MatrixDelta:
 
     @property
     def rank(self) -> int:
-        """Of the low-rank residual; 0 where there is none."""
+        """The rank of the low-rank residual; 0 if there is none."""
         return 0 if self.right is None else len(self.right)
 
     def dense(self, rows: slice = slice(None)) -> Tensor:  # [len(rows), in] float32
-        """The delta of the chosen rows as numbers: the planes in their order, then the residual."""
+        """Expand rows of the delta: the planes summed in order, then the residual."""
         delta = self.planes[0].dense(rows)
         for plane in self.planes[1:]:
             delta += plane.dense(rows)
@@ -65,8 +76,8 @@ class MatrixDelta:
     def add_residual(self, delta: Tensor, rows: slice) -> None:
         """Add ``left[rows] @ right`` to float32 `delta` ``[len(rows), in]`` in place, one rank after the other.
 
-        A product of two FP16 numbers is exact in float32, so each rank rounds once and in one place, with or without
-        fused instructions; a library's matrix product would round in an order of its own.
+        A product of two FP16 numbers is exact in float32, so each rank rounds once, with or without fused
+        multiply-add. A matrix product of torch would round in an order that depends on the machine.
         """
         if self.left is None or self.right is None:
             return
@@ -75,12 +86,12 @@ class MatrixDelta:
 
 
 def largest_of_plane(gain: float, scales: Iterable[Tensor]) -> float:
-    """What no number of a plane exceeds: the gain times the largest magnitude of each scale vector."""
+    """Bound the magnitudes of a plane: the gain times the largest magnitude of each scale vector."""
     for scale in scales:
         gain *= float(scale.abs().max())
     return gain
 
 
 def largest_of_residual(left: Tensor, right: Tensor) -> float:
-    """What no number of ``left @ right`` exceeds: over ranks, the sum of the products of their largest magnitudes."""
+    """Bound the magnitudes of ``left @ right``: the sum over ranks of the products of their largest magnitudes."""
     return float(left.abs().amax(0).double() @ right.abs().amax(1).double())

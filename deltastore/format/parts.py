@@ -1,4 +1,7 @@
-"""The parts of a coded matrix by what they are: as tensor names, as places in a file, as tensors. Reads nothing."""
+"""The parts of a coded matrix, generic in what stands for a part: a tensor name, a header entry or a tensor.
+
+Reads no data and must not import the manifest at run time.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-if TYPE_CHECKING:  # those who only read bytes need no manifest, nor what parses it
+# Importing the manifest imports pydantic, which readers of a slot's bytes do without.
+if TYPE_CHECKING:
     from deltastore.format.manifest import TensorSpec
 
 T = TypeVar("T")
@@ -15,7 +19,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class PlaneParts(Generic[T]):
-    """One sign plane."""
+    """The parts of one sign plane."""
 
     signs: T
     scale_out: T | None
@@ -23,15 +27,15 @@ class PlaneParts(Generic[T]):
     gain: T
 
     def all(self) -> list[T]:
-        """Those that there are, in the order of the file."""
+        """The parts that are present, in file order."""
         return _present((self.signs, self.scale_out, self.scale_in, self.gain))
 
     def scales(self) -> list[T]:
-        """The scale vectors that there are."""
+        """The scale vectors that are present."""
         return _present((self.scale_out, self.scale_in))
 
     def map(self, change: Callable[[T], U]) -> PlaneParts[U]:
-        """The same parts as something else."""
+        """Apply a function to every part that is present."""
         return PlaneParts(
             change(self.signs),
             None if self.scale_out is None else change(self.scale_out),
@@ -42,7 +46,7 @@ class PlaneParts(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class MatrixParts(Generic[T]):
-    """A whole coded matrix."""
+    """The parts of a coded matrix."""
 
     planes: tuple[PlaneParts[T], ...]
     left: T | None
@@ -50,7 +54,7 @@ class MatrixParts(Generic[T]):
     added: T | None
 
     def all(self) -> list[T]:
-        """Those that there are, in the order of the file."""
+        """The parts that are present, in file order."""
         return [
             *(part for plane in self.planes for part in plane.all()),
             *self.residual(),
@@ -58,15 +62,15 @@ class MatrixParts(Generic[T]):
         ]
 
     def residual(self) -> list[T]:
-        """Both factors of the low-rank residual, or nothing."""
+        """Both factors of the low-rank residual; empty if there is none."""
         return _present((self.left, self.right))
 
     def added_rows(self) -> list[T]:
-        """The rows that the base lacks, or nothing."""
+        """The rows that the base lacks; empty if there are none."""
         return _present((self.added,))
 
     def map(self, change: Callable[[T], U]) -> MatrixParts[U]:
-        """The same parts as something else."""
+        """Apply a function to every part that is present."""
         return MatrixParts(
             tuple(plane.map(change) for plane in self.planes),
             None if self.left is None else change(self.left),
@@ -76,7 +80,7 @@ class MatrixParts(Generic[T]):
 
 
 def part_names(name: str, spec: TensorSpec) -> MatrixParts[str]:
-    """The tensors that a coded matrix is stored as."""
+    """Return the names of the tensors that a coded matrix is stored as."""
     assert spec.axis is not None
     return MatrixParts(
         tuple(_plane_names(name if k == 0 else f"{name}.plane{k}", spec.axis) for k in range(spec.planes)),

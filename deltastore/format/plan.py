@@ -1,4 +1,4 @@
-"""The one-bit plan: the bytes that shapes give, without any weights. Sizes slots and answers `inspect --plan`."""
+"""The one-bit plan: a delta's bytes computed from tensor shapes alone. Sizes slots and answers `inspect --plan`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ FP16_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class OneBitPlan:
-    """Bytes of a delta of every tensor, beside the full checkpoint at 16 bits."""
+    """Bytes of a delta in which every tensor differs, and of the full checkpoint at 16 bits."""
 
     signs_bytes: int
     scales_bytes: int
     whole_bytes: int
-    device_bytes: int  # all of it, with every tensor's alignment
+    device_bytes: int  # the sum, with every tensor's alignment
     full_bytes: int
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the checkpoint at 16 bits."""
+        """Checkpoint bytes at 16 bits over delta bytes."""
         return self.full_bytes / self.device_bytes
 
 
 def is_matrix(name: str, shape: tuple[int, ...], *, embeddings: bool = True) -> bool:
-    """Whether a tensor is coded at one bit: a matrix, and no embedding or head where those stay whole."""
+    """True if a tensor is coded at one bit: a matrix, and not an embedding or head if those stay whole."""
     whole = not embeddings and name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
     return len(shape) == 2 and min(shape) > 1 and not whole
 
 
 def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = True) -> OneBitPlan:
-    """The plan for both scales per matrix; `embeddings` false keeps embeddings and head whole at 16 bits."""
+    """Plan one sign plane and both scales per matrix.
+
+    Args:
+        shapes: Every tensor's shape by name.
+        embeddings: False keeps embedding and output head whole at 16 bits.
+    """
     signs = scales = whole = device = full = 0
     for name, shape in shapes.items():
         numel = prod(shape)

@@ -1,4 +1,4 @@
-"""Sign masks packed eight to a byte. Knows bits and nothing of scales, files or models.
+"""Sign masks packed eight to a byte. Must not know scales, files or models.
 
 Bit i of byte j is input ``8j + i`` (least significant first); a set bit is +1, a clear bit -1; pad bits are 0.
 """
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def packed_width(in_features: int) -> int:
-    """Bytes that one output row of `in_features` signs takes."""
+    """Return the bytes of one output row of `in_features` signs."""
     return (in_features + 7) // 8
 
 
 def pack_signs(
     positive: Tensor,  # [out, in] bool, or a real dtype where > 0 means +1
 ) -> Tensor:  # [out, ceil(in / 8)] uint8
-    """Pack a sign mask row by row. What zero means is the caller's choice: pass a bool mask to decide it."""
+    """Pack a sign mask row by row. In a real dtype zero counts as -1; pass a bool mask to choose otherwise."""
     mask = positive if positive.dtype == torch.bool else positive > 0
     return torch.from_numpy(np.packbits(mask.numpy(), axis=-1, bitorder="little"))
 
@@ -41,7 +41,7 @@ def unpack_signs(
 
 
 def num_stray_bits(packed: Tensor, in_features: int) -> int:
-    """How many rows of `packed` have a pad bit set; a well-formed mask has none."""
+    """Count the rows of `packed` that have a pad bit set; a well-formed mask has none."""
     used = in_features % 8
     if used == 0:
         return 0

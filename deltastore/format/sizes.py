@@ -1,4 +1,4 @@
-"""Where an artifact's bytes go: by tensor, and by what they are for. Reads headers alone."""
+"""Bytes of an artifact by tensor and by kind of part. Reads headers alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("signs", "scales", "low_rank", "added", "whole", "files")
 
 
 def tensor_bytes(artifact: Artifact, name: str) -> dict[str, int]:
-    """Of one of the manifest's tensors, by KINDS without files; gains count as scales."""
+    """Return the bytes of one of the manifest's tensors by kind, without `files`. Gains count as scales."""
     sizes = dict.fromkeys(KINDS[:-1], 0)
     if artifact.manifest.tensors[name].codec == "whole":
         sizes["whole"] = artifact.header.tensors[name].num_bytes
@@ -26,7 +26,7 @@ def tensor_bytes(artifact: Artifact, name: str) -> dict[str, int]:
 
 
 def extra_bytes(artifact: Artifact, name: str) -> int:
-    """What a tensor takes beyond one sign plane and added rows."""
+    """Return the bytes of a tensor's further sign planes and its low-rank residual."""
     if artifact.manifest.tensors[name].codec == "whole":
         return 0
     parts = artifact.parts(name)
@@ -34,7 +34,7 @@ def extra_bytes(artifact: Artifact, name: str) -> int:
 
 
 def files_bytes(artifact: Artifact) -> int:
-    """Of the variant's files."""
+    """Return the bytes of the variant's files."""
     return _num_bytes(artifact.header.tensors[file_tensor(name)] for name in artifact.manifest.files)
 
 

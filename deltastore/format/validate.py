@@ -1,7 +1,7 @@
-"""Whether an opened artifact may be trusted: its numbers, and its fit to a base and to a slot. Changes nothing.
+"""Checks of an opened artifact: its numbers, and its fit to a base and to a slot. Changes nothing.
 
-Every check runs before an artifact is published, because what a slot holds is read by kernels that check nothing.
-`layout.py` has checked by then that the manifest describes the file.
+All of them run before an artifact is published, because kernels read a slot's bytes unchecked. `Artifact.open` has run
+the check of `layout.py` before.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import largest_of_plane, largest_of_residual
 from deltastore.format.signs import num_stray_bits, packed_width
 
-LARGEST_SCALE = 65504.0  # a delta beyond FP16's range is no fine-tune, and overflows activations
+# A delta beyond FP16's range overflows activations.
+LARGEST_SCALE = 65504.0
 
 
 def check_artifact(artifact: Artifact, where: str | None = None) -> None:
-    """Check every number that a kernel will read, without a base.
+    """Check every number that a kernel will read; needs no base.
 
     Raises:
-        ArtifactError: the first defect, by tensor name.
+        ArtifactError: The first defect, with the tensor's name.
     """
     where = where or artifact.where
     for name, spec in artifact.manifest.tensors.items():
@@ -36,11 +37,11 @@ def check_artifact(artifact: Artifact, where: str | None = None) -> None:
 
 
 def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None:
-    """Check that the artifact was made from this base and that its shapes are the base's.
+    """Check that the artifact was made from this base and that its shapes fit the base's.
 
     Raises:
-        BaseMismatch: made from another base, or for another architecture.
-        ArtifactError: from this base by its fingerprint, but with tensors that do not fit it.
+        BaseMismatch: It was made from another base, or for another architecture.
+        ArtifactError: The fingerprint is this base's, but a tensor does not fit it.
     """
     where, manifest = where or artifact.where, artifact.manifest
     if manifest.base_fingerprint != base.fingerprint:
@@ -51,7 +52,8 @@ def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None
     if different := different_facts(manifest.config, base.config):
         raise BaseMismatch(
             f"{where}: its configuration differs from the base's in {', '.join(map(shown, different[:3]))}"
-            f"{' and more' if len(different) > 3 else ''}, which a delta cannot carry"
+            f"{' and more' if len(different) > 3 else ''}, which a delta cannot change: compress a fine-tune "
+            "with the base's configuration"
         )
     for name, spec in manifest.tensors.items():
         _check_against(name, spec, base, where)
@@ -59,7 +61,11 @@ def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None
 
 
 def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) -> None:
-    """Refuse what no slot can hold: ArtifactTooLarge."""
+    """Check that a slot can hold the artifact.
+
+    Raises:
+        ArtifactTooLarge: It needs more than `slot_bytes` on the device.
+    """
     if artifact.manifest.device_bytes > slot_bytes:
         raise ArtifactTooLarge(
             f"{where or artifact.where}: it needs {artifact.manifest.device_bytes} bytes on the device and a slot has "
@@ -68,7 +74,7 @@ def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) ->
 
 
 def _check_range(artifact: Artifact, name: str, where: str) -> None:
-    """Every number is finite, and all planes and the residual add up to no more than FP16's range."""
+    """Check that every number is finite and that the planes and the residual sum to at most FP16's range."""
     parts, largest = artifact.parts(name), 0.0
     scales = [scale for plane in parts.planes for scale in plane.scales()]
     for entry in (*scales, *parts.residual(), *parts.added_rows()):
@@ -85,14 +91,15 @@ def _check_range(artifact: Artifact, name: str, where: str) -> None:
 
 def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
     if spec.shape[1] % 8 == 0:
-        return  # no pad bits, and every other bit is a sign
+        # There are no pad bits, and any other bit is a valid sign.
+        return
     for plane in artifact.parts(name).planes:
         if rows := _num_stray_rows(artifact, plane.signs, spec.shape[1]):
             raise ArtifactError(f"{where}: {rows} rows of tensor {shown(plane.signs.name)} have pad bits set")
 
 
 def _num_stray_rows(artifact: Artifact, signs: TensorEntry, in_features: int) -> int:
-    """Rows with a pad bit set: each row's last byte, a few megabytes of rows at a time."""
+    """Count the rows with a pad bit set, reading 4 MiB of rows at a time and looking at each row's last byte."""
     width, start, rows = packed_width(in_features), 0, 0
     for block in artifact.blocks(signs):
         last = block[(width - 1 - start) % width :: width]
@@ -108,10 +115,11 @@ def _check_finite(artifact: Artifact, tensor_name: str, where: str) -> None:
 
 
 def _check_against(name: str, spec: TensorSpec, base: Base, where: str) -> None:
-    """The tensor changes one that the base has, in the base's shape; only a vocabulary may be longer."""
+    """Check that the base has the tensor in the same shape; only embedding and head may be longer."""
     source, vocabulary = name, name in (base.embedding, base.head)
     if base.head is None and base.embedding is not None and name.endswith(HEAD_SUFFIXES):
-        source, vocabulary = base.embedding, True  # the fine-tune has untied its head
+        # The fine-tune has untied its head.
+        source, vocabulary = base.embedding, True
     if spec.codec == "onebit" and (spec.against or name) != source:
         raise ArtifactError(
             f"{where}: tensor {shown(name)} is against {shown(spec.against or name)} and must be against "
@@ -136,7 +144,7 @@ def _check_against(name: str, spec: TensorSpec, base: Base, where: str) -> None:
 
 
 def _check_head(manifest: Manifest, base: Base, where: str) -> None:
-    """A tied head is nowhere stored, and one of its own ends where the embedding ends."""
+    """Check that a tied head is not stored, and that a separate head adds as many rows as the embedding."""
     head = next((name for name in manifest.tensors if name.endswith(HEAD_SUFFIXES)), base.head)
     if manifest.tied and head is not None:
         raise ArtifactError(

@@ -1,7 +1,7 @@
-"""The registry read from end to end and compared with itself: bytes, digests, records, states, names.
+"""The check of a whole registry: bytes, digests, records, states and names, each against the others.
 
-A finding is something that crashes cannot explain. What they can, gc removes: that is a note. Changes nothing
-and takes no lock, so a server goes on meanwhile; what looks lost is looked at again before it is reported.
+A finding is damage that no crash explains; a note is a leftover of a crash, which gc removes. The check changes nothing
+and takes no lock, so servers go on meanwhile. A missing object is looked for again before it is reported.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
 VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{re.escape(STATE)}|{LOCK}")
-FOREIGN = re.compile(
-    r"lost\+found|\.nfs[0-9a-f]+|\.snapshot"
-)  # what file systems put into a volume themselves
+# Names that file systems create themselves.
+FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a file, or about a file that should be there."""
+    """A problem with a file, or with a file that is missing."""
 
     path: Path
     problem: str
@@ -50,10 +49,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check read and found."""
+    """The result of a check."""
 
     findings: tuple[Finding, ...]
-    notes: tuple[Finding, ...]  # harmless: gc or an upload puts them right
+    notes: tuple[Finding, ...]  # harmless: gc or another upload resolves them
     num_objects: int
     num_versions: int
 
@@ -63,7 +62,7 @@ class CheckReport:
 
 
 def check(root: Path, objects: Objects, storage: Storage) -> CheckReport:
-    """Read every file of a registry; seconds per gigabyte."""
+    """Read and check every file of a registry. Takes seconds per gigabyte."""
     checker = _Checker(root, objects, storage)
     checker.check_names()
     checker.check_variants()
@@ -87,7 +86,7 @@ class _Checker:
         self.num_objects = 0
 
     def check_names(self) -> None:
-        """No file lies where none of ours belongs."""
+        """Report files that the registry's layout has no place for."""
         root, variants = self._root, self._root / "variants"
         self._check_folder(root, lambda entry: entry.name in (LAYOUT if entry.is_dir() else [OBJECTS_LOCK]))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
@@ -100,7 +99,7 @@ class _Checker:
             self._check_folder(directory.path, lambda entry: _is_file(entry, VARIANT_FILE))
 
     def check_variants(self) -> None:
-        """Every record and state can be read, and they agree with each other."""
+        """Report records and states that cannot be read or contradict each other."""
         for directory in directories(self._root / "variants", self._storage):
             try:
                 history = directory.history()
@@ -112,19 +111,20 @@ class _Checker:
                 self._check_record(directory, number, history.state.is_live(number))
 
     def check_objects(self) -> None:
-        """Every object has the bytes that its name, and the records that refer to it, promise."""
+        """Report objects whose bytes do not match their name or the records that refer to them."""
         for digest in self._objects.digests():
             path = self._objects.path(digest)
             if self._objects.is_quarantined(digest):
                 self._note(path, "quarantined, so never served: gc removes it")
                 continue
-            with contextlib.suppress(FileNotFoundError):  # collected, or quarantined, while we looked
+            # It may be collected or quarantined meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 found = hash_file(path)
                 self._seen.add(digest)
                 self._check_object(path, digest, found)
 
     def check_missing(self) -> None:
-        """Every live version has an object, or is known to have lost it."""
+        """Report live versions whose object is neither stored nor quarantined."""
         for directory, record in self.versions:
             if record.digest in self._seen:
                 continue
@@ -135,7 +135,7 @@ class _Checker:
                 self._find(path, f"its object {record.digest} is missing: upload the artifact again")
 
     def check_leftovers(self) -> None:
-        """What a crash left behind is told, as it takes space."""
+        """Note the files that crashes left behind, because they take space."""
         for partial in sorted((self._root / "uploads").glob(f"*{PARTIAL}")):
             with contextlib.suppress(FileNotFoundError), abandoned(partial) as is_abandoned:
                 if is_abandoned:
@@ -152,7 +152,7 @@ class _Checker:
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if not is_known(entry) and not FOREIGN.fullmatch(entry.name):
-                    self._find(folder / entry.name, "the registry knows no such file: move it away")
+                    self._find(folder / entry.name, "not a file of the registry: move it away")
 
     def _check_state(self, directory: VariantDirectory, history: History) -> None:
         state, numbers = history.state, set(history.numbers)
@@ -168,7 +168,8 @@ class _Checker:
         try:
             record = directory.record(number)
         except RegistryError as error:
-            report = self._find if is_live else self._note  # nothing reads a deleted version's record
+            # A deleted version's record is never read.
+            report = self._find if is_live else self._note
             report(directory.record_path(number), error)
         else:
             if is_live:
@@ -192,7 +193,8 @@ class _Checker:
         try:
             return directory.state().is_live(number)
         except RegistryError:
-            return False  # nobody knows, and the state itself is a finding already
+            # The damaged state is a finding of its own.
+            return False
 
     def _find(self, path: Path, problem: object) -> None:
         self.findings.append(Finding(path, str(problem).removeprefix(f"{path}: ")))

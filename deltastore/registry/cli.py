@@ -1,4 +1,4 @@
-"""The commands `peraxis registry ls|gc|check`: work on a registry's directory, server or no server."""
+"""The commands `peraxis registry ls|gc|check`. They work on the registry's directory and need no server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 @app.command()
 def ls(registry: Directory, as_json: Json = False) -> None:
-    """List every variant and its versions; the active one has a star."""
+    """List every variant and its versions; a star marks the active one."""
     opened = _open(registry)
     variants = opened.variants()
     if as_json:
@@ -47,7 +47,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove objects that no version refers to, and what crashes left behind."""
+    """Remove objects that no version refers to, and leftovers of crashes."""
     report = _open(registry).gc(dry_run=dry_run)
     if as_json:
         _print_json(asdict(report))
@@ -57,7 +57,7 @@ def gc(
 
 @app.command()
 def check(registry: Directory, as_json: Json = False) -> None:
-    """Read and verify everything; exits with 1 where something is wrong."""
+    """Read and verify every file; exit with 1 if something is wrong."""
     report = _open(registry).check()
     if as_json:
         _print_json(_check_json(report))
@@ -68,11 +68,10 @@ def check(registry: Directory, as_json: Json = False) -> None:
 
 
 def _open(path: Path) -> Registry:
-    if not (
-        path / "variants"
-    ).is_dir():  # opening would make one, and a mistyped path would look like an empty registry
+    # Registry() would create a missing directory, so that a mistyped path would look like an empty registry.
+    if not (path / "variants").is_dir():
         raise UsageError(
-            f"{path} is no registry: name the directory that `peraxis serve --registry` was given"
+            f"{path} is not a registry: give the directory that `peraxis serve --registry` was given"
         )
     return Registry(path)
 

@@ -1,6 +1,6 @@
-"""Garbage: what no live version refers to, and what crashes left. Knows what may go, and when nothing may.
+"""Garbage collection of a registry: objects without a live version, and leftovers of crashes.
 
-The caller holds the objects' lock exclusively, so no publication is between its object and its record.
+The caller holds the objects lock exclusively, so no publication has stored its object but not yet its record.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from deltastore.registry.variants import directories
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was removed, or would be."""
+    """What a collection removed, or with `dry_run` would remove."""
 
     objects: tuple[str, ...]  # digests
     num_partials: int  # abandoned uploads
-    num_leftovers: int  # other files that a crash kept from being removed
+    num_leftovers: int  # other files that a crash left behind
     bytes_freed: int
     dry_run: bool
 
 
 def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) -> GcReport:
-    """Remove garbage, or only say what it is.
+    """Remove garbage, or with `dry_run` only report it.
 
     Raises:
-        RegistryError: a damaged record or state hides what it refers to; nothing was removed.
+        RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
     """
     try:
         needed = referenced(root, storage)
@@ -44,7 +44,7 @@ def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) ->
     leftovers = [objects.evidence_path(digest) for digest in (needed - marked) & set(objects.evidence())]
     leftovers += [objects.path(digest) for digest in needed & marked & set(objects.digests())]
     leftovers += temporaries(objects.quarantine_directory)
-    files = [place for digest in digests for place in (objects.path(digest), objects.evidence_path(digest))]
+    files = [path for digest in digests for path in (objects.path(digest), objects.evidence_path(digest))]
     freed = _size([*files, *leftovers])
     if not dry_run:
         objects.remove(digests)
@@ -56,7 +56,11 @@ def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) ->
 
 
 def referenced(root: Path, storage: Storage) -> set[str]:
-    """The digests of all live versions; RegistryError where a damaged file hides some."""
+    """Return the digests of all live versions.
+
+    Raises:
+        RegistryError: A record or state is damaged, so some are unknown.
+    """
     needed = set()
     for directory in directories(root / "variants", storage):
         needed |= {directory.record(number).digest for number in directory.history().live}
@@ -64,14 +68,15 @@ def referenced(root: Path, storage: Storage) -> set[str]:
 
 
 def temporaries(directory: Path) -> list[Path]:
-    """Files in a directory that were to get their real names in the next moment."""
+    """List a directory's temporary files, which a crash kept from getting their final names."""
     return [path for path in sorted(directory.iterdir()) if path.name.endswith(TEMPORARY)]
 
 
 @contextlib.contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
-    """Whether no upload writes this partial file; none can begin to while the block runs."""
-    writable = os.access(path, os.W_OK)  # which some network file systems want for a lock
+    """Yield True if no upload writes this partial file; none can begin to while the block runs."""
+    # Some network file systems lock only files that are open for writing.
+    writable = os.access(path, os.W_OK)
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         try:

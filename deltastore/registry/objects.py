@@ -1,7 +1,7 @@
-"""Artifacts at rest: `objects/<digest>`, and `quarantine/` for corrupt ones. Knows no names or versions.
+"""The stored artifacts: `objects/<digest>`, and corrupt ones in `quarantine/`. Must not know variants or versions.
 
-A digest is quarantined exactly while its mark `quarantine/<digest>.json` exists; wherever the bytes are then,
-they are not served. Changes happen under the registry's objects lock, which the caller holds.
+A digest is quarantined while its mark `quarantine/<digest>.json` exists; its bytes are then not served, wherever they
+are. The corrupt bytes, `quarantine/<digest>`, are called evidence. The caller holds the registry's objects lock.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MARK = ".json"
 
 
 class Usage(NamedTuple):
-    """How full the registry is."""
+    """The registry's counts and sizes."""
 
     num_objects: int
     num_bytes: int  # of the objects
-    free_bytes: int  # of the file system, as far as this user may fill it
+    free_bytes: int  # of the file system, for this user
     num_quarantined: int
 
 
 class Objects:
-    """The registry's artifacts by digest, 64 lowercase hex digits everywhere."""
+    """The registry's artifacts by digest: SHA-256 as 64 lowercase hex digits."""
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self.directory = root / "objects"
@@ -43,31 +43,32 @@ class Objects:
         return self.directory / _checked(digest)
 
     def evidence_path(self, digest: str) -> Path:
-        """Where the corrupt bytes lie after a quarantine."""
+        """The path of the corrupt bytes after a quarantine."""
         return self.quarantine_directory / _checked(digest)
 
     def mark_path(self, digest: str) -> Path:
         return self.quarantine_directory / f"{_checked(digest)}{MARK}"
 
     def put(self, sealed: SealedUpload) -> None:
-        """Give a sealed upload its place, durably.
+        """Move a sealed upload to its final path, durably, and end a quarantine of its digest.
 
-        An object that is already there is replaced by the same bytes, freshly written: whether an older
-        file's fsync and blocks were good nobody knows, of these we do. Its readers keep the file that they
-        have open. A quarantine of the digest ends.
+        An object of the same digest is replaced: these bytes are known to be written and synced, those of the older
+        file are not. Its readers keep the file that they have open.
         """
         self._storage.rename(sealed.path, self.path(sealed.digest))
         self._storage.fsync_dir(self.directory)
         if self.is_quarantined(sealed.digest):
             self._remove(self.mark_path(sealed.digest))
-        self._storage.fsync_dir(self.quarantine_directory)  # also for a mark that somebody else just removed
+        # Unconditionally: another process may have removed the mark without a sync.
+        self._storage.fsync_dir(self.quarantine_directory)
         self._remove(self.evidence_path(sealed.digest))
 
     def quarantine(self, digest: str, reason: str) -> None:
         """Mark a digest as corrupt, durably, and move its bytes out of the way."""
         mark = json.dumps({"digest": digest, "reason": reason}).encode()
         self._storage.replace(self.mark_path(digest), mark)
-        with contextlib.suppress(FileNotFoundError):  # the object may be missing altogether, or moved already
+        # The object may be missing, or moved already.
+        with contextlib.suppress(FileNotFoundError):
             self._storage.rename(self.path(digest), self.evidence_path(digest))
         self._storage.fsync_dir(self.quarantine_directory)
         self._storage.fsync_dir(self.directory)
@@ -76,27 +77,27 @@ class Objects:
         return self.mark_path(digest).exists()
 
     def reason(self, digest: str) -> str:
-        """Why a digest is quarantined. A mark that cannot be read is still a mark."""
+        """Return why a digest is quarantined. An unreadable mark still quarantines."""
         try:
             return str(json.loads(self.mark_path(digest).read_bytes())["reason"])
         except (OSError, ValueError, LookupError, TypeError):
             return "its mark cannot be read"
 
     def digests(self) -> Iterator[str]:
-        """Every file in `objects/` that is named like a digest, quarantined or not."""
+        """Yield the name of every file in `objects/` that is a digest, quarantined or not."""
         return _names(self.directory, DIGEST)
 
     def marked(self) -> Iterator[str]:
-        """Every quarantined digest."""
+        """Yield every quarantined digest."""
         for name in _names(self.quarantine_directory, re.compile(DIGEST.pattern + re.escape(MARK))):
             yield name.removesuffix(MARK)
 
     def evidence(self) -> Iterator[str]:
-        """Every digest whose corrupt bytes are kept."""
+        """Yield every digest whose corrupt bytes are kept."""
         return _names(self.quarantine_directory, DIGEST)
 
     def remove(self, digests: list[str]) -> None:
-        """Remove objects, evidence and marks, durably; a mark goes only after the bytes that it warns of."""
+        """Remove objects, evidence and marks, durably; each mark after the bytes that it quarantines."""
         for digest in digests:
             self._remove(self.path(digest))
             self._remove(self.evidence_path(digest))
@@ -106,7 +107,7 @@ class Objects:
         self._storage.fsync_dir(self.quarantine_directory)
 
     def discard(self, digest: str) -> None:
-        """Remove an object that nobody was told of; should it come back, collection takes it. A mark stays."""
+        """Remove an object whose publication failed, without a sync: gc removes it if it reappears. A mark stays."""
         self._remove(self.path(digest))
 
     def usage(self) -> Usage:
@@ -121,7 +122,7 @@ class Objects:
 
 
 def file_size(path: Path) -> int | None:
-    """Bytes of a file, or None where there is none (any more)."""
+    """Return the bytes of a file; None if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -134,5 +135,5 @@ def _names(directory: Path, pattern: re.Pattern[str]) -> Iterator[str]:
 
 def _checked(digest: str) -> str:
     if not DIGEST.fullmatch(digest):
-        raise UsageError(f"{digest!r} is no digest: 64 lowercase hex digits, without a prefix")
+        raise UsageError(f"{digest!r} is not a digest: give 64 lowercase hex digits without a prefix")
     return digest

@@ -1,7 +1,6 @@
-"""What the registry writes down about a variant: its version records and its state, as values and as JSON.
+"""Version records and the state of a variant, as values and as JSON, and the rules of names. Must not touch files.
 
-Pure: knows the rules of names and versions, and no files. A record never changes once it is published; the
-state is the only thing of a variant that does.
+A published record never changes; the state is the only part of a variant that does.
 """
 
 from __future__ import annotations
@@ -16,9 +15,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from deltastore.errors import ArtifactError, RegistryError, UsageError
 
-PUBLIC = "public"  # the tenant whose variants everybody may use
-RESERVED = ("base", "other")  # the base model, and the metrics' label for what is too much
-MAX_FIDELITY_BYTES = 1 << 20  # every look at a version reads it
+# The tenant whose variants every tenant may use.
+PUBLIC = "public"
+# The base model's name, and the metrics' label for variants beyond the limit of labels.
+RESERVED = ("base", "other")
+# The report is read with every read of its version record.
+MAX_FIDELITY_BYTES = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 T = TypeVar("T")
@@ -29,7 +31,7 @@ Version = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class ArtifactFacts:
-    """What the one who checked an artifact found in it."""
+    """Facts about an artifact that its checks have read, to be stored in the version record."""
 
     data_start: int  # bytes before the data section
     device_bytes: int  # bytes of the data section that a device needs
@@ -57,13 +59,13 @@ class VersionRecord:
     method: str
     fidelity: dict[str, Any]
     activate: bool  # published to become the active version
-    format: Literal[1] = 1  # of the record; another one is refused, not guessed at
+    format: Literal[1] = 1  # of the record; any other is refused
 
     def to_json(self) -> bytes:
-        """The record as it is stored.
+        """Encode the record as it is stored.
 
         Raises:
-            ArtifactError: its fidelity report, which comes from a stranger, could not be read back.
+            ArtifactError: Its fidelity report, which is untrusted, is too long or could not be read back.
         """
         try:
             size = len(_encode(self.fidelity))
@@ -80,10 +82,10 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class VariantState:
-    """Which version was chosen, and which are gone.
+    """The chosen version of a variant and its deleted versions.
 
-    The active version is the newest one after `as_of` that was published to become active, else `active`; so
-    a publication is one new file, and needs no second step here that a crash could fall before.
+    The active version is the newest one after `as_of` whose record has `activate`, else `active`. So a publication is
+    one new file and needs no second step that a crash could prevent.
     """
 
     __pydantic_config__ = ConfigDict(strict=True)
@@ -98,7 +100,7 @@ class VariantState:
         return version > self.deleted_through and version not in self.deleted
 
     def newest_known(self) -> int:
-        """No version up to this one is ever given out again, whatever became of its record."""
+        """The highest version number that the state mentions; numbers up to it are never assigned again."""
         return max(self.as_of, self.deleted_through, *self.deleted, 0)
 
     def to_json(self) -> bytes:
@@ -110,22 +112,34 @@ _STATE = TypeAdapter(VariantState)
 
 
 def parse_record(raw: bytes, where: str) -> VersionRecord:
-    """A stored record; RegistryError says what is wrong with it."""
+    """Parse a stored record.
+
+    Raises:
+        RegistryError: Its first defect.
+    """
     return _parse(_RECORD, raw, where)
 
 
 def parse_state(raw: bytes, where: str) -> VariantState:
-    """A stored state; RegistryError says what is wrong with it."""
+    """Parse a stored state.
+
+    Raises:
+        RegistryError: Its first defect.
+    """
     return _parse(_STATE, raw, where)
 
 
 def is_name(text: str) -> bool:
-    """Whether a tenant or a variant may be called so; no such name can leave its directory."""
+    """True if a tenant or variant may have this name. No such name is a path out of its directory."""
     return NAME.fullmatch(text) is not None
 
 
 def check_names(tenant: str, name: str) -> None:
-    """UsageError unless a variant may be published under these."""
+    """Check that a variant may be published under these names.
+
+    Raises:
+        UsageError: A name has other characters than are allowed, or is reserved.
+    """
     for kind, text in (("tenant", tenant), ("variant", name)):
         if not is_name(text):
             raise UsageError(
@@ -145,5 +159,5 @@ def _parse(adapter: TypeAdapter[T], raw: bytes, where: str) -> T:
         return adapter.validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise RegistryError(f"{where}: {place}: {first['msg']}") from error
+        field_name = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise RegistryError(f"{where}: {field_name}: {first['msg']}") from error

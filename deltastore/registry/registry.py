@@ -1,8 +1,8 @@
-"""The registry: a directory of artifacts, and of the variants whose versions they are. The only door to it.
+"""The registry: a directory of artifacts and of the variants whose versions they are. Its class is the only way in.
 
-Knows what may be done and in which order it becomes durable. Knows nothing of HTTP, keys, devices or what an
-artifact means. Locks are taken in one order: the objects' lock (shared to publish, exclusive to remove), then
-a variant's own.
+Owns which changes are allowed and in which order they become durable. Must not know HTTP, keys, devices or an
+artifact's contents. Locks are taken in one order: the objects lock (shared to publish, exclusive to remove), then the
+variant's own.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What became of an upload."""
+    """The result of publishing an upload."""
 
     record: VersionRecord
-    created: bool  # False: the variant had these bytes already, as this version
+    created: bool  # False if the variant had a live version of these bytes, which is then `record`
     active_version: int | None
 
 
 class Registry:
     """Variants and artifacts under one directory, which any number of servers may share.
 
-    Every method raises StorageFull or RegistryError where the disk refuses. A change that returned survives a
-    crash; one that raised may have happened whole or not at all, and may be tried again.
+    Every method raises StorageFull or RegistryError if the disk fails. A change that returned survives a crash. A
+    change that raised happened entirely or not at all, and may be retried.
     """
 
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
-        """Open a registry; make its directories where they are missing."""
+        """Open a registry and create its missing directories."""
         self.root = root.absolute()
         self._storage = storage or Storage()
         self._objects = Objects(self.root, self._storage)
@@ -58,19 +58,19 @@ class Registry:
             self._make_layout()
 
     def open_upload(self, max_bytes: int | None) -> Upload:
-        """An upload to be used in a `with` block, inside which it is written, sealed and published."""
+        """Begin an upload. Use it as a context manager; write, seal and publish it inside the block."""
         return Upload(self.root, self._storage, max_bytes)
 
     def publish(
         self, sealed: SealedUpload, facts: ArtifactFacts, *, tenant: str, name: str, activate: bool = True
     ) -> Publication:
-        """Make a sealed upload the next version of a variant, in one atomic step.
+        """Publish a sealed upload as the next version of a variant, in one atomic step.
 
-        A live version of this variant that has the same bytes is returned instead, and is not activated.
+        If a live version of this variant has the same bytes, it is returned instead and not activated.
 
         Raises:
-            UsageError: a name that no variant may have.
-            ArtifactError: facts that cannot be stored.
+            UsageError: A name is not allowed.
+            ArtifactError: The facts cannot be stored.
         """
         check_names(tenant, name)
         directory = self._directory(tenant, name)
@@ -85,7 +85,11 @@ class Registry:
                 raise
 
     def variant(self, tenant: str, name: str) -> Variant:
-        """The tenant's own variant of this name. VariantNotFound where it has no live version."""
+        """Return the tenant's own variant of this name.
+
+        Raises:
+            VariantNotFound: It has no live version.
+        """
         directory = self._readable(tenant, name)
         with explained(self.root):
             history = directory.history()
@@ -94,7 +98,7 @@ class Registry:
             return directory.variant(history)
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
-        """Every variant, or a tenant's own; one whose files are damaged is left out and logged."""
+        """Return every variant, or only a tenant's own. A variant with damaged files is left out and logged."""
         found = []
         with explained(self.root):
             for directory in directories(self.root / "variants", self._storage, tenant):
@@ -103,20 +107,23 @@ class Registry:
                     if history.live:
                         found.append(directory.variant(history))
                 except VariantNotFound:
-                    continue  # deleted while we looked
+                    # It was deleted meanwhile.
+                    continue
                 except RegistryError as error:
                     log.error("variant %s/%s is left out: %s", directory.tenant, directory.name, error)
         return found
 
     def resolve(self, tenant: str, name: str, version: int | None = None) -> VersionRecord:
-        """The version that a request gets: the tenant's own variant of this name hides a public one.
+        """Return the version that a request means. A tenant's own variant hides a public one of the same name.
 
         Args:
-            version: a number pins that version; None takes the active one.
+            tenant: The tenant of the request.
+            name: The variant's name.
+            version: The number of a pinned version; None for the active one.
 
         Raises:
-            VariantNotFound: no such variant or version that this tenant may use, or none is active.
-            VariantQuarantined: its object was found corrupt.
+            VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
+            VariantQuarantined: Its object was found corrupt.
         """
         with explained(self.root):
             for owner in dict.fromkeys((tenant, PUBLIC)):
@@ -133,7 +140,12 @@ class Registry:
         raise directory.not_found()
 
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
-        """Make a version the active one: promote or roll back. Refuses one that is quarantined."""
+        """Make a version the active one, to promote or roll back.
+
+        Raises:
+            VariantNotFound: There is no such live version.
+            VariantQuarantined: Its object was found corrupt.
+        """
         with self._changed(tenant, name) as directory:
             history = directory.history()
             if version not in history.live:
@@ -144,10 +156,11 @@ class Registry:
             return record
 
     def delete(self, tenant: str, name: str, version: int | None = None) -> None:
-        """Delete a version that is not active, or the whole variant. gc frees the bytes; numbers stay used.
+        """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
 
         Raises:
-            UsageError: the version is the active one.
+            VariantNotFound: There is no such live variant or version.
+            UsageError: The version is the active one.
         """
         with self._changed(tenant, name) as directory:
             if version is None:
@@ -165,11 +178,11 @@ class Registry:
             directory.set_state(VariantState(active, history.newest, deleted, history.state.deleted_through))
 
     def object_path(self, digest: str) -> Path:
-        """Where an artifact's bytes are; read them with length checks, never through a mapping."""
+        """Return the path of an artifact's bytes. Read them with length checks; do not map the file."""
         return self._objects.path(digest)
 
     def quarantine(self, digest: str, reason: str) -> None:
-        """Stop serving a corrupt object, and keep it as evidence. Uploading its bytes again heals it."""
+        """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it."""
         with explained(self.root), self._objects_locked(exclusive=True):
             self._objects.quarantine(digest, reason)
 
@@ -181,25 +194,26 @@ class Registry:
             return self._objects.usage()
 
     def gc(self, *, dry_run: bool = False) -> GcReport:
-        """Remove objects that no live version has, and what crashes left.
+        """Remove objects without a live version, and leftovers of crashes.
 
         Raises:
-            RegistryError: a damaged record or state hides what it refers to; nothing was removed.
+            RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
         with explained(self.root), self._objects_locked(exclusive=True):
             return collect(self.root, self._objects, self._storage, dry_run=dry_run)
 
     def check(self) -> CheckReport:
-        """Read everything and compare it. Takes no lock, so it stops nobody; changes nothing."""
+        """Read and check every file. Takes no lock and changes nothing, so servers go on meanwhile."""
         with explained(self.root):
             return check(self.root, self._objects, self._storage)
 
     def _make_layout(self) -> None:
         for name in LAYOUT:
             self._storage.make_dirs(self.root / name)
-        # Also where they existed: the process that made them may have died before its own fsync.
+        # Existing directories too: the process that made them may have died before its fsync.
         self._storage.fsync_dir(self.root)
-        with contextlib.suppress(PermissionError):  # then an administrator made the root, and not just now
+        # Without the right to open the parent, this user did not create the root either.
+        with contextlib.suppress(PermissionError):
             self._storage.fsync_dir(self.root.parent)
 
     def _publish(
@@ -222,16 +236,17 @@ class Registry:
             fidelity=dict(facts.fidelity),
             activate=activate,
         )
-        record.to_json()  # what cannot be stored is refused before the object is
+        # Refuse a record that cannot be stored before its object is stored.
+        record.to_json()
         self._objects.put(sealed)
         if known is None:
             record = directory.add(record)
         else:
-            directory.settle()
+            directory.sync_names()
         return Publication(record, known is None, directory.active(directory.history()))
 
     def _withdraw(self, digest: str) -> None:
-        """Free what a failed publication put into `objects/`: a full disk needs it. Others may use it though."""
+        """Remove the object of a failed publication, which a full disk needs, unless a live version uses it."""
         with contextlib.suppress(OSError, RegistryError), self._objects_locked(exclusive=True, wait=False):
             if self._objects.is_quarantined(digest) or digest not in referenced(self.root, self._storage):
                 self._objects.discard(digest)
@@ -239,7 +254,8 @@ class Registry:
     def _delete_all(self, directory: VariantDirectory) -> None:
         try:
             history = directory.history()
-        except RegistryError:  # the state is damaged, and this is the way out
+        except RegistryError:
+            # Deleting the whole variant is the way out of a damaged state.
             history = History(VariantState(), directory.numbers())
         if not history.live:
             raise directory.not_found()
@@ -257,7 +273,8 @@ class Registry:
     def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:
         directory = self._readable(tenant, name)
         with explained(self.root), directory.locked():
-            directory.settle()  # so that no answer, a refusal included, rests on what a failed change left unsynced
+            # An answer, a refusal included, must not rest on names that a failed change left unsynced.
+            directory.sync_names()
             yield directory
 
     @contextlib.contextmanager

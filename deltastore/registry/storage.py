@@ -1,8 +1,8 @@
-"""The only code that changes a registry's files. Knows paths, descriptors and locks; nothing of variants.
+"""The only code that changes a registry's files: paths, descriptors and locks. Must not know variants.
 
-Each method of `Storage` down to `unlink` is one change that a crash can fall before or after, so a test that
-replaces the class can stop the world between any two. What is durable: a file's bytes after `fsync`, a name
-after `fsync_dir` of its directory. Reads go straight to the operating system.
+Each method of `Storage` down to `unlink` is one change on disk, so a test that replaces the class can crash between any
+two changes. A file's bytes are durable after `fsync`, a name after `fsync_dir` of its directory. Reads do not go
+through this class.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ SYNC_FILE_RANGE_WRITE = 2
 
 
 class Storage:
-    """Changes on disk. Every method raises OSError as the operating system gave it."""
+    """Changes on disk. Every method raises the operating system's OSError."""
 
     def make_dir(self, path: Path) -> None:
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """A new file, open for reading and writing; FileExistsError where the name is taken."""
+        """Create a file and open it for reading and writing. Raises FileExistsError if the name is taken."""
         return os.open(path, FLAGS | os.O_EXCL, 0o666)
 
     def open_lock(self, path: Path) -> int:
-        """A lock's empty file, made when it is missing. It holds nothing, so losing it costs nothing."""
+        """Open the empty file of a lock, created if missing. It needs no sync, because it holds no data."""
         return os.open(path, FLAGS, 0o666)
 
     def write(self, fd: int, data: memoryview) -> None:
@@ -46,7 +46,7 @@ class Storage:
             data = data[os.write(fd, data) :]
 
     def begin_writeback(self, fd: int, start: int, num_bytes: int) -> None:
-        """Let the kernel begin to write bytes to the disk, so that `fsync` finds less to wait for; promises nothing."""
+        """Make the kernel begin writing bytes to the disk, so that a later `fsync` waits less. Guarantees nothing."""
         if SYNC_FILE_RANGE is not None:
             SYNC_FILE_RANGE(fd, start, num_bytes, SYNC_FILE_RANGE_WRITE)
 
@@ -61,30 +61,29 @@ class Storage:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; replaces a target."""
+        """Rename a file atomically; an existing target is replaced."""
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """A second name for a file, atomically; FileExistsError where the name is taken."""
+        """Give a file a second name atomically. Raises FileExistsError if the name is taken."""
         os.link(source, target)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
     def make_dirs(self, path: Path) -> None:
-        """Make a directory and its missing parents, each durable before the next."""
+        """Create a directory and its missing parents, each durable before the next."""
         if path.is_dir():
             return
         self.make_dirs(path.parent)
-        with contextlib.suppress(
-            FileExistsError
-        ):  # another server was faster: its name may still need the fsync
+        # If another server created it first, its name may still need the sync below.
+        with contextlib.suppress(FileExistsError):
             self.make_dir(path)
         self.fsync_dir(path.parent)
 
     @contextlib.contextmanager
     def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
-        """A durable file of `data` under a temporary name, which is gone after the block."""
+        """Write `data` durably to a file with a temporary name, which is removed after the block."""
         path = directory / f".{secrets.token_hex(8)}{TEMPORARY}"
         fd = self.create(path)
         try:
@@ -99,20 +98,21 @@ class Storage:
                 self.unlink(path)
 
     def replace(self, path: Path, data: bytes) -> None:
-        """Give a file new contents in one atomic step that is durable on return."""
+        """Replace a file's contents in one atomic step that is durable on return."""
         with self.temporary(path.parent, data) as temporary:
             self.rename(temporary, path)
         self.fsync_dir(path.parent)
 
     @contextlib.contextmanager
     def locked(self, path: Path, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
-        """Hold a lock against other threads, processes and servers. BlockingIOError where it may not wait."""
+        """Hold a lock against other threads, processes and servers. Raises BlockingIOError if it must not wait."""
         fd = self.open_lock(path)
         try:
             flock(fd, exclusive=exclusive, wait=wait)
             yield
         finally:
-            os.close(fd)  # releases
+            # Closing releases the lock.
+            os.close(fd)
 
 
 def flock(fd: int, *, exclusive: bool, wait: bool) -> None:
@@ -122,7 +122,7 @@ def flock(fd: int, *, exclusive: bool, wait: bool) -> None:
 
 @contextlib.contextmanager
 def explained(root: Path) -> Iterator[None]:
-    """Turn the operating system's errors inside the block into ours, which name the place and the way out."""
+    """Turn an OSError inside the block into StorageFull or RegistryError, which name the path and the way out."""
     try:
         yield
     except OSError as error:

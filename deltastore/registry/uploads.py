@@ -1,7 +1,6 @@
-"""An artifact while it arrives: one partial file, hashed as it is written. Knows no names or versions.
+"""An upload in progress: one partial file, hashed as it is written. Must not know variants or versions.
 
-An upload holds a lock on its partial file, so that collection can tell one in progress from what a crash
-left.
+An upload holds a lock on its partial file; gc tells it by this lock from one that a crash left behind.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WRITEBACK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class SealedUpload:
-    """A complete upload whose bytes are durable; it lives as long as the upload's `with` block."""
+    """A complete upload whose bytes are durable. Its file is removed at the end of the upload's `with` block."""
 
     path: Path
     digest: str  # 64 lowercase hex digits
@@ -33,7 +32,7 @@ class SealedUpload:
 
 
 class ChunkedDigest:
-    """SHA-256 of a stream of bytes: of the whole, and of every 4 MiB chunk."""
+    """SHA-256 of a stream of bytes, as a whole and per 4 MiB chunk."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -44,11 +43,11 @@ class ChunkedDigest:
     def update(self, data: memoryview) -> None:
         self._whole.update(data)
         while data:
-            room = CHUNK_BYTES - self.num_bytes % CHUNK_BYTES
-            part, data = data[:room], data[room:]
+            missing = CHUNK_BYTES - self.num_bytes % CHUNK_BYTES
+            part, data = data[:missing], data[missing:]
             self._chunk.update(part)
             self.num_bytes += len(part)
-            if len(part) == room:
+            if len(part) == missing:
                 self._chunks.append(self._chunk.hexdigest())
                 self._chunk = hashlib.sha256()
 
@@ -61,7 +60,7 @@ class ChunkedDigest:
 
 
 class Upload:
-    """Write, seal, publish, all inside its `with` block; leaving it removes whatever was not published."""
+    """A context manager around one upload: write, seal, publish. Leaving it removes an unpublished file."""
 
     def __init__(self, root: Path, storage: Storage, max_bytes: int | None) -> None:
         self._root = root
@@ -70,7 +69,8 @@ class Upload:
         self._hash = ChunkedDigest()
         self._sealed: SealedUpload | None = None
         self._broken = False
-        self._written_back = 0  # bytes that the kernel was asked to write to the disk
+        # Bytes that the kernel was asked to write to the disk.
+        self._written_back = 0
 
     def __enter__(self) -> Upload:
         with explained(self._root):
@@ -81,9 +81,8 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with contextlib.suppress(
-                OSError
-            ):  # published, so moved away; or left for collection, which takes it
+            # The file was moved by a publication, or it stays and gc removes it.
+            with contextlib.suppress(OSError):
                 self._storage.unlink(self._path)
         finally:
             os.close(self._fd)
@@ -97,8 +96,10 @@ class Upload:
         """Append bytes.
 
         Raises:
-            ArtifactTooLarge: they would make the upload larger than `max_bytes`; none of them is written.
-            StorageFull: no room.
+            ArtifactTooLarge: The upload would exceed `max_bytes`; none of the bytes is written.
+            StorageFull: The disk is full.
+            UsageError: The upload is sealed.
+            RegistryError: An earlier write or sync failed.
         """
         data = memoryview(chunk).cast("B")
         if self._max_bytes is not None and self.num_bytes + len(data) > self._max_bytes:
@@ -107,7 +108,8 @@ class Upload:
                 "compress it with a smaller budget, or raise the server's limit"
             )
         self._check_open()
-        self._broken = True  # until the write has succeeded: bytes after a failed one would leave a hole
+        # Until the write has succeeded: writing on after a failed write would leave a hole.
+        self._broken = True
         with explained(self._root):
             self._storage.write(self._fd, data)
             self._begin_writeback(self.num_bytes + len(data))
@@ -115,9 +117,16 @@ class Upload:
         self._hash.update(data)
 
     def seal(self) -> SealedUpload:
-        """Make the bytes durable and give the file its digest. Nothing can be written afterwards."""
+        """Make the bytes durable and compute the digest. Nothing can be written afterwards.
+
+        Raises:
+            StorageFull: The disk is full.
+            UsageError: The upload is sealed already.
+            RegistryError: The sync, or an earlier write, failed.
+        """
         self._check_open()
-        self._broken = True  # a failed fsync is not tried again: the second call would succeed on lost pages
+        # A failed fsync is not retried: the second call would succeed although pages are lost.
+        self._broken = True
         with explained(self._root):
             self._storage.fsync(self._fd)
         self._broken = False
@@ -125,7 +134,7 @@ class Upload:
         return self._sealed
 
     def _begin_writeback(self, end: int) -> None:
-        """Keep the disk busy while bytes arrive: one fsync of gigabytes at the end would wait for all of them."""
+        """Start writing to the disk while bytes arrive, so that the fsync at the end does not wait for gigabytes."""
         if end - self._written_back >= WRITEBACK_BYTES:
             self._storage.begin_writeback(self._fd, self._written_back, end - self._written_back)
             self._written_back = end
@@ -148,4 +157,5 @@ def _create_locked(directory: Path, storage: Storage) -> tuple[int, Path]:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # collection took the file between its creation and its lock: begin again
+        # gc removed the file between its creation and its lock: begin again.
+        os.close(fd)

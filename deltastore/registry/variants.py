@@ -1,7 +1,7 @@
-"""The directories `variants/<tenant>/<name>/`: read what stands there, add a version, replace the state.
+"""The directories `variants/<tenant>/<name>/`: read records and state, add a version, replace the state.
 
-Knows files and their order of writing. What a request or a caller may do is the registry's business. Nothing
-is kept in memory, so that every server on a shared volume sees what the others acknowledged.
+Owns the files and the order in which they are written; `registry.py` decides which changes are allowed. Nothing is
+cached, so that every server on a shared volume sees what the others acknowledged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORD = re.compile(r"([1-9][0-9]{0,17})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant as it is now."""
+    """A variant and its versions at one moment."""
 
     tenant: str
     name: str
@@ -34,7 +34,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Which versions a variant has, by number; the records are read one by one, when needed."""
+    """A variant's version numbers and state. Records are read one by one, on demand."""
 
     state: VariantState
     numbers: tuple[int, ...]  # ascending, of every record, deleted or not
@@ -45,12 +45,12 @@ class History:
 
     @property
     def newest(self) -> int:
-        """The newest version number ever given out; 0 before the first."""
+        """The newest version number ever assigned; 0 before the first."""
         return max(self.state.newest_known(), *self.numbers, 0)
 
 
 class VariantDirectory:
-    """One variant's files. Changes happen under its lock, which the caller holds."""
+    """One variant's files. The caller holds `locked` around changes."""
 
     def __init__(self, root: Path, tenant: str, name: str, storage: Storage) -> None:
         self.tenant = tenant
@@ -63,19 +63,20 @@ class VariantDirectory:
 
     @contextlib.contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Be the only one who changes this variant. VariantNotFound where it never had a version."""
-        if not self.path.is_dir():  # which is never removed, so that numbers are never given out again
+        """Hold the variant's lock. Raises VariantNotFound if it never had a version, BlockingIOError without `wait`."""
+        # A variant's directory is never removed, so that version numbers are never assigned again.
+        if not self.path.is_dir():
             raise self.not_found()
         with self._storage.locked(self.path / LOCK, exclusive=True, wait=wait):
             yield
 
     def history(self) -> History:
-        """The state first, then the names: a version published in between only makes the names newer."""
+        """Read the state, then the names, so that a version published in between is only missed by the state."""
         state = self.state()
         return History(state, self.numbers())
 
     def numbers(self) -> tuple[int, ...]:
-        """The number of every record, deleted or not, ascending."""
+        """Return the number of every record, deleted or not, ascending."""
         try:
             names = os.listdir(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +84,7 @@ class VariantDirectory:
         return tuple(sorted(int(found[1]) for name in names if (found := RECORD.fullmatch(name))))
 
     def state(self) -> VariantState:
-        """The stored state; the initial one where there is none."""
+        """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged."""
         path = self.path / STATE
         try:
             return parse_state(path.read_bytes(), str(path))
@@ -93,7 +94,7 @@ class VariantDirectory:
             raise RegistryError(f"{error}: restore the file, or delete the variant {self.name!r}") from error
 
     def record(self, number: int) -> VersionRecord:
-        """A version's record. VariantNotFound where there is none, RegistryError where it is damaged."""
+        """Read a version's record. Raises VariantNotFound if there is none, RegistryError if it is damaged."""
         path = self.record_path(number)
         try:
             record = parse_record(path.read_bytes(), str(path))
@@ -111,7 +112,7 @@ class VariantDirectory:
         return self.path / f"{number}.json"
 
     def active(self, history: History) -> int | None:
-        """The active version's number, if there is one."""
+        """Return the active version's number; None if no version is active."""
         for number in reversed(history.live):
             if number <= history.state.as_of:
                 break
@@ -124,39 +125,39 @@ class VariantDirectory:
         return Variant(self.tenant, self.name, records, self.active(history))
 
     def find(self, history: History, digest: str) -> VersionRecord | None:
-        """The newest live version that has these bytes."""
+        """Return the newest live version that has these bytes; None if there is none."""
         records = (self.record(number) for number in reversed(history.live))
         return next((record for record in records if record.digest == digest), None)
 
     def add(self, record: VersionRecord) -> VersionRecord:
-        """Publish a record in one atomic step, under the next number where a lockless server took its own."""
+        """Publish a record in one atomic step; under the next number if a server without the lock took its own."""
         with self._storage.temporary(self.path, record.to_json()) as temporary:
             try:
                 self._storage.link(temporary, self.record_path(record.version))
             except FileExistsError:
                 return self.add(replace(record, version=record.version + 1))
-        self.settle()
+        self.sync_names()
         return record
 
     def set_state(self, state: VariantState) -> None:
-        """Replace the state in one atomic step; the directories above must be settled already."""
+        """Replace the state in one atomic step. `sync_names` must have run before."""
         self._storage.replace(self.path / STATE, state.to_json())
 
-    def settle(self) -> None:
-        """Make the names down to this directory's files durable, whichever process wrote them and died."""
+    def sync_names(self) -> None:
+        """Sync the directories down to this one, so that names written by a process that died are durable."""
         for directory in (self.path, self.path.parent, self.path.parent.parent):
             self._storage.fsync_dir(directory)
 
     def not_found(self, number: int | None = None) -> VariantNotFound:
         if number is None:
-            return VariantNotFound(f"there is no variant {self.name!r}: list what there is, or push it first")
+            return VariantNotFound(f"there is no variant {self.name!r}: list the variants, or push it first")
         return VariantNotFound(
             f"variant {self.name!r} has no version {number}: list its versions, or leave the number out"
         )
 
 
 def directories(root: Path, storage: Storage, tenant: str | None = None) -> Iterator[VariantDirectory]:
-    """Every variant's directory, in the order of tenants and names, also those without a live version."""
+    """Yield every variant's directory, sorted by tenant and name, those without a live version included."""
     for owner in [tenant] if tenant is not None else subdirectories(root):
         if is_name(owner):
             for name in subdirectories(root / owner):
@@ -165,7 +166,7 @@ def directories(root: Path, storage: Storage, tenant: str | None = None) -> Iter
 
 
 def subdirectories(path: Path) -> list[str]:
-    """Names of the directories in a directory, sorted; none where there is no such directory."""
+    """Return the sorted names of a directory's subdirectories; empty if it does not exist."""
     try:
         with os.scandir(path) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())

@@ -133,7 +133,7 @@ def shard_of(directory: Path, number: int) -> Path:
             lambda d: (d / "config.json").unlink(),
             r"config\.json: No such file or directory: the checkpoint is",
         ),
-        (lambda d: (d / "config.json").write_text("[]"), "it holds no JSON object"),
+        (lambda d: (d / "config.json").write_text("[]"), "it is not a JSON object"),
         (lambda d: (d / "config.json").write_text("{"), "its JSON cannot be read"),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "its JSON cannot be read"),
         (lambda d: (d / INDEX_FILE).unlink(), r"save the model as safetensors with save_pretrained"),
@@ -153,13 +153,13 @@ def shard_of(directory: Path, number: int) -> Path:
         (lambda d: save_file({"a": torch.ones(1).to(torch.float8_e5m2)}, shard_of(d, 2)), "'a' is F8_E5M2"),
         (
             lambda d: point_elsewhere(d, "../whole/model.safetensors"),
-            "is no safetensors file of this directory",
+            "is not a safetensors file of this directory",
         ),
         (
             lambda d: point_elsewhere(d, "/etc/passwd"),
-            "'/etc/passwd' is no safetensors file of this directory",
+            "'/etc/passwd' is not a safetensors file of this directory",
         ),
-        (lambda d: point_elsewhere(d, ".."), "'..' is no safetensors file of this directory"),
+        (lambda d: point_elsewhere(d, ".."), "'..' is not a safetensors file of this directory"),
         (lambda d: point_elsewhere(d, "a\0.safetensors"), "null byte"),
         (lambda d: point_elsewhere(d, "x" * 5000 + ".safetensors"), "File name too long"),
     ],
@@ -354,5 +354,5 @@ def test_a_configuration_of_an_unknown_model_is_taken_as_it_is() -> None:
 
 
 def test_a_configuration_that_the_library_refuses_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: the library refuses it: .*hidden_size"):
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it: .*hidden_size"):
         architecture({"model_type": "llama", "hidden_size": "wide"})

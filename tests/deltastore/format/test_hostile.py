@@ -179,7 +179,7 @@ def test_a_gain_that_nobody_checked_is_no_assertion(good: bytes, tmp_path: Path)
     path = tmp_path / "a"
     path.write_bytes(hostile.change(good))
     name = "model.layers.0.self_attn.k_proj.weight"
-    with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match="is no power of two"):
+    with Artifact.open(path) as artifact, pytest.raises(ArtifactError, match="is not a power of two"):
         artifact.onebit(name)
 
 

@@ -238,8 +238,8 @@ def _named(name: str) -> Change:
 
 
 HEADERS = [
-    Hostile("empty", lambda raw: b"", "0 bytes are no safetensors file"),
-    Hostile("seven bytes", lambda raw: raw[:7], "7 bytes are no safetensors file"),
+    Hostile("empty", lambda raw: b"", "0 bytes are not a safetensors file"),
+    Hostile("seven bytes", lambda raw: raw[:7], "7 bytes are not a safetensors file"),
     Hostile("a picture", lambda raw: b"\x89PNG\r\n\x1a\n" + raw, "header claims 727905341920923785 bytes"),
     Hostile("a zip archive", lambda raw: b"PK\x03\x04\x14\x00\x08\x08" + raw, "not a safetensors file"),
     Hostile(
@@ -277,10 +277,10 @@ HEADERS = [
         lambda raw: assemble('{"' + "k" * 9999 + '":1,"' + "k" * 9999 + '":1}'),
         "stands twice",
     ),
-    Hostile("NaN", _entry_text("shape", "[NaN]"), "'NaN' is no number"),
-    Hostile("infinity", _entry_text("shape", "[-Infinity]"), "'-Infinity' is no number"),
-    Hostile("a float without end", _entry_text("shape", "[1e999]"), "'1e999' is no number"),
-    Hostile("5000 digits", _entry_text("shape", f"[{'9' * 5000}]"), "is no number"),
+    Hostile("NaN", _entry_text("shape", "[NaN]"), "the number 'NaN' is not allowed"),
+    Hostile("infinity", _entry_text("shape", "[-Infinity]"), "the number '-Infinity' is not allowed"),
+    Hostile("a float without end", _entry_text("shape", "[1e999]"), "the number '1e999' is not allowed"),
+    Hostile("5000 digits", _entry_text("shape", f"[{'9' * 5000}]"), "is not allowed"),
     Hostile(
         "metadata that is null",
         with_header(lambda h: h.update(__metadata__=None)),

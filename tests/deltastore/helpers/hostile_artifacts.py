@@ -25,7 +25,9 @@ from tests.helpers.tiny_artifact import BOTH, EMBEDDING, IN, NORM, SCALAR, UNCHA
 HEAD = "lm_head.weight"
 LAYOUTS = [
     Hostile(
-        "data elsewhere", lambda raw: assemble(*take_apart(raw), alignment=16), "which is no multiple of 4096"
+        "data elsewhere",
+        lambda raw: assemble(*take_apart(raw), alignment=16),
+        "which is not a multiple of 4096",
     ),
     Hostile(
         "file named twice",
@@ -70,7 +72,7 @@ LAYOUTS = [
     Hostile(
         "files before tensors",
         with_parts(lambda parts: parts.__setitem__(slice(0, 0), [parts.pop(-2), parts.pop(-1)])),
-        "lies behind the variant's files",
+        "lies after the variant's files",
     ),
     Hostile(
         "not aligned",
@@ -80,12 +82,12 @@ LAYOUTS = [
     Hostile(
         "long padding",
         with_parts(lambda parts: parts.append(Part("padding.999", "U8", [16], bytes(16)))),
-        "'padding.999' is no padding of 1 to 15 bytes",
+        "'padding.999' is not a padding of 1 to 15 U8 bytes",
     ),
     Hostile(
         "empty padding",
         with_parts(lambda parts: parts.append(Part("padding.999", "U8", [0], b""))),
-        "'padding.999' is no padding of 1 to 15 bytes",
+        "'padding.999' is not a padding of 1 to 15 U8 bytes",
     ),
     Hostile(
         "padding by another name",
@@ -155,7 +157,7 @@ F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
 NUMBERS = [
     *(
-        Hostile(f"gain {gain}", with_values(f"{SCALAR}.gain", [gain], F32), "is no power of two")
+        Hostile(f"gain {gain}", with_values(f"{SCALAR}.gain", [gain], F32), "is not a power of two")
         for gain in (0.0, -0.0, -0.5, 3.0, INF, -INF, NAN, 2.0**-127, 2.0**-149, 1.0000001)
     ),
     Hostile(

@@ -16,9 +16,9 @@ from tests.helpers.tiny_artifact import BOTH, EMBEDDING, NORM
 LONG = "x" * 1_000_000
 
 MANIFESTS = [
-    Hostile("no metadata", with_header(lambda h: h.pop("__metadata__")), "no Peraxis artifact"),
-    Hostile("plain safetensors", lambda raw: assemble("{}"), "no Peraxis artifact"),
-    Hostile("no manifest", with_header(lambda h: h["__metadata__"].pop(MANIFEST_KEY)), "no Peraxis artifact"),
+    Hostile("no metadata", with_header(lambda h: h.pop("__metadata__")), "not a Peraxis artifact"),
+    Hostile("plain safetensors", lambda raw: assemble("{}"), "not a Peraxis artifact"),
+    Hostile("no manifest", with_header(lambda h: h["__metadata__"].pop(MANIFEST_KEY)), "not a Peraxis artifact"),
     Hostile(
         "format 2", with_header(lambda h: h["__metadata__"].update({FORMAT_KEY: "2"})), "artifact format '2'"
     ),
@@ -28,19 +28,23 @@ MANIFESTS = [
     Hostile(
         "manifest that is no JSON", with_manifest_text(lambda t: t[:-1]), "manifest: its JSON cannot be read"
     ),
-    Hostile("manifest that is a list", with_manifest_text(lambda t: "[]"), "manifest: it is no JSON object"),
+    Hostile(
+        "manifest that is a list", with_manifest_text(lambda t: "[]"), "manifest: it is not a JSON object"
+    ),
     Hostile(
         "deep manifest",
         with_manifest_text(lambda t: "[" * 100_000),
         "manifest: its JSON is nested too deeply",
     ),
     Hostile(
-        "manifest with NaN", with_manifest_text(lambda t: t.replace("0.25", "NaN")), "'NaN' is no number"
+        "manifest with NaN",
+        with_manifest_text(lambda t: t.replace("0.25", "NaN")),
+        "the number 'NaN' is not allowed",
     ),
     Hostile(
         "manifest with 1e999",
         with_manifest_text(lambda t: t.replace("0.25", "1e999")),
-        "'1e999' is no number",
+        "the number '1e999' is not allowed",
     ),
     Hostile(
         "manifest key twice", with_manifest_text(lambda t: '{"tied":true,' + t[1:]), "key 'tied' stands twice"
@@ -119,7 +123,7 @@ MANIFESTS = [
     Hostile(
         "spec that is text",
         with_manifest(lambda m: m["tensors"].update({NORM: "whole"})),
-        "it is no JSON object",
+        "it is not a JSON object",
     ),
     Hostile("unknown codec", with_spec(NORM, codec="pickle"), "codec: Input should be 'onebit' or 'whole'"),
     Hostile(
@@ -155,22 +159,22 @@ MANIFESTS = [
     Hostile(
         "path as a file",
         with_manifest(lambda m: m.update(files=["../../etc/passwd"])),
-        "'../../etc/passwd' is none of the files",
+        "'../../etc/passwd' is not one of the files",
     ),
     Hostile(
         "absolute path as a file",
         with_manifest(lambda m: m.update(files=["/etc/passwd"])),
-        "'/etc/passwd' is none of",
+        "'/etc/passwd' is not one of",
     ),
     Hostile(
         "NUL in a file",
         with_manifest(lambda m: m.update(files=["vocab.txt\0"])),
-        "'vocab.txt\\x00' is none of",
+        "'vocab.txt\\x00' is not one of",
     ),
     Hostile(
         "code as a file",
         with_manifest(lambda m: m["files"].append("modeling.py")),
-        "'modeling.py' is none of the files",
+        "'modeling.py' is not one of the files",
     ),
     Hostile(
         "too many files",

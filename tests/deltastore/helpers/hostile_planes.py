@@ -69,7 +69,7 @@ PLANES = [
     Hostile(
         "gain of the last plane",
         with_values(f"{IN}.plane3.gain", [3.0], F32),
-        "plane3.gain' is no power of two",
+        "plane3.gain' is not a power of two",
     ),
     Hostile(
         "NaN in a later plane",

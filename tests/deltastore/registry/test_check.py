@@ -97,19 +97,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a foreign file among the objects": (
         lambda root: (root / "objects" / "README").write_text(""),
         "objects/README",
-        "no such file",
+        "not a file of the registry",
     ),
     "a foreign file among the records": (
         lambda root: (root / HOME / "01.json").write_text("{}"),
         f"{HOME}/01.json",
-        "no such file",
+        "not a file of the registry",
     ),
     "a file where a tenant should be": (
         lambda root: (root / "variants" / "acme").write_text(""),
         "variants/acme",
-        "no such file",
+        "not a file of the registry",
     ),
-    "a foreign directory": (lambda root: (root / "backup").mkdir(), "backup", "no such file"),
+    "a foreign directory": (lambda root: (root / "backup").mkdir(), "backup", "not a file of the registry"),
 }
 
 

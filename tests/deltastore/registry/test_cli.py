@@ -96,7 +96,7 @@ def test_a_directory_that_is_no_registry_is_a_wrong_argument_and_stays_untouched
     command: str, tmp_path: Path, capsys: Output
 ) -> None:
     assert run(["registry", command, "--registry", str(tmp_path)]) == 2
-    assert f"{tmp_path} is no registry" in capsys.readouterr().err
+    assert f"{tmp_path} is not a registry" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -207,7 +207,7 @@ def test_reserved_names_are_refused(name: str, registry: Registry) -> None:
 
 @pytest.mark.parametrize("digest", ["", "../objects.lock", "A" * 64, "sha256:" + "a" * 64, "a" * 64 + "\n"])
 def test_an_object_is_asked_for_by_bare_lowercase_digits_only(digest: str, registry: Registry) -> None:
-    with pytest.raises(UsageError, match="is no digest"):
+    with pytest.raises(UsageError, match="is not a digest"):
         registry.object_path(digest)
 
 

@@ -15,7 +15,7 @@ from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
-    from compressor.planning import Needs
+    from compressor.planning.requirements import Requirements
 
 SAMPLES, PAPER_RATE = 256, 1e-4  # where the user gives none
 FITTING, PAPER = "Fitting to text", "The paper's recipe"
@@ -243,11 +243,13 @@ def _refuse_idle(solver: str, given: Mapping[str, bool]) -> None:
         raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {solver} with it")
 
 
-def _print_plan(needs: Needs, as_json: bool) -> None:
+def _print_plan(requirements: Requirements, as_json: bool) -> None:
+    from compressor.planning.rendering import requirements_as_json, requirements_lines
+
     if as_json:
-        _print_json(needs.as_json())
+        _print_json(requirements_as_json(requirements))
         return
-    for line in needs.lines():
+    for line in requirements_lines(requirements):
         print(line)
 
 

@@ -44,4 +44,8 @@ class CompressConfig:
     def settings(self) -> dict[str, Any]:
         """What changes the artifact's bytes beside the two checkpoints."""
         settings = {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
-        return settings if self.training is None else settings | self.training.settings(self.method)
+        if self.training is None:
+            return settings
+        from compressor.fitting.strategies import strategy_of  # brings transformers, which takes seconds
+
+        return settings | strategy_of(self.training, self.method).settings()

@@ -22,7 +22,8 @@ from compressor.io.pair_coding import PairCoding, changed_names, delta_tensors
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.side_files import own_files
 from compressor.io.sources import checkpoint_directory
-from compressor.planning import Needs, check_memory, disk_bytes, needs
+from compressor.planning.checks import check_memory
+from compressor.planning.requirements import Requirements, disk_bytes, requirements_of
 from compressor.report import Report, check_report, write_report
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def compress(config: CompressConfig) -> CompressResult:
     )
 
 
-def plan(config: CompressConfig) -> Needs:
+def plan(config: CompressConfig) -> Requirements:
     """Return the memory, time and disk that `compress` will take.
 
     Reads headers only, except that an adapter is merged.
@@ -105,7 +106,7 @@ def plan(config: CompressConfig) -> Needs:
     with finetune_directory(config.finetune, base_directory) as directory:
         base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
         pairs = pair_up(base, finetune)
-        return needs(config, pairs, _coded_names(config, pairs), own_files(base, finetune))
+        return requirements_of(config, pairs, _coded_names(config, pairs), own_files(base, finetune))
 
 
 def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str, Sequence[Tensor]]:
@@ -154,7 +155,7 @@ def _report(config: CompressConfig, directory: Path, pairs: Pairs, unseen: Seque
 
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
     with Artifact.open(config.out) as artifact:
-        device = torch.device("cpu") if config.training is None else config.training.place()
+        device = torch.device("cpu") if config.training is None else config.training.torch_device()
         base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
         shown = examples(base, pairs.finetune, delta, unseen[:NUM_EXAMPLES], device)
         write_report(directory, Report.of(pairs.base, pairs.finetune, artifact, shown, finetune_id))
@@ -166,6 +167,7 @@ def _fit(
     """Fit the deltas of the matrices that differ to calibration text."""
     # Deferred, because it imports transformers, which takes seconds.
     from compressor.fitting.fit import Fit
+    from compressor.fitting.strategies import strategy_of
 
     spare_bytes = int((training.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)
@@ -174,11 +176,10 @@ def _fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in fitted_names},
         base=base_with_added_rows(pairs),
         finetune=finetune_with_own_head(pairs),
-        method=config.method,
-        training=training,
+        strategy=strategy_of(training, config.method),
         spare_bytes=spare_bytes,
         store=store,
-        shows=config.progress,
+        shows_progress=config.progress,
     )
     return fit.run()
 

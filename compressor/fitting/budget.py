@@ -1,24 +1,27 @@
-"""Where more bytes than one bit per weight go: to the upgrades whose measured gain per byte is largest.
+"""Spend bytes beyond one bit per weight on the upgrades whose measured gain per byte is largest.
 
-Knows a student, what its matrices could become, and bytes; nothing of how upgrades are found.
+Measures larger forms of deltas in a student and buys them; `layers/least_squares.py` finds those of linear layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compressor.codec import Method, code_matrix
 from compressor.fitting.distillation.distill import divergence_of
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.teacher import TeacherTargets
+from compressor.io.pairs import TensorPair
 from deltastore.format.layout import TENSOR_ALIGNMENT
 from deltastore.format.matrix import MatrixDelta
 
 GAIN_BYTES = 4
 
-Upgrade = tuple[str, int]  # a matrix, and which of its upgrades
+Upgrade = tuple[str, int]  # a matrix, and the number of one of its upgrades
 
 
 def spend(
@@ -27,10 +30,10 @@ def spend(
     upgrades: Mapping[str, Sequence[MatrixDelta]],
     gains: Mapping[Upgrade, float],
 ) -> dict[str, MatrixDelta]:
-    """The deltas, some of them upgraded: greedily by gain per byte, while bytes last.
+    """Return the deltas, some of them upgraded: greedily by gain per byte, while bytes last.
 
-    A matrix has one upgrade at a time. It gives way to a larger one where that is the best use of the bytes between
-    them, by what it gains more.
+    A matrix has one upgrade at a time. A larger one replaces it where the additional gain per additional byte is the
+    best use of the bytes.
 
     Args:
         gains: by name and the upgrade's number, the KL divergence that it alone takes away.
@@ -57,45 +60,73 @@ def spend(
 
 
 def stored_bytes(delta: MatrixDelta) -> int:
-    """What a coded matrix takes in an artifact, added rows aside."""
+    """Return the bytes of a coded matrix in an artifact, added rows aside."""
     parts = [part for plane in delta.planes for part in (plane.signs, plane.scale_out, plane.scale_in)]
     sizes = [part.nbytes for part in (*parts, delta.left, delta.right) if part is not None]
     sizes += [GAIN_BYTES] * delta.num_planes
     return sum(size + -size % TENSOR_ALIGNMENT for size in sizes)
 
 
+def embedding_upgrades(
+    student: Student, deltas: Mapping[str, MatrixDelta], method: Method
+) -> dict[str, list[MatrixDelta]]:
+    """Return the embedding with a second plane, from weights alone, because it has no inputs to be fitted to."""
+    name = student.decoder.embedding_name
+    if name is None or name not in deltas:
+        return {}
+    delta = deltas[name]
+    second = code_matrix(_Remainder(student.pairs[name], delta), method).delta
+    return {name: [MatrixDelta((*delta.planes, second))]} if second.axis == delta.axis else {}
+
+
 @torch.no_grad()
 def measure(
-    student: Student, lesson: TeacherTargets, upgrades: Mapping[str, Sequence[MatrixDelta]]
+    student: Student, targets: TeacherTargets, upgrades: Mapping[str, Sequence[MatrixDelta]]
 ) -> dict[Upgrade, float]:
-    """How much KL divergence each upgrade alone takes away, in nats per token; nothing for what no forward reaches.
+    """Return the KL divergence, in nats per token, that each upgrade alone takes away; 0 if no forward reaches it.
 
-    One pass over the blocks: the hidden states of every student with one upgrade go through each block together, so
-    memory grows by the lesson's hidden states per upgrade.
+    The hidden states of every student with one upgrade go through the blocks together, so that each block is read
+    once. Memory grows by the hidden states of `targets` per upgrade.
     """
-    plain = [student.enter(ids).hidden for ids in lesson.batches]
+    plain = [student.enter(ids).hidden for ids in targets.batches]
     others: dict[Upgrade, list[Tensor]] = {}
-    for key, upgrade in _of(upgrades, [student.decoder.embedding_name]):
+    for key, upgrade in _upgrades_of(upgrades, [student.decoder.embedding_name]):
         with student.replaced(key[0], upgrade):
-            others[key] = [student.enter(ids).hidden for ids in lesson.batches]
+            others[key] = [student.enter(ids).hidden for ids in targets.batches]
     for index in range(student.num_blocks):
-        for key, upgrade in _of(upgrades, student.names(index)):
+        for key, upgrade in _upgrades_of(upgrades, student.names(index)):
             with student.replaced(key[0], upgrade):
-                others[key] = _through(student, index, plain)
+                others[key] = _run_block(student, index, plain)
         block = student.block(index)
         for hiddens in (plain, *(own for key, own in others.items() if key[0] not in student.names(index))):
             hiddens[:] = [student.decoder.run(block, index, hidden) for hidden in hiddens]
-    for key, _ in _of(upgrades, [student.decoder.head_name]):
-        others.setdefault(key, plain)  # a tied embedding has its own by now
-    before = divergence_of(student, lesson, plain)
-    gains = {key: 0.0 for key, _ in _of(upgrades, upgrades)}
+    for key, _ in _upgrades_of(upgrades, [student.decoder.head_name]):
+        # A tied embedding has hidden states of its own by now.
+        others.setdefault(key, plain)
+    before = divergence_of(student, targets, plain)
+    gains = {key: 0.0 for key, _ in _upgrades_of(upgrades, upgrades)}
     for (name, number), hiddens in others.items():
         with student.replaced(name, upgrades[name][number]):
-            gains[name, number] = before - divergence_of(student, lesson, hiddens)
+            gains[name, number] = before - divergence_of(student, targets, hiddens)
     return gains
 
 
-def _of(
+@dataclass(frozen=True, slots=True, eq=False)
+class _Remainder:
+    """The part of a difference that a delta leaves, as a `Difference` to code."""
+
+    pair: TensorPair
+    delta: MatrixDelta
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.pair.shape
+
+    def block(self, rows: slice) -> Tensor:
+        return self.pair.block(rows).sub_(self.delta.dense(rows))
+
+
+def _upgrades_of(
     upgrades: Mapping[str, Sequence[MatrixDelta]], names: Iterable[str | None]
 ) -> Iterator[tuple[Upgrade, MatrixDelta]]:
     for name in names:
@@ -103,6 +134,6 @@ def _of(
             yield (str(name), number), upgrade
 
 
-def _through(student: Student, index: int, hiddens: Sequence[Tensor]) -> list[Tensor]:
+def _run_block(student: Student, index: int, hiddens: Sequence[Tensor]) -> list[Tensor]:
     block = student.block(index)
     return [student.decoder.run(block, index, hidden) for hidden in hiddens]

@@ -99,10 +99,14 @@ def calibration_text(
     return sequences
 
 
+def num_held_out(count: int) -> int:
+    """Return a tenth of `count` sequences, at least 8 but never more than half."""
+    return min(max(MIN_HELD_OUT, math.ceil(count / HELD_OUT_PART)), count // 2)
+
+
 def held_out(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Cut off the last tenth for choices between methods, at least 8 sequences but never more than half."""
-    count = min(max(MIN_HELD_OUT, math.ceil(len(sequences) / HELD_OUT_PART)), len(sequences) // 2)
-    cut = len(sequences) - count
+    """Cut off the last `num_held_out` sequences, by which methods are chosen and judged."""
+    cut = len(sequences) - num_held_out(len(sequences))
     return list(sequences[:cut]), list(sequences[cut:])
 
 

@@ -1,333 +1,212 @@
-"""A model of the memory and the time that a fit takes, from shapes alone: what `compress --plan` prints.
+"""Predict the memory and the time of a fit from shapes alone, for `compress --plan`.
 
-Knows the stages of `fit.py` and what each holds at its peak; reads no weights and runs nothing. A part of a stage lies
-in host memory or where models run; with a GPU the two are counted apart. Checked against measured peaks in
-`tests/compressor/fitting/test_cost.py`, to a factor of 1.5.
+Follows the stages of `fit.py` at their peaks; reads no weights and runs nothing. Each item of a stage is in host memory
+or where models run; with a GPU the two are counted apart. `tests/compressor/fitting/test_cost.py` compares the
+prediction with a measured peak, to a factor of 1.5.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from compressor.blockwise.sampling import MAX_GROUP, MEMORY_PART
-from compressor.codec import Method
-from compressor.fitting.calibration import HELD_OUT_PART, MIN_HELD_OUT
+from compressor.fitting.calibration import num_held_out
 from compressor.fitting.distillation.distill import LOGITS_NUMEL, LOGITS_TOKENS
 from compressor.fitting.distillation.student import DEVICE_PART, HOST_BYTES
-from compressor.fitting.fit import LAYER_PART, LAYER_TOKENS, MEASURED, OUR_BATCH, PAPER_BATCH
-from compressor.fitting.layers.problem import CHUNK_WEIGHTS
-from compressor.fitting.training import LATENT_BYTES, Training
+from compressor.fitting.fit import MEASURED_SEQUENCES
+from compressor.fitting.shapes import FitShapes
+from compressor.fitting.stage_cost import MemoryItem, StageCost
+from compressor.fitting.strategy import FLOAT32_BYTES, LATENT_BYTES, FitStrategy
 
-FLOAT, DOUBLE = 4, 8
-LIBRARIES_BYTES = 120 << 20  # what torch and glibc's heap keep beside tensors, as measured
-LOGITS_COPIES = 8  # of one part's logits, their logarithms and their gradients
-SAVED = 2.0  # numbers that a block keeps for its backward pass, over what enters and leaves its matrices
-PASSING = 0.6  # the same of a forward pass alone
-SOLVE_OPERATIONS, SCALES_OPERATIONS = 60, 20  # per weight and input feature, with and without choosing signs
+LIBRARIES_BYTES = 120 << 20  # of torch and glibc's heap beside tensors, as measured
+LOGITS_COPIES = 8  # logits of one part of the tokens, their logarithms and their gradients
+# Numbers that a block keeps per number that enters or leaves its matrices, for a backward pass and without one.
+BACKWARD_NUMBERS, FORWARD_NUMBERS = 2.0, 0.6
 # Bytes that one step moves per weight: the base read twice, the delta added twice, signs and their update.
 STEP_BYTES = 150
 UPGRADES = 2  # per matrix
-PAPER_EPOCHS = 5  # of its layers, over two axes
-
-Where = Literal["host", "device"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Something that is in memory during a stage."""
+class FitCost:
+    """Predicts memory and time of one fit on one machine."""
 
-    what: str
-    num_bytes: int
-    where: Where
-    least_bytes: int | None = None  # with which the stage gets by where memory is short; None: all of it
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage at its peak, and what it computes in all."""
-
-    name: str
-    parts: Sequence[Part]
-    operations: float  # of float32
-    moved_bytes: float  # to and from memory, where that and not arithmetic takes the time
-
-    def num_bytes(self, where: str, *, least: bool = False) -> int:
-        sizes = (
-            part.least_bytes if least and part.least_bytes is not None else part.num_bytes
-            for part in self.parts
-            if part.where == where
-        )
-        return sum(sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast a machine is."""
-
-    operations_per_s: float  # of float32 matrix products
-    bytes_per_s: float
-
-    def seconds(self, stage: Stage) -> float:
-        return stage.operations / self.operations_per_s + stage.moved_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The shapes of a pair, and of what is coded of it."""
-
-    blocks: Sequence[Mapping[str, tuple[int, ...]]]  # every tensor of each decoder layer
-    embedding: tuple[int, int]  # [vocabulary, hidden]
-    is_tied: bool
-    coded: Mapping[str, tuple[int, int]]  # the matrices to fit, those outside of layers included
-    kv_features: int  # of the KV cache, per token and layer
-
-    @property
-    def table(self) -> int:
-        """Numbers in the embedding, and in the head."""
-        return math.prod(self.embedding)
-
-    @property
-    def num_coded(self) -> int:
-        return sum(map(math.prod, self.coded.values()))
-
-    @property
-    def block_numels(self) -> list[int]:
-        return [sum(map(math.prod, block.values())) for block in self.blocks] or [0]
-
-    def matrices(self, index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Weights of one layer that every token goes through."""
-        names = (name for name in self.blocks[index] if ".experts." not in name and name in self.coded)
-        return [(name, self.coded[name]) for name in names]
-
-    def features(self, index: int) -> int:
-        """Numbers that enter and leave the matrices of one layer, per token."""
-        return sum(sum(shape) for _, shape in self.matrices(index))
-
-    def inputs(self, index: int) -> list[int]:
-        """Features of each group of matrices that read the same; attention's output is guessed."""
-        groups = {(name.rsplit(".", 2)[0], shape[1]) for name, shape in self.matrices(index)}
-        return [features for _, features in sorted(groups)] + [self.embedding[1]]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Memory and time of one fit on one machine."""
-
-    sizes: Sizes
-    training: Training
-    method: Method
+    shapes: FitShapes
+    strategy: FitStrategy
     is_cpu: bool
-    free_bytes: int  # where models run; some stages take what is there
+    free_bytes: int  # where models run; some stages use all of it
 
-    def stages(self) -> Iterator[Stage]:
-        """In their order."""
-        if self.training.calibration.source == "self":
+    def stages(self) -> Iterator[StageCost]:
+        """Yield the stages in their order."""
+        if self.strategy.training.calibration.source == "self":
             yield self._sampling()
         yield self._teaching()
-        if self.method != "scalar" or not self._is_paper:
+        if self.strategy.fits_layers:
             yield self._layers()
-        if self.training.budget > 1:
+        if self.strategy.training.budget > 1:
             yield self._upgrades()
-        if self.training.epochs(self.method):
-            yield self._end()
+        if self.strategy.distillation.epochs:
+            yield self._distilling()
         yield self._judging()
 
     @property
-    def _is_paper(self) -> bool:
-        return self.training.solver == "adamw"
-
-    @property
     def _length(self) -> int:
-        return self.training.calibration.length
+        return self.strategy.training.calibration.length
 
     @property
-    def _layer_tokens(self) -> int:
-        if self._is_paper:
-            return self._num_train // LAYER_PART * self._length
-        enough = math.ceil(LAYER_TOKENS * self._widest / self._length)
-        return min(self._num_train, enough) * self._length
+    def _num_samples(self) -> int:
+        return self.strategy.training.calibration.samples
 
     @property
-    def _end_tokens(self) -> int:
-        part = self._num_train // LAYER_PART if self._is_paper else 0
-        return (self._num_train - part) * self._length
+    def _choosing_tokens(self) -> int:
+        """Tokens to choose by; about as many are there to judge by."""
+        return math.ceil(num_held_out(self._num_samples) / 2) * self._length
 
     @property
-    def _num_train(self) -> int:
-        return self.training.calibration.samples - self._num_held
+    def _train_tokens(self) -> tuple[int, int]:
+        """Tokens of the layer stage and of the end-to-end stage."""
+        num_train = self._num_samples - num_held_out(self._num_samples)
+        parts = self.strategy.split(num_train, self.shapes.widest)
+        layers, end = (len(range(num_train)[part]) * self._length for part in parts)
+        return layers, end
 
     @property
-    def _num_held(self) -> int:
-        samples = self.training.calibration.samples
-        return min(max(MIN_HELD_OUT, math.ceil(samples / HELD_OUT_PART)), samples // 2)
+    def _batch_tokens(self) -> int:
+        return min(self.strategy.batch_tokens, self._train_tokens[1])
 
     @property
-    def _held(self) -> int:
-        """Tokens to choose by, and about as many to judge by."""
-        return math.ceil(self._num_held / 2) * self._length
-
-    @property
-    def _batch(self) -> int:
-        most = (PAPER_BATCH if self._is_paper else OUR_BATCH) * self._length
-        return min(most, self._end_tokens)
-
-    @property
-    def _widest(self) -> int:
-        return max((shape[1] for shape in self.sizes.coded.values()), default=1)
-
-    @property
-    def _largest(self) -> int:
-        """The index of the largest layer."""
-        numels = self.sizes.block_numels
-        return numels.index(max(numels))
-
-    @property
-    def _forward(self) -> float:
+    def _forward_operations(self) -> float:
         """Operations per token through all blocks."""
-        return 2.0 * sum(self.sizes.block_numels)
-
-    def _stage(self, name: str, parts: Sequence[Part], operations: float, moved_bytes: float = 0.0) -> Stage:
-        where: Where = "host"
-        libraries = Part("libraries and heap", LIBRARIES_BYTES, where)
-        own = [part for part in (*parts, libraries) if part.num_bytes]
-        if self.is_cpu:
-            own = [Part(part.what, part.num_bytes, where, part.least_bytes) for part in own]
-        return Stage(name, own, operations, moved_bytes)
-
-    def _hidden_bytes(self, tokens: int) -> int:
-        return FLOAT * tokens * self.sizes.embedding[1]
-
-    def _passing_bytes(self, saved: float) -> int:
-        return int(FLOAT * saved * self._batch * self.sizes.features(self._largest))
-
-    @property
-    def _teachers_head(self) -> Part:
-        return Part("the fine-tune's head", FLOAT * self.sizes.table, "device")
+        return 2.0 * sum(self.shapes.block_numels)
 
     @property
     def _block_bytes(self) -> int:
-        return FLOAT * max(self.sizes.block_numels)
+        return FLOAT32_BYTES * max(self.shapes.block_numels)
 
-    def _sampling(self) -> Stage:
-        numels, samples = self.sizes.block_numels, self.training.calibration.samples
+    @property
+    def _largest_matrix(self) -> int:
+        """Weights of the largest coded matrix of the largest block."""
+        shapes = (shape for _, shape in self.shapes.matrices(self.shapes.largest_block))
+        return max(map(math.prod, shapes), default=0)
+
+    @property
+    def _teacher_head(self) -> MemoryItem:
+        return MemoryItem("the fine-tune's head", FLOAT32_BYTES * self.shapes.embedding_numel, "device")
+
+    def _hidden_bytes(self, tokens: int) -> int:
+        return FLOAT32_BYTES * tokens * self.shapes.embedding[1]
+
+    def _activation_bytes(self, numbers: float) -> int:
+        """Bytes that a block keeps of one batch, at so many numbers per feature that its matrices read or give."""
+        features = self.shapes.features(self.shapes.largest_block)
+        return int(FLOAT32_BYTES * numbers * self._batch_tokens * features)
+
+    def _stage(
+        self, name: str, items: Sequence[MemoryItem], operations: float, moved_bytes: float = 0.0
+    ) -> StageCost:
+        libraries = MemoryItem("libraries and heap", LIBRARIES_BYTES, "host")
+        own = [item for item in (*items, libraries) if item.num_bytes]
+        if self.is_cpu:
+            own = [replace(item, where="host") for item in own]
+        return StageCost(name, own, operations, moved_bytes)
+
+    def _sampling(self) -> StageCost:
+        numels, samples = self.shapes.block_numels, self._num_samples
         part = int(MEMORY_PART * self.free_bytes)
-        kv_bytes = FLOAT * len(numels) * self.sizes.kv_features * self._length
+        kv_bytes = FLOAT32_BYTES * len(numels) * self.shapes.kv_features * self._length
         fitting = max(1, part // kv_bytes)
         group = min(samples, MAX_GROUP, 1 << (fitting.bit_length() - 1))
-        blocks = min(FLOAT * sum(numels), part)
-        parts = [
-            Part("layers that stay", blocks, "device", 0),
-            Part("one layer", self._block_bytes, "device"),
-            Part("embedding and head", 2 * FLOAT * self.sizes.table, "device"),
-            Part("KV cache", int(1.2 * group * kv_bytes), "device", kv_bytes),
-            Part("logits", 2 * FLOAT * group * self.sizes.embedding[0], "device", 0),
+        blocks = min(FLOAT32_BYTES * sum(numels), part)
+        items = [
+            MemoryItem("layers that stay", blocks, "device", 0),
+            MemoryItem("one layer", self._block_bytes, "device"),
+            MemoryItem("embedding and head", 2 * FLOAT32_BYTES * self.shapes.embedding_numel, "device"),
+            MemoryItem("KV cache", int(1.2 * group * kv_bytes), "device", kv_bytes),
+            MemoryItem("logits", 2 * FLOAT32_BYTES * group * self.shapes.embedding[0], "device", 0),
         ]
         tokens, steps = samples * self._length, self._length * math.ceil(samples / group)
-        weights = sum(numels) + self.sizes.table
-        return self._stage("sampling text", parts, 2.0 * weights * tokens, FLOAT * weights * steps)
+        weights = sum(numels) + self.shapes.embedding_numel
+        return self._stage("sampling text", items, 2.0 * weights * tokens, FLOAT32_BYTES * weights * steps)
 
-    def _teaching(self) -> Stage:
-        parts = [
-            self._teachers_head,
-            Part("embedding", 6 * self.sizes.table, "device"),
-            Part("last hidden states", self._hidden_bytes(self._held), "host"),
+    def _teaching(self) -> StageCost:
+        items = [
+            self._teacher_head,
+            MemoryItem("embedding", 6 * self.shapes.embedding_numel, "device"),
+            MemoryItem("last hidden states", self._hidden_bytes(self._choosing_tokens), "host"),
         ]
-        return self._stage("choosing text", parts, self._forward * self._held)
+        return self._stage("choosing text", items, self._forward_operations * self._choosing_tokens)
 
-    def _layers(self) -> Stage:
-        tokens, inputs = self._layer_tokens, self.sizes.inputs(self._largest)
-        per_input = SOLVE_OPERATIONS if self.training.refine_signs else SCALES_OPERATIONS
-        moments = sum(4.0 * tokens * width**2 for width in inputs)
-        solving = 1.0 * sum(per_input * math.prod(shape) * shape[1] for shape in self.sizes.coded.values())
-        if self._is_paper:
-            moments, solving = 0.0, 12.0 * PAPER_EPOCHS * tokens * self.sizes.num_coded
-        operations = (
-            len(self.sizes.blocks) * moments + solving + self._forward * tokens * (1 + len(inputs) / 2)
-        )
-        reads = FLOAT * tokens * sum(inputs)
-        largest = max((math.prod(shape) for _, shape in self.sizes.matrices(self._largest)), default=0)
-        in_block = 2 * self._block_bytes + self._passing_bytes(PASSING) + self._solving_bytes(largest)
-        of_head = 0 if self.sizes.is_tied else self._solving_bytes(self.sizes.table, self.sizes.embedding[1])
-        parts = [
-            self._teachers_head,
-            Part("hidden states of both models", 2 * self._hidden_bytes(tokens), "host"),
-            Part("what the fine-tune's layers read", reads, "host"),
-            Part("two layers and what one matrix is solved with", max(in_block, of_head), "device"),
+    def _layers(self) -> StageCost:
+        shapes, tokens = self.shapes, self._train_tokens[0]
+        widths = shapes.input_widths(shapes.largest_block)
+        forwards = self._forward_operations * tokens * (1 + len(widths) / 2)
+        in_block = 2 * self._block_bytes + self._activation_bytes(FORWARD_NUMBERS)
+        in_block += self.strategy.solve_bytes(self._largest_matrix, shapes.widest)
+        of_head = self.strategy.solve_bytes(shapes.embedding_numel, shapes.embedding[1])
+        solving = max(in_block, 0 if shapes.is_tied else of_head)
+        items = [
+            self._teacher_head,
+            MemoryItem("hidden states of both models", 2 * self._hidden_bytes(tokens), "host"),
+            MemoryItem("inputs of the fine-tune's layers", FLOAT32_BYTES * tokens * sum(widths), "host"),
+            MemoryItem("two layers and the solution of one matrix", solving, "device"),
         ]
-        return self._stage("fitting layers", parts, operations)
+        return self._stage("fitting layers", items, self.strategy.solve_operations(shapes, tokens) + forwards)
 
-    def _solving_bytes(self, numel: int, width: int | None = None) -> int:
-        """One matrix with its differences, targets and signs, and the moments of its inputs."""
-        width = width or self._widest
-        chunks = 5 * FLOAT * min(CHUNK_WEIGHTS, numel)
-        if self._is_paper:
-            return 6 * FLOAT * numel
-        return 5 * FLOAT * numel + chunks + (2 * DOUBLE + 4 * FLOAT) * width**2
-
-    def _upgrades(self) -> Stage:
-        tokens, count = MEASURED * self._length, UPGRADES * len(self.sizes.coded)
-        parts = [
-            self._teachers_head,
-            Part("hidden states of every upgrade", count * self._hidden_bytes(tokens), "device"),
-            Part("one layer", 2 * self._block_bytes, "device"),
-            Part("second planes and residuals", int(count * self.sizes.num_coded / 8), "host"),
+    def _upgrades(self) -> StageCost:
+        tokens, count = MEASURED_SEQUENCES * self._length, UPGRADES * len(self.shapes.coded)
+        items = [
+            self._teacher_head,
+            MemoryItem("hidden states of every upgrade", count * self._hidden_bytes(tokens), "device"),
+            MemoryItem("one layer", 2 * self._block_bytes, "device"),
+            MemoryItem("second planes and residuals", int(count * self.shapes.num_coded / 8), "host"),
         ]
-        return self._stage("measuring upgrades", parts, count * tokens * self._forward / 2)
+        return self._stage("measuring upgrades", items, count * tokens * self._forward_operations / 2)
 
-    def _end(self) -> Stage:
-        sizes, tokens, epochs = self.sizes, self._end_tokens, self.training.epochs(self.method)
-        hiddens = self._hidden_bytes(tokens + self._held)
-        moves = self.training.moves_signs(self.method)
-        weights = sum(sizes.block_numels) + sizes.table
-        steps = epochs * math.ceil(tokens / self._batch)
-        parts = [
-            Part("latents of signs", LATENT_BYTES * sizes.num_coded if moves else 0, "host"),
-            Part("signs: as they are, as they were best, as they began", 3 * sizes.num_coded // 8, "host"),
-            Part("last hidden states", hiddens, "host"),
-            Part("the base's embedding", 2 * sizes.table, "host"),
-            self._teachers_head,
-            Part("layers that stay", self._staying_bytes(), "device", None if self.is_cpu else 0),
-            Part("hidden states between layers", self._between_bytes(), "device"),
-            *self._moving(moves),
+    def _distilling(self) -> StageCost:
+        shapes, tokens, epochs = self.shapes, self._train_tokens[1], self.strategy.distillation.epochs
+        moves = self.strategy.distillation.moves_signs
+        weights = sum(shapes.block_numels) + shapes.embedding_numel
+        steps = epochs * math.ceil(tokens / self._batch_tokens)
+        staying = HOST_BYTES if self.is_cpu else int(DEVICE_PART * self.free_bytes)
+        staying = min(FLOAT32_BYTES * sum(shapes.block_numels), staying)
+        between = (len(shapes.blocks) + 1) * self._hidden_bytes(self._batch_tokens)
+        items = [
+            MemoryItem("latents of signs", LATENT_BYTES * shapes.num_coded if moves else 0, "host"),
+            MemoryItem("signs: present, best and first", 3 * shapes.num_coded // 8, "host"),
+            MemoryItem("last hidden states", self._hidden_bytes(tokens + self._choosing_tokens), "host"),
+            MemoryItem("the base's embedding", 2 * shapes.embedding_numel, "host"),
+            self._teacher_head,
+            MemoryItem("layers that stay", staying, "device", None if self.is_cpu else 0),
+            MemoryItem("hidden states between layers", between, "device"),
+            *self._backward_items(moves),
         ]
-        operations = (4 * tokens + self._held) * 2.0 * weights * epochs
-        return self._stage("distilling", parts, operations, float(STEP_BYTES) * weights * steps)
+        operations = (4 * tokens + self._choosing_tokens) * 2.0 * weights * epochs
+        return self._stage("distilling", items, operations, float(STEP_BYTES) * weights * steps)
 
-    def _staying_bytes(self) -> int:
-        part = HOST_BYTES if self.is_cpu else int(DEVICE_PART * self.free_bytes)
-        return min(FLOAT * sum(self.sizes.block_numels), part)
-
-    def _between_bytes(self) -> int:
-        return (len(self.sizes.blocks) + 1) * self._hidden_bytes(self._batch)
-
-    def _moving(self, moves: bool) -> Iterator[Part]:
-        """The larger of the head with its gradients and logits, and a block with its own."""
-        table, vocabulary = self.sizes.table, self.sizes.embedding[0]
-        logits = (
-            LOGITS_COPIES
-            * FLOAT
-            * min(max(LOGITS_NUMEL, LOGITS_TOKENS * vocabulary), self._batch * vocabulary)
-        )
-        largest = max((math.prod(shape) for _, shape in self.sizes.matrices(self._largest)), default=0)
-        update = 2 * FLOAT * largest if moves else 0
-        block = 2 * self._block_bytes + max(self._passing_bytes(SAVED), update)
-        pending = FLOAT * table if moves and self.sizes.is_tied else 0
-        if 3 * FLOAT * table + logits >= block + pending:
-            yield Part("head, gradients or update", 3 * FLOAT * table, "device")
-            yield Part("logits of some tokens", logits, "device")
+    def _backward_items(self, moves_signs: bool) -> Iterator[MemoryItem]:
+        """Yield the larger of the head with its gradients and logits, and a block with its own."""
+        table, vocabulary = self.shapes.embedding_numel, self.shapes.embedding[0]
+        logits_numel = max(LOGITS_NUMEL, LOGITS_TOKENS * vocabulary)
+        logits = LOGITS_COPIES * FLOAT32_BYTES * min(logits_numel, self._batch_tokens * vocabulary)
+        update = 2 * FLOAT32_BYTES * self._largest_matrix if moves_signs else 0
+        block = 2 * self._block_bytes + max(self._activation_bytes(BACKWARD_NUMBERS), update)
+        pending = FLOAT32_BYTES * table if moves_signs and self.shapes.is_tied else 0
+        if 3 * FLOAT32_BYTES * table + logits >= block + pending:
+            yield MemoryItem("head, gradients or update", 3 * FLOAT32_BYTES * table, "device")
+            yield MemoryItem("logits of some tokens", logits, "device")
         else:
-            yield Part("the embedding's gradient", pending, "device")
-            yield Part("one layer, gradients, and what it keeps or its update", block, "device")
+            yield MemoryItem("the embedding's gradient", pending, "device")
+            yield MemoryItem("one layer, gradients, and its activations or update", block, "device")
 
-    def _judging(self) -> Stage:
-        parts = [
-            self._teachers_head,
-            Part("embedding or head", 8 * self.sizes.table, "device"),
-            Part("last hidden states", 3 * self._hidden_bytes(self._held), "host"),
-            Part("signs", self.sizes.num_coded // 8, "host"),
-            Part("one layer", 2 * self._block_bytes, "device"),
+    def _judging(self) -> StageCost:
+        items = [
+            self._teacher_head,
+            MemoryItem("embedding or head", 8 * self.shapes.embedding_numel, "device"),
+            MemoryItem("last hidden states", 3 * self._hidden_bytes(self._choosing_tokens), "host"),
+            MemoryItem("signs", self.shapes.num_coded // 8, "host"),
+            MemoryItem("one layer", 2 * self._block_bytes, "device"),
         ]
-        return self._stage("judging", parts, 3 * self._held * (self._forward + 2.0 * self.sizes.table))
+        per_token = self._forward_operations + 2.0 * self.shapes.embedding_numel
+        return self._stage("judging", items, 3 * self._choosing_tokens * per_token)

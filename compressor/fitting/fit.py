@@ -1,68 +1,72 @@
-"""From calibration text to deltas: layer by layer, then the byte budget, then end to end, then how near it came.
+"""Fit deltas to calibration text: layer by layer, then the byte budget, then end to end, then measure the result.
 
-Reads top to bottom; each stage is another file's. What a stage has made is kept in `store`, so that an interrupted
-run goes on with the next block or epoch and gives the same bytes.
+Reads top to bottom; each stage is another file's, and a `FitStrategy` holds all that differs between solvers. The
+results of a stage are kept in a `CheckpointStore`, so that an interrupted run continues with the next block or epoch
+and gives the same bytes.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.weights import Overlay, Weights
-from compressor.codec import Method, code_matrix
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare, last_hiddens
-from compressor.fitting.budget import measure, spend
-from compressor.fitting.calibration import batched, calibration_text, held_out, scattered
-from compressor.fitting.distillation.distill import Distillation, DistillSettings, divergence
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare
+from compressor.fitting.budget import embedding_upgrades, measure, spend
+from compressor.fitting.calibration import calibration_text, held_out
+from compressor.fitting.distillation.distill import Distillation, divergence
 from compressor.fitting.distillation.student import Student
-from compressor.fitting.distillation.teacher import TeacherTargets
+from compressor.fitting.distillation.teacher import Teacher, TeacherTargets
 from compressor.fitting.distillation.trainable import Trainable
-from compressor.fitting.layers.layerwise import Layerwise, Solver
-from compressor.fitting.layers.solvers import AdamWScales, LeastSquares
-from compressor.fitting.paper.end_loss import EndLoss
-from compressor.fitting.paper.scale_training import Recipe as LayerRecipe
-from compressor.fitting.training import Training
+from compressor.fitting.layers.layerwise import Layerwise
+from compressor.fitting.shapes import widest_input
+from compressor.fitting.strategy import FitStrategy, LayerStageInputs
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore, flatten_deltas, unflatten_deltas
 from compressor.io.pairs import TensorPair
-from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import progress_bar
 
-OUR_BATCH, PAPER_BATCH = 8, 4  # sequences of one step
-LAYER_TOKENS = 32  # per input feature of the widest layer: more of them tell least squares little
-LAYER_PART = 4  # the paper: 50 of 200 samples for its layers, 150 for the end
-SIGN_ROUNDS = 2
-OUR_RATE = 0.01  # of scales, in units of each vector's mean magnitude
-SIGN_RATE = 0.003
-PAPER_DECAY = 0.01  # AdamW's default
-SCATTERED = (
-    0.5  # of the tokens that layers are fitted to; other text gains, and the end makes up for the text's own
-)
-MEASURED = 4  # sequences on which upgrades are measured
-OUR_SAMPLES, PAPER_SAMPLES = 4, 8  # fewer leave nothing to fit layers to, to choose by or to judge by
+MEASURED_SEQUENCES = 4  # on which upgrades are measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What came of it."""
+    """The deltas of a fit and their fidelity."""
 
-    deltas: Mapping[str, MatrixDelta]  # by name; what no forward reaches is coded from weights alone
+    deltas: Mapping[
+        str, MatrixDelta
+    ]  # by name; matrices that no forward reaches are coded from weights alone
     fidelity: Fidelity  # on calibration text that nothing was fitted to
-    base: Fidelity  # of the base on the same text: what there was to gain
+    base: Fidelity  # of the base on the same text
     unseen: Sequence[Tensor]  # that text, [tokens] int64 each
     num_sequences: int  # of calibration text in all
 
     def as_json(self) -> dict[str, Any]:
         return {"held_out": self.fidelity.as_json(), "base": self.base.as_json()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextSplit:
+    """Calibration text by its use; sequences are ``[tokens]`` int64."""
+
+    layers: list[Tensor]
+    end: list[Tensor]
+    choosing: list[Tensor]  # between axes, epochs and upgrades
+    judging: list[Tensor]  # for the fidelity alone
+
+    @classmethod
+    def of(cls, sequences: Sequence[Tensor], strategy: FitStrategy, widest: int) -> TextSplit:
+        """Hold out every tenth sequence or so, and give the others to the stages as the strategy says."""
+        train, held = held_out(sequences)
+        layers, end = strategy.split(len(train), widest)
+        return cls(train[layers], train[end], held[::2], held[1::2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +76,10 @@ class Fit:
     pairs: Mapping[str, TensorPair]  # the matrices to code, each of which differs from the base's
     base: Weights  # with as many rows of the vocabulary as the fine-tune
     finetune: Weights  # with a head of its own where its delta has one
-    method: Method
-    training: Training
+    strategy: FitStrategy
     spare_bytes: int  # beyond one bit per weight
     store: CheckpointStore
-    shows: bool = False  # progress on stderr
+    shows_progress: bool = False  # on stderr
 
     def run(self) -> Fitted:
         """Fit, choose and measure.
@@ -85,228 +88,123 @@ class Fit:
             CheckpointError: a model that cannot be run block by block, or whose logits are not finite.
             UsageError: text that cannot be had or is too short; settings that do not go together.
         """
-        self._check()
-        device = self.training.place()
-        teacher = Decoder(self.finetune, device, torch.float32)
-        sequences = self._text(teacher)
-        text = _Split.of(sequences, by_parts=self._is_paper)
-        classroom = _Classroom(teacher, teacher.load_head(), self._batch_tokens())
-        choosing = classroom.lesson(text.choosing)
-        deltas: Mapping[str, MatrixDelta] = self._layers(text, choosing, device)
-        if self.training.epochs(self.method):
-            deltas = self._end_to_end(deltas, classroom.lesson(text.end), choosing)
-        judging = classroom.lesson(text.judging)
+        self.strategy.check(self.spare_bytes)
+        device = self.strategy.training.torch_device()
+        decoder = Decoder(self.finetune, device, torch.float32)
+        sequences = self._calibration_text(decoder)
+        widest = widest_input([pair.shape for pair in self.pairs.values()])
+        text = TextSplit.of(sequences, self.strategy, widest)
+        teacher = Teacher(decoder, decoder.load_head(), self.strategy.batch_tokens)
+        choosing = teacher.targets(text.choosing)
+        deltas: Mapping[str, MatrixDelta] = self._fit_layers(text, choosing)
+        if self.strategy.distillation.epochs:
+            deltas = self._distill(deltas, teacher.targets(text.end), choosing)
+        judging = teacher.targets(text.judging)
+        fidelity = _fidelity(self._with_deltas(deltas), judging)
+        return Fitted(deltas, fidelity, _fidelity(self.base, judging), text.judging, len(sequences))
 
-        def coded(name: str) -> Tensor | None:
-            return weight_with_delta(self.pairs[name], deltas[name]) if name in deltas else None
-
-        reached = _fidelity(Overlay(self.finetune, coded), judging, device)
-        of_base = _fidelity(self.base, judging, device)
-        return Fitted(deltas, reached, of_base, text.judging, len(sequences))
-
-    @property
-    def _num_blocks(self) -> int:
-        return int(self.finetune.config.get("num_hidden_layers") or 0)
-
-    @property
-    def _is_paper(self) -> bool:
-        return self.training.solver == "adamw"
-
-    def _check(self) -> None:
-        if self._is_paper and self.method == "both":
-            raise UsageError(
-                "--solver adamw trains one vector or one number per matrix: give --method per-axis or scalar with it"
-            )
-        if self._is_paper and self.spare_bytes:
-            raise UsageError("--budget above 1 needs --solver lstsq, which finds what more bytes are worth")
-        samples, least = self.training.calibration.samples, PAPER_SAMPLES if self._is_paper else OUR_SAMPLES
-        if samples < least:
-            raise UsageError(
-                f"--samples {samples}: give at least {least}, because a part of them is held out"
-            )
-
-    def _text(self, teacher: Decoder) -> list[Tensor]:
-        kept = self.store.load_tensors("text")
-        if kept is None:
-            calibration = self.training.calibration
+    def _calibration_text(self, finetune: Decoder) -> list[Tensor]:
+        stored = self.store.load_tensors("text")
+        if stored is None:
+            calibration = self.strategy.training.calibration
             tokens = calibration.samples * calibration.length if calibration.source == "self" else 0
-            with progress_bar(tokens, "sampling text", "token", self.shows and tokens > 0) as bar:
-                sequences = calibration_text(calibration, teacher, bar.update)
+            with progress_bar(tokens, "sampling text", "token", self.shows_progress and tokens > 0) as bar:
+                sequences = calibration_text(calibration, finetune, bar.update)
             if len(sequences) < calibration.samples:
                 print(
                     f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
                     f"fewer than --samples {calibration.samples}: fitting to those",
                     file=sys.stderr,
                 )
-            kept = {"ids": torch.stack(sequences)}
-            self.store.save_tensors("text", kept)
-        return list(kept["ids"])
+            stored = {"ids": torch.stack(sequences)}
+            self.store.save_tensors("text", stored)
+        return list(stored["ids"])
 
-    def _batch_tokens(self) -> int:
-        return (PAPER_BATCH if self._is_paper else OUR_BATCH) * self.training.calibration.length
-
-    def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
-        relative = not self._is_paper
-        return Student(
-            self.finetune,
-            self.pairs,
-            {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs},
-            device,
-        )
-
-    def _layers(self, text: _Split, choosing: TeacherTargets, device: torch.device) -> dict[str, MatrixDelta]:
-        """Every matrix's delta, layer by layer, and with more bytes where the budget has some."""
-        kept = self.store.load_deltas("layers")
-        if kept is not None:
-            return {name: delta for name, (delta,) in kept.items()}
-        layerwise = Layerwise(self.pairs, self.finetune, self.method, device)
-        if self.method != "scalar" or not self._is_paper:  # BitDelta trains end to end alone
-            self._fit_layers(layerwise, text, choosing)
+    def _fit_layers(self, text: TextSplit, choosing: TeacherTargets) -> dict[str, MatrixDelta]:
+        """Return every matrix's delta, fitted layer by layer, and in a larger form where spare bytes pay most."""
+        stored = self.store.load_deltas("layers")
+        if stored is not None:
+            return {name: delta for name, (delta,) in stored.items()}
+        layerwise = Layerwise(self.pairs, self.finetune, self.strategy.method, choosing.teacher.device)
+        if self.strategy.fits_layers:
+            self._run_layerwise(layerwise, text, choosing)
         deltas = {name: MatrixDelta((layerwise.delta(name),)) for name in self.pairs}
         if self.spare_bytes:
-            student = self._student(deltas, device)
+            student = self._student(deltas, choosing.teacher.device)
             upgrades = {name: options[1:] for name, options in layerwise.fitted.items()}
-            upgrades |= self._embedding_upgrades(student, deltas)
-            gains = measure(student, choosing.first(MEASURED), upgrades)
+            upgrades |= embedding_upgrades(student, deltas, self.strategy.method)
+            gains = measure(student, choosing.first(MEASURED_SEQUENCES), upgrades)
             deltas = spend(self.spare_bytes, deltas, upgrades, gains)
         self.store.save_deltas("layers", {name: [delta] for name, delta in deltas.items()})
         return deltas
 
-    def _fit_layers(self, layerwise: Layerwise, text: _Split, choosing: TeacherTargets) -> None:
-        """Begin with the first block that is not kept."""
+    def _run_layerwise(self, layerwise: Layerwise, text: TextSplit, choosing: TeacherTargets) -> None:
+        """Fit layers from the first block on that the store lacks."""
         first = 0
-        while (kept := self.store.load_deltas(f"block-{first}")) is not None:
-            layerwise.fitted.update(kept)
+        while (stored := self.store.load_deltas(f"block-{first}")) is not None:
+            layerwise.fitted.update(stored)
             first += 1
-        batches, solver = self._layer_text(text, choosing, layerwise.device)
-        with progress_bar(self._num_blocks, "fitting layers", "block", self.shows) as bar:
+        inputs = LayerStageInputs(
+            finetune=self.finetune,
+            pairs=self.pairs,
+            sequences=text.layers,
+            held_out=choosing.batches,
+            num_ids=choosing.teacher.num_embeddings,
+            with_upgrades=self.spare_bytes > 0,
+            device=layerwise.device,
+        )
+        stage = self.strategy.layer_stage(inputs)
+        num_blocks = int(self.finetune.config.get("num_hidden_layers") or 0)
+        with progress_bar(num_blocks, "fitting layers", "block", self.shows_progress) as bar:
             bar.update(first)
 
             def on_block(index: int, fitted: Mapping[str, Sequence[MatrixDelta]]) -> None:
                 self.store.save_deltas(f"block-{index}", fitted)
                 bar.update()
 
-            layerwise.run(batches, solver, first, on_block)
+            layerwise.run(stage.batches, stage.solver, first, on_block)
 
-    def _layer_text(
-        self, text: _Split, choosing: TeacherTargets, device: torch.device
-    ) -> tuple[list[Tensor], Solver]:
-        """What layers are fitted to, in batches, and how."""
-        tokens = self._batch_tokens()
-        if not self._is_paper:
-            widest = max((pair.shape[1] for pair in self.pairs.values()), default=1)
-            enough = math.ceil(LAYER_TOKENS * widest / self.training.calibration.length)
-            rounds = SIGN_ROUNDS if self.training.refine_signs else 0
-            sequences = scattered(text.layers[:enough], choosing.teacher.num_embeddings, SCATTERED)
-            return batched(sequences, tokens), LeastSquares(self.method, rounds, self.spare_bytes > 0)
-        held_out = choosing.batches
-        end_loss = None
-        if self.training.axis_loss == "end":
-            end_loss = EndLoss(self.finetune, self.pairs, held_out, device)
-        recipe = LayerRecipe(
-            batch_rows=self.training.calibration.length,
-            lr=self.training.rate,
-            cosine=self.training.cosine,
-            scalar=self.training.with_scalar,
-        )
-        solver = AdamWScales(recipe, sum(ids.numel() for ids in held_out), end_loss)
-        return [*batched(text.layers, tokens), *held_out], solver
-
-    def _embedding_upgrades(
-        self, student: Student, deltas: Mapping[str, MatrixDelta]
-    ) -> dict[str, list[MatrixDelta]]:
-        """A second plane of the embedding, which has no inputs to be fitted to, from weights alone."""
-        name = student.decoder.embedding_name
-        if name is None or name not in deltas:
-            return {}
-        delta = deltas[name]
-        second = code_matrix(_Remainder(self.pairs[name], delta), self.method).delta
-        return {name: [MatrixDelta((*delta.planes, second))]} if second.axis == delta.axis else {}
-
-    def _end_to_end(
-        self, deltas: Mapping[str, MatrixDelta], lesson: TeacherTargets, choosing: TeacherTargets
+    def _distill(
+        self, deltas: Mapping[str, MatrixDelta], targets: TeacherTargets, choosing: TeacherTargets
     ) -> Mapping[str, MatrixDelta]:
-        """Distil; ours keeps the epoch that does best on text held out, the paper's the last one."""
-        recipe, student = self._recipe(), self._student(deltas, lesson.teacher.device)
+        """Train end to end; return the deltas of the best epoch on held-out text, or of the last one."""
+        settings, student = self.strategy.distillation, self._student(deltas, targets.teacher.device)
         if not student.trained:
             return deltas
-        run, begun = Distillation(student, lesson, recipe), 0
+        run, num_done = Distillation(student, targets, settings), 0
         best, least = student.stored(), divergence(student, choosing)
         if (state := self.store.load_state("end")) is not None:
             run.restore(state["run"])
-            begun, least = state["epochs"], state["least"]
+            num_done, least = state["epochs"], state["least"]
             best = {name: delta for name, (delta,) in unflatten_deltas(state["best"]).items()}
-        steps = recipe.epochs * len(lesson.batches)
-        with progress_bar(steps, "distilling", "step", self.shows) as bar:
-            bar.update(begun * len(lesson.batches))
-            for epoch in range(begun, recipe.epochs):
+        num_batches = len(targets.batches)
+        with progress_bar(settings.epochs * num_batches, "distilling", "step", self.shows_progress) as bar:
+            bar.update(num_done * num_batches)
+            for epoch in range(num_done, settings.epochs):
                 run.epoch(epoch, bar.update)
                 reached = divergence(student, choosing)
-                if self._is_paper or reached < least:
+                if reached < least or not settings.keeps_best:
                     best, least = student.stored(), reached
-                own = flatten_deltas({name: [delta] for name, delta in best.items()})
-                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": own}
+                flat = flatten_deltas({name: [delta] for name, delta in best.items()})
+                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": flat}
                 self.store.save_state("end", state)
         return best
 
-    def _recipe(self) -> DistillSettings:
-        epochs = self.training.epochs(self.method)
-        if self._is_paper:
-            return DistillSettings(
-                "squared", epochs, self.training.rate, cosine=False, weight_decay=PAPER_DECAY
-            )
-        return DistillSettings(
-            "kl", epochs, OUR_RATE, sign_rate=SIGN_RATE if self.training.learn_signs else 0.0
-        )
+    def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
+        relative = self.strategy.distillation.relative
+        trainable = {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs}
+        return Student(self.finetune, self.pairs, trainable, device)
+
+    def _with_deltas(self, deltas: Mapping[str, MatrixDelta]) -> Overlay:
+        """The fine-tune with its matrices as their deltas code them."""
+
+        def coded(name: str) -> Tensor | None:
+            return weight_with_delta(self.pairs[name], deltas[name]) if name in deltas else None
+
+        return Overlay(self.finetune, coded)
 
 
-def _fidelity(weights: Weights, judging: TeacherTargets, device: torch.device) -> Fidelity:
-    """How near a model is to the teacher."""
-    student = Predictions.of(Decoder(weights, device, torch.float32), judging.batches)
+def _fidelity(weights: Weights, judging: TeacherTargets) -> Fidelity:
+    """Measure the fidelity of a model on the teacher's text."""
+    student = Predictions.of(Decoder(weights, judging.teacher.device, torch.float32), judging.batches)
     return compare(Predictions(judging.teacher, judging.head, judging.hiddens), student, judging.batches)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Split:
-    """Calibration text by what it is for."""
-
-    layers: list[Tensor]
-    end: list[Tensor]
-    choosing: list[Tensor]  # between axes, epochs and upgrades
-    judging: list[Tensor]  # for nothing else but the fidelity
-
-    @classmethod
-    def of(cls, sequences: Sequence[Tensor], *, by_parts: bool) -> _Split:
-        """With `by_parts` layers and end have text of their own, as in the paper; else both have all of it."""
-        train, held = held_out(sequences)
-        cut = len(train) // LAYER_PART
-        layers, end = (train[:cut], train[cut:]) if by_parts else (train, train)
-        return cls(layers, end, held[::2], held[1::2])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Classroom:
-    """The fine-tune as a teacher."""
-
-    teacher: Decoder
-    head: nn.Module
-    batch_tokens: int
-
-    def lesson(self, sequences: Sequence[Tensor]) -> TeacherTargets:
-        batches = batched(sequences, self.batch_tokens)
-        return TeacherTargets(batches, last_hiddens(self.teacher, batches), self.teacher, self.head)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Remainder:
-    """What a delta leaves of a difference."""
-
-    pair: TensorPair
-    delta: MatrixDelta
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.pair.shape
-
-    def block(self, rows: slice) -> Tensor:
-        return self.pair.block(rows).sub_(self.delta.dense(rows))

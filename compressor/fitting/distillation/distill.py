@@ -33,12 +33,14 @@ class DistillSettings:
 
     loss: Loss  # KL(fine-tune || student) per token, or the mean squared error of logits (paper, Algorithm 2)
     epochs: int
-    rate: float  # of scales, relative or not as their `Trainable` says
+    rate: float  # of scales
+    relative: bool = True  # `rate` is in units of each vector's mean magnitude
     cosine: bool = True  # lower the rates to 0 over all steps
     weight_decay: float = 0.0
     sign_rate: float = 0.0  # of latents, in units of an average difference; 0 keeps the signs
     signs_from: int = 1  # the first epoch in which signs move
     seed: int = 0
+    keeps_best: bool = True  # keep the epoch that does best on held-out text, else the last one
 
     @property
     def moves_signs(self) -> bool:

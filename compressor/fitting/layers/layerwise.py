@@ -1,8 +1,8 @@
-"""Coding layer by layer: each matrix is fitted to what the layers before it, coded already, will really feed it.
+"""Fit linear layers in order, each to the inputs that the layers before it, coded already, will really feed it.
 
-The student is the fine-tune with its coded matrices in place of its own (paper, section 2: X from the compressed stack
-so far, Y from the fine-tune). One block is in memory at a time, and what its layers read. Embeddings, and matrices that
-no forward reaches with every token (experts), are coded from weights alone. How one matrix is found is a solver's part.
+Runs teacher and student one block at a time; a `LayerSolver` finds each matrix. The student is the fine-tune with its
+coded matrices in place of its own (paper, section 2: X from the compressed stack so far, Y from the fine-tune).
+Embeddings, and matrices that no forward reaches with every token (experts), are coded from weights alone.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from deltastore.format.onebit import OneBit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where a linear layer stands in the student, and what enters its block."""
+class StudentBlock:
+    """The student's block that is being fitted, and its inputs."""
 
     decoder: Decoder
     index: int
     block: nn.Module
-    path: str  # of the layer in the block
     hiddens: Sequence[Tensor]  # [sequences, tokens, hidden] each, one per batch
 
+    def inputs(self, path: str) -> Iterator[Tensor]:
+        """Yield the inputs ``[tokens, in]`` of the block's linear layer at `path`, batch by batch."""
+        return (self.decoder.input_of(self.block, self.index, path, hidden) for hidden in self.hiddens)
 
-class Solver(Protocol):
-    """Finds deltas of linear layers that read the same."""
+
+class LayerSolver(Protocol):
+    """Finds deltas of linear layers that read the same inputs."""
 
     def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Any:
-        """What `solve` needs of inputs ``[tokens, in]``, batch by batch: the fine-tune's, and the student's."""
+        """Summarize the inputs ``[tokens, in]`` of both models, batch by batch, for `solve`."""
 
-    def solve(self, pair: TensorPair, gathered: Any, place: Place | None) -> OneBit:
-        """The delta of one matrix; it has no place in a block if it is the head's."""
+    def solve(self, pair: TensorPair, gathered: Any, block: StudentBlock | None) -> OneBit:
+        """Return the delta of one matrix of `block`, which is None for the output head."""
 
     def upgrades(self, pair: TensorPair, gathered: Any, coded: OneBit) -> list[MatrixDelta]:
-        """What more bytes could make of a delta that `solve` gave."""
+        """Return larger forms of the delta that `solve` gave; none where bytes are not to be spent."""
 
 
 @dataclass(slots=True)
@@ -55,13 +58,13 @@ class Layerwise:
     finetune: Weights
     method: Method  # of those that are coded from weights alone
     device: torch.device
-    fitted: dict[str, list[MatrixDelta]] = field(default_factory=dict)  # each with its upgrades behind it
+    fitted: dict[str, list[MatrixDelta]] = field(default_factory=dict)  # each followed by its upgrades
     _unfitted: dict[str, OneBit] = field(default_factory=dict)
 
     def run(
         self,
         batches: Sequence[Tensor],
-        solver: Solver,
+        solver: LayerSolver,
         first: int = 0,
         on_block: Callable[[int, Mapping[str, list[MatrixDelta]]], object] = lambda index, fitted: None,
     ) -> None:
@@ -75,24 +78,16 @@ class Layerwise:
         student = Decoder(Overlay(self.finetune, self.replacement), self.device, torch.float32)
         hiddens_t, hiddens = teacher.embed(batches), student.embed(batches)
         for index in range(teacher.num_blocks):
-            block = student.load_block(index)
-            groups = self._groups(student, block, index) if index >= first else []
-            read = teacher.advance_and_record(
-                teacher.load_block(index), index, [group[0].path for group in groups], hiddens_t
-            )
+            block = StudentBlock(student, index, student.load_block(index), hiddens)
+            groups = self._groups(block) if index >= first else []
+            paths = [group[0].path for group in groups]
+            inputs_t = teacher.advance_and_record(teacher.load_block(index), index, paths, hiddens_t)
             for group in groups:
-                path = group[0].path
-                inputs = (student.input_of(block, index, path, hidden) for hidden in hiddens)
-                gathered = solver.gather(read.pop(path), inputs)
-                for linear in group:
-                    self._fit(
-                        linear.name, solver, gathered, Place(student, index, block, linear.path, hiddens)
-                    )
-            student.advance(block, index, hiddens)
+                self._fit_group(group, solver, inputs_t.pop(group[0].path), block)
+            student.advance(block.block, index, hiddens)
             if index >= first:
-                on_block(
-                    index, {linear.name: self.fitted[linear.name] for group in groups for linear in group}
-                )
+                names = [linear.name for group in groups for linear in group]
+                on_block(index, {name: self.fitted[name] for name in names})
         head = self.pairs.get(teacher.head_name or "")
         if head is not None and head.name != teacher.embedding_name:
             teacher.finish_all(hiddens_t)
@@ -101,37 +96,47 @@ class Layerwise:
             self._fit(head.name, solver, gathered, None)
 
     def replacement(self, name: str) -> Tensor | None:
-        """What the student has instead of one of the fine-tune's tensors, in its shape; None where it has the same."""
+        """Return the student's tensor of this name in the fine-tune's shape; None where it is the fine-tune's own."""
         pair = self.pairs.get(name)
         return None if pair is None else weight_with_delta(pair, self.delta(name))
 
     def delta(self, name: str) -> OneBit:
-        """Of one matrix; from weights alone where nothing was fitted."""
+        """Return the delta of one matrix; from weights alone where nothing was fitted."""
         if name in self.fitted:
             return self.fitted[name][0].planes[0]
         if name not in self._unfitted:
             self._unfitted[name] = code_matrix(self.pairs[name], self.method).delta
         return self._unfitted[name]
 
-    def _groups(self, student: Decoder, block: nn.Module, index: int) -> list[list[BlockLinear]]:
-        """The linear layers to fit, in the order in which inputs reach them, those together that read the same."""
+    def _groups(self, block: StudentBlock) -> list[list[BlockLinear]]:
+        """Linear layers to fit, in the order in which inputs reach them, grouped by common inputs."""
         groups = (
             [linear for linear in group if linear.name in self.pairs]
-            for group in student.linears(block, index)
+            for group in block.decoder.linears(block.block, block.index)
         )
         return [group for group in groups if group]
 
-    def _fit(self, name: str, solver: Solver, gathered: Any, place: Place | None) -> None:
-        """Code one matrix, and let the student have it."""
+    def _fit_group(
+        self,
+        group: Sequence[BlockLinear],
+        solver: LayerSolver,
+        inputs_t: Sequence[Tensor],
+        block: StudentBlock,
+    ) -> None:
+        """Code linear layers with common inputs and give the student their new weights."""
+        gathered = solver.gather(inputs_t, block.inputs(group[0].path))
+        for linear in group:
+            delta = self._fit(linear.name, solver, gathered, block)
+            weight = block.block.get_submodule(linear.path).get_parameter("weight")
+            weight.data.copy_(weight_with_delta(self.pairs[linear.name], delta))
+
+    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> OneBit:
         pair = self.pairs[name]
-        delta = solver.solve(pair, gathered, place)
+        delta = solver.solve(pair, gathered, block)
         self.fitted[name] = [MatrixDelta((delta,)), *solver.upgrades(pair, gathered, delta)]
-        if place is not None:
-            weight = place.block.get_submodule(place.path).weight
-            assert isinstance(weight, Tensor)
-            weight.data.copy_(weight_with_delta(pair, delta))
+        return delta
 
 
-def _rows(hiddens: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+def _rows(hiddens: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:  # [tokens, hidden] each
     for hidden in hiddens:
         yield hidden.to(device).flatten(0, -2)

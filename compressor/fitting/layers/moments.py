@@ -1,7 +1,7 @@
-"""What least squares is told of a linear layer's inputs: their second moments, summed over all calibration tokens.
+"""Second moments of a linear layer's inputs, summed over all calibration tokens: all that least squares needs.
 
-Knows inputs of two models at one place, the student with its delta so far and the teacher with the fine-tune's own
-weights; nothing of models, or of how a delta is found.
+Sums inputs of two models at one layer, the student with its delta so far and the teacher with the fine-tune's own
+weights; independent of models and of how a delta is found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """Sums over tokens of products of inputs: X of the student, X_t of the teacher at the same place.
+    """Sums over tokens of products of inputs: X of the student, X_t of the teacher at the same layer.
 
     In place of C = X_t'X stands C - H, which is small where the models agree and so loses nothing to rounding.
     """
@@ -34,17 +34,24 @@ def moments(
 ) -> Moments:
     """Sum up inputs ``[tokens, in]`` of both models, batch by batch, on the student's device.
 
-    Each batch's product is one of float32; the sums are kept in `dtype`, float64 unless memory forbids it.
+    Each batch's product is float32; the sums are of `dtype`, float64 unless memory forbids it.
+
+    Raises:
+        ValueError: no batches, or batches that differ in number or shape.
     """
     gram = drift = torch.zeros(())
     count = 0
     for inputs_t, inputs in zip(teacher, student, strict=True):
-        assert inputs_t.shape == inputs.shape
+        if inputs_t.shape != inputs.shape:
+            raise ValueError(
+                f"inputs of {tuple(inputs_t.shape)} and {tuple(inputs.shape)} are not of one layer"
+            )
         if not count:
             gram, drift = (inputs.new_zeros(inputs.shape[1], inputs.shape[1], dtype=dtype) for _ in range(2))
         own = inputs.float()
         gram += own.T @ own
         drift += (inputs_t.to(own.device, torch.float32) - own).T @ own
         count += inputs.shape[0]
-    assert count
+    if not count:
+        raise ValueError("there are no inputs to sum up")
     return Moments(gram, drift, count)

@@ -1,4 +1,4 @@
-"""The paper's Algorithm 3: what the whole student loses with one candidate in one layer; Algorithm 6 chooses by it.
+"""The paper's Algorithm 3: the whole student's loss with one candidate in one layer; Algorithm 6 chooses by it.
 
 Layers that are not fitted yet are the base's, as the student begins in Algorithm 1.
 """
@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.evaluate.fidelity import last_hiddens
-from compressor.fitting.layers.layerwise import Place
+from compressor.fitting.layers.layerwise import StudentBlock
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
 from deltastore.format.onebit import OneBit
 
 
 class EndLoss:
-    """Squared error of logits on held-out batches, the last ones of those that a `Place` holds.
+    """Squared error of logits on held-out batches, which are the last batches of a `StudentBlock`'s inputs.
 
-    Reads every later block each time.
+    Reads every later block for each candidate.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class EndLoss:
         with torch.no_grad():
             self._logits = [teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, held_out)]
 
-    def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
-        """The mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
-        groups = place.decoder.linears(place.block, place.index)
+    def __call__(self, pair: TensorPair, block: StudentBlock, delta: OneBit) -> float:
+        """Return the mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
+        groups = block.decoder.linears(block.block, block.index)
         paths = {linear.name: linear.path for group in groups for linear in group}
         parameters = {
-            name: place.block.get_submodule(paths[name]).get_parameter("weight")
+            name: block.block.get_submodule(paths[name]).get_parameter("weight")
             for name in paths.keys() & self._pairs.keys() - self._fitted
         }
         before = {name: parameter.data for name, parameter in parameters.items()}
@@ -53,20 +53,20 @@ class EndLoss:
             for name, parameter in parameters.items():
                 weight = weight_with_delta(self._pairs[name], delta if name == pair.name else None)
                 parameter.data = weight.to(parameter.device, torch.float32)
-            return self._of_student(place)
+            return self._of_student(block)
         finally:
             for name, parameter in parameters.items():
                 parameter.data = before[name]
 
     def settle(self, name: str) -> None:
-        """A layer is fitted: later ones are judged with what its block has for it, and no more with the base's."""
+        """Mark a layer as fitted: later candidates are judged with its block's weight in place of the base's."""
         self._fitted.add(name)
 
     @torch.no_grad()
-    def _of_student(self, place: Place) -> float:
-        hiddens = [hidden.clone() for hidden in place.hiddens[-len(self._logits) :]]
-        place.decoder.advance(place.block, place.index, hiddens)
-        for index in range(place.index + 1, self._student.num_blocks):
+    def _of_student(self, block: StudentBlock) -> float:
+        hiddens = [hidden.clone() for hidden in block.hiddens[-len(self._logits) :]]
+        block.decoder.advance(block.block, block.index, hiddens)
+        for index in range(block.index + 1, self._student.num_blocks):
             self._student.advance(self._student.load_block(index), index, hiddens)
         head, total = self._student.load_head(), 0.0
         for hidden, target in zip(hiddens, self._logits, strict=True):

@@ -1,7 +1,7 @@
-"""The paper's layer stage, faithfully: AdamW on one scale vector over cached activations, and the choice of its axis.
+"""The paper's Algorithms 5 and 6: AdamW on one scale vector over cached activations, and the choice of its axis.
 
-Algorithms 5 and 6 (`train_scales`, `choose_axis`) with the candidates' initial scales. Knows one layer and its caches;
-how the caches are filled (Algorithms 1 and 4) and what follows end to end (Algorithms 2 and 3) is other files' part.
+Trains one layer from its caches (`train_scales`, `choose_axis`). `layer_solver.py` fills the caches (Algorithms 1 and
+4), `end_loss.py` is Algorithm 3, and `distillation/distill.py` runs Algorithm 2.
 
 =============  ==========================================  ============================================
 ours           one scale per                               the paper's text; its Algorithm 6 and files
@@ -26,56 +26,64 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 PaperAxis = Literal["scalar", "out", "in"]
-EndLoss = Callable[[PaperAxis, Tensor], float]  # of the whole model with a candidate's scales in this layer
+# Loss of the whole model with a candidate's scales in this layer.
+CandidateLoss = Callable[[PaperAxis, Tensor], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cache:
-    """What forward hooks keep of one layer, in BF16, at least one row."""
+class ActivationCache:
+    """Inputs and outputs of one layer in BF16 (Algorithm 4).
 
-    x: Tensor  # [n, in] bfloat16: what reaches the layer in the student
-    y: Tensor  # [n, out] bfloat16: what leaves it in the fine-tune, without the bias
+    Raises:
+        ValueError: no rows, unequal numbers of them, or another dtype.
+    """
+
+    x: Tensor  # [n, in] bfloat16: the layer's inputs in the student
+    y: Tensor  # [n, out] bfloat16: its outputs in the fine-tune, without the bias
 
     def __post_init__(self) -> None:
-        assert self.x.dtype == self.y.dtype == torch.bfloat16
-        assert len(self.x) == len(self.y) > 0
+        if not (self.x.dtype == self.y.dtype == torch.bfloat16 and len(self.x) == len(self.y) > 0):
+            raise ValueError(
+                f"inputs {tuple(self.x.shape)} {self.x.dtype} and outputs {tuple(self.y.shape)} {self.y.dtype} are no "
+                "cache of one layer"
+            )
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows in order, `size` at a time and the rest last, float32."""
+        """Yield rows in order as float32, `size` at a time; the last batch may have fewer."""
         for start in range(0, len(self.x), size):
             yield self.x[start : start + size].float(), self.y[start : start + size].float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shards:
-    """A layer's calibration rows: those that train and those that judge."""
+class LayerCaches:
+    """A layer's calibration rows, split into those that train and those that choose the axis."""
 
-    train: Cache
-    held_out: Cache
+    train: ActivationCache
+    held_out: ActivationCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """What stays frozen while scales train."""
+class FrozenLayer:
+    """The parts of a layer that stay frozen while its scales train."""
 
     base: Tensor  # [out, in] any real dtype
     signs: Tensor  # [out, in] bool, True where +1
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """The budget that every candidate gets; the defaults are the paper's."""
+class ScaleTrainingSettings:
+    """The training budget of every candidate; the defaults are the paper's."""
 
     batch_rows: int  # of one step: the tokens of one cached batch
     epochs: int = 5
     lr: float = 1e-4
     cosine: bool = False
-    scalar: bool = False  # whether a single scale is among the candidates, too
+    scalar: bool = False  # also try a single scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The axis chosen, its trained scales, and what each candidate lost by."""
+class AxisChoice:
+    """The axis chosen, its trained scales, and the loss of each candidate."""
 
     axis: PaperAxis
     scale: Tensor  # [out], [in] or [1] float32
@@ -85,8 +93,11 @@ class Choice:
 def initial_scale(
     delta: Tensor,  # [out, in] float32
     axis: PaperAxis,
-) -> Tensor:  # [out], [in] or, for `scalar` (BitDelta's coefficient), [1]; float32
-    """Mean magnitude of the delta over what shares a scale: the least weight error that the delta's signs allow."""
+) -> Tensor:  # [out], [in] or [1]; float32
+    """Mean magnitude of the delta over the weights that share a scale: the least weight error for its signs.
+
+    For `scalar` this is BitDelta's coefficient.
+    """
     magnitude = delta.float().abs()
     if axis == "scalar":
         return magnitude.mean()[None]
@@ -94,24 +105,25 @@ def initial_scale(
 
 
 def train_scales(
-    layer: Layer,
+    layer: FrozenLayer,
     init: Tensor,  # [out], [in] or [1]
     axis: PaperAxis,
-    cache: Cache,
-    recipe: Recipe,
+    cache: ActivationCache,
+    settings: ScaleTrainingSettings,
 ) -> Tensor:  # as init, float32
-    """Algorithm 5: the scales after `recipe.epochs` passes over the cache, one AdamW step on squared error per batch.
+    """Algorithm 5: train scales for `settings.epochs` passes over the cache.
 
-    The cosine schedule, where asked for, falls to zero over all steps. Rows are taken in the cache's order.
+    Each batch, in the cache's order, is one AdamW step on squared error. With `cosine` the rate falls to zero over all
+    steps.
     """
     base, signs = _frozen(layer)
     scale = init.float().clone().requires_grad_()
-    optimizer = AdamW([scale], lr=recipe.lr)
-    num_steps = recipe.epochs * math.ceil(len(cache.x) / recipe.batch_rows)
-    schedule = CosineAnnealingLR(optimizer, num_steps) if recipe.cosine else None
+    optimizer = AdamW([scale], lr=settings.lr)
+    num_steps = settings.epochs * math.ceil(len(cache.x) / settings.batch_rows)
+    schedule = CosineAnnealingLR(optimizer, num_steps) if settings.cosine else None
     with torch.enable_grad():
-        for _ in range(recipe.epochs):
-            for x, y in cache.batches(recipe.batch_rows):
+        for _ in range(settings.epochs):
+            for x, y in cache.batches(settings.batch_rows):
                 optimizer.zero_grad()
                 loss = F.mse_loss(F.linear(x, base) + _delta_output(x, signs, scale, axis), y)
                 torch.autograd.backward(loss)
@@ -123,13 +135,13 @@ def train_scales(
 
 @torch.no_grad()
 def layer_error(
-    layer: Layer,
+    layer: FrozenLayer,
     scale: Tensor,  # [out], [in] or [1]
     axis: PaperAxis,
-    cache: Cache,
+    cache: ActivationCache,
     batch_rows: int,
 ) -> float:
-    """Mean squared error of the layer's outputs over a cache: the paper's held-out loss of a candidate."""
+    """Mean squared error of the layer's outputs over a cache, the paper's held-out loss of a candidate."""
     base, signs = _frozen(layer)
     total = 0.0
     for x, y in cache.batches(batch_rows):
@@ -139,32 +151,32 @@ def layer_error(
 
 
 def choose_axis(
-    layer: Layer,
+    layer: FrozenLayer,
     delta: Tensor,  # [out, in] float32
-    shards: Shards,
-    recipe: Recipe,
-    end_loss: EndLoss | None = None,
-) -> Choice:
-    """Algorithm 6: train each candidate under the same budget and keep the one that loses least.
+    caches: LayerCaches,
+    settings: ScaleTrainingSettings,
+    candidate_loss: CandidateLoss | None = None,
+) -> AxisChoice:
+    """Algorithm 6: train each candidate under the same budget and keep the one of least loss.
 
     Args:
-        end_loss: judges a candidate as Algorithm 6 does, by the whole model; without it the layer's held-out error
-            does, as in the paper's text. On a tie `in` wins, as in Algorithm 6.
+        candidate_loss: the whole model's loss with a candidate, as in Algorithm 6; by default the layer's held-out
+            error decides, as in the paper's text. On a tie `in` wins, as in Algorithm 6.
     """
-    candidates: tuple[PaperAxis, ...] = ("in", "out", "scalar") if recipe.scalar else ("in", "out")
+    candidates: tuple[PaperAxis, ...] = ("in", "out", "scalar") if settings.scalar else ("in", "out")
     scales: dict[PaperAxis, Tensor] = {}
     losses: dict[PaperAxis, float] = {}
     for axis in candidates:
-        scale = scales[axis] = train_scales(layer, initial_scale(delta, axis), axis, shards.train, recipe)
-        if end_loss is None:
-            losses[axis] = layer_error(layer, scale, axis, shards.held_out, recipe.batch_rows)
+        scale = scales[axis] = train_scales(layer, initial_scale(delta, axis), axis, caches.train, settings)
+        if candidate_loss is None:
+            losses[axis] = layer_error(layer, scale, axis, caches.held_out, settings.batch_rows)
         else:
-            losses[axis] = end_loss(axis, scale)
+            losses[axis] = candidate_loss(axis, scale)
     chosen = min(candidates, key=losses.__getitem__)
-    return Choice(chosen, scales[chosen], losses)
+    return AxisChoice(chosen, scales[chosen], losses)
 
 
-def _frozen(layer: Layer) -> tuple[Tensor, Tensor]:  # base and signs as numbers, [out, in] float32
+def _frozen(layer: FrozenLayer) -> tuple[Tensor, Tensor]:  # base and signs as numbers, [out, in] float32
     return layer.base.float(), layer.signs.float().mul_(2).sub_(1)
 
 

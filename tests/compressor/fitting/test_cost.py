@@ -13,13 +13,16 @@ import torch
 
 from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
-from compressor import planning
 from compressor.blockwise import sampling
 from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.cost import Model, Sizes, Stage
+from compressor.fitting.cost import FitCost
+from compressor.fitting.shapes import FitShapes
+from compressor.fitting.stage_cost import StageCost
+from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
 from compressor.pipeline import compress, plan
+from compressor.planning import requirements
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import MemoryTooSmall
 from deltastore.format.plan import is_matrix
@@ -37,21 +40,23 @@ def models(tmp_path: Path) -> TinyModels:
     return make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
 
 
-def sizes_of(shapes: LlamaShapes) -> Sizes:
+def shapes_of(shapes: LlamaShapes) -> FitShapes:
     tensors = dict(shapes.tensors())
     blocks = [
         {name: shape for name, shape in tensors.items() if name.startswith(f"model.layers.{layer}.")}
         for layer in range(shapes.num_layers)
     ]
     coded = {name: (shape[0], shape[1]) for name, shape in tensors.items() if is_matrix(name, shape)}
-    return Sizes(blocks, (shapes.vocabulary, shapes.hidden), False, coded, 2 * shapes.kv)
+    return FitShapes(blocks, (shapes.vocabulary, shapes.hidden), False, coded, 2 * shapes.kv)
 
 
-def stages_of(shapes: LlamaShapes, training: Training = DEFAULT, *, is_cpu: bool, free: int) -> list[Stage]:
-    return list(Model(sizes_of(shapes), training, "both", is_cpu, free).stages())
+def stages_of(
+    shapes: LlamaShapes, training: Training = DEFAULT, *, is_cpu: bool, free: int
+) -> list[StageCost]:
+    return list(FitCost(shapes_of(shapes), strategy_of(training, "both"), is_cpu, free).stages())
 
 
-def peak(stages: list[Stage], where: str) -> int:
+def peak(stages: list[StageCost], where: str) -> int:
     return max(stage.num_bytes(where, least=True) for stage in stages)
 
 
@@ -63,7 +68,7 @@ def test_the_memory_that_a_fit_takes_is_what_was_said_within_a_factor(tmp_path: 
 def test_a_model_of_a_billion_and_a_half_fits_24_gb_of_host_memory_and_learns_signs() -> None:
     stages = stages_of(QWEN_1B5, is_cpu=True, free=24 * GB)
     assert peak(stages, "host") < 24 * GB
-    assert any(part.what == "latents of signs" for stage in stages for part in stage.parts)
+    assert any(part.what == "latents of signs" for stage in stages for part in stage.items)
 
 
 def test_a_model_of_eight_billion_fits_a_gpu_of_24_gb_with_its_latents_in_host_memory() -> None:
@@ -78,7 +83,7 @@ def test_signs_that_learn_take_two_bytes_each_and_nothing_else_grows_as_fast() -
         next(stage for stage in stages_of(shapes, is_cpu=True, free=24 * GB) if stage.name == "distilling")
         for shapes in (QWEN_1B5, grown)
     )
-    more = sizes_of(grown).num_coded - sizes_of(QWEN_1B5).num_coded
+    more = shapes_of(grown).num_coded - shapes_of(QWEN_1B5).num_coded
     assert 2 * more < many.num_bytes("host") - few.num_bytes("host") < 3 * more
 
 
@@ -114,8 +119,7 @@ def test_the_command_prints_a_plan_whose_parts_make_up_its_stages(
 
 
 def refusals(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sampling, planning):
-        monkeypatch.setattr(module, "free_bytes", lambda device: free, raising=False)
+    monkeypatch.setattr(sampling, "free_bytes", lambda device: free)
 
 
 @pytest.fixture
@@ -126,7 +130,8 @@ def config(models: TinyModels, tmp_path: Path) -> CompressConfig:
 
 def least(config: CompressConfig, **changes: Any) -> int:
     assert config.training is not None
-    return plan(replace(config, training=replace(config.training, **changes))).peak("host", least=True)
+    changed = replace(config, training=replace(config.training, **changes))
+    return plan(changed).peak("host", least=True)
 
 
 def test_too_little_memory_is_refused_at_once_with_what_is_missing_and_what_needs_less(
@@ -147,8 +152,8 @@ def test_too_little_memory_is_refused_at_once_with_what_is_missing_and_what_need
 def test_learning_signs_is_given_up_where_less_text_does_not_help(
     config: CompressConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = sizes_of(QWEN_1B5)
-    monkeypatch.setattr(planning, "sizes_of", lambda *args: big)
+    big = shapes_of(QWEN_1B5)
+    monkeypatch.setattr(requirements, "shapes_of", lambda *args: big)
     fewest = Calibration("self", 32)
     with_signs, without = (
         least(config, calibration=fewest),

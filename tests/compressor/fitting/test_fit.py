@@ -20,8 +20,10 @@ from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel
 from compressor.config import CompressConfig
 from compressor.evaluate.fidelity import fidelity
-from compressor.fitting import fit
+from compressor.fitting import least_squares
 from compressor.fitting.calibration import Calibration, calibration_text, held_out
+from compressor.fitting.fit import TextSplit
+from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
 from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
@@ -36,6 +38,7 @@ SELF = Calibration("self", samples=20, length=16, seed=0)
 OURS = Training(SELF, distill_epochs=1)
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
 NOISY = (Change(noise=0.2),)
+WIDE = 1 << 20  # input features for which layers take all the text that there is
 
 
 def measured(models: TinyModels, delta: Path, calibration: Calibration) -> dict[str, float | int]:
@@ -144,7 +147,7 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
 ) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     digests = [compressed(models, tmp_path / "0", training=Training(SELF, distill_epochs=0)).digest]
-    monkeypatch.setattr(fit, "OUR_RATE", 10.0)  # steps that only do harm
+    monkeypatch.setattr(least_squares, "SCALE_RATE", 10.0)  # steps that only do harm
     wild = compressed(models, tmp_path / "wild", training=Training(SELF, distill_epochs=2, learn_signs=False))
     with Artifact.open(tmp_path / "0") as one, Artifact.open(tmp_path / "wild") as other:
         for name, spec in wild.manifest.tensors.items():
@@ -155,11 +158,12 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
 
 def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     text = [torch.tensor([number]) for number in range(200)]
-    split = fit._Split.of(text, by_parts=True)
+    paper = strategy_of(Training(SELF, solver="adamw"), "per-axis")
+    split = TextSplit.of(text, paper, widest=WIDE)
     parts = [[int(ids) for ids in part] for part in (split.layers, split.end, split.choosing, split.judging)]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
-    ours = fit._Split.of(text, by_parts=False)
+    ours = TextSplit.of(text, strategy_of(Training(SELF), "both"), widest=WIDE)
     assert len(ours.layers) == len(ours.end) == 180
 
 
@@ -260,7 +264,7 @@ def test_inputs_that_overflow_are_refused_by_the_layer_that_reads_them(models: T
         str(models.base), str(models.finetunes[0]), models.base.parent / "delta", training=OURS
     )
     with pytest.raises(
-        CheckpointError, match=r"what tensor 'model\.layers\.0\.mlp\..* not finite or overflows"
+        CheckpointError, match=r"the inputs of tensor 'model\.layers\.0\.mlp\..* not finite or overflow"
     ):
         compress(config)
 

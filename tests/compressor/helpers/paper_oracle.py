@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compressor.fitting.paper.scale_training import Cache, Layer, PaperAxis, Recipe
+from compressor.fitting.paper.scale_training import (
+    ActivationCache,
+    FrozenLayer,
+    PaperAxis,
+    ScaleTrainingSettings,
+)
 
 BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # what AdamW has where nobody says otherwise
 
@@ -36,21 +41,23 @@ def coded(signs: Tensor, scale: Tensor, axis: PaperAxis) -> Tensor:  # [out, in]
     return torch.where(signs, 1.0, -1.0).double() * (scale[:, None] if axis == "out" else scale)
 
 
-def squared_error(layer: Layer, scale: Tensor, axis: PaperAxis, x: Tensor, y: Tensor) -> Tensor:
+def squared_error(layer: FrozenLayer, scale: Tensor, axis: PaperAxis, x: Tensor, y: Tensor) -> Tensor:
     output = x.double() @ (layer.base.double() + coded(layer.signs, scale, axis)).T
     return (output - y.double()).square().mean()
 
 
-def trained_scales(layer: Layer, init: Tensor, axis: PaperAxis, cache: Cache, recipe: Recipe) -> Tensor:
+def trained_scales(
+    layer: FrozenLayer, init: Tensor, axis: PaperAxis, cache: ActivationCache, settings: ScaleTrainingSettings
+) -> Tensor:
     """Algorithm 5."""
     scale, optimizer = init.double(), AdamW64()
-    starts = range(0, len(cache.x), recipe.batch_rows)
-    num_steps = recipe.epochs * len(starts)
+    starts = range(0, len(cache.x), settings.batch_rows)
+    num_steps = settings.epochs * len(starts)
     for step in range(num_steps):
         first = starts[step % len(starts)]
-        x, y = (t[first : first + recipe.batch_rows] for t in (cache.x, cache.y))
+        x, y = (t[first : first + settings.batch_rows] for t in (cache.x, cache.y))
         variable = scale.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(squared_error(layer, variable, axis, x, y), variable)
-        lr = recipe.lr * ((1 + math.cos(math.pi * step / num_steps)) / 2 if recipe.cosine else 1)
+        lr = settings.lr * ((1 + math.cos(math.pi * step / num_steps)) / 2 if settings.cosine else 1)
         scale = optimizer.stepped(scale, gradient, lr)
     return scale

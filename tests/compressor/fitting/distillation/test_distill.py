@@ -21,6 +21,7 @@ from compressor.fitting.distillation import distill
 from compressor.fitting.distillation.distill import Distillation, DistillSettings, Loss, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.teacher import TeacherTargets
+from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore
@@ -104,9 +105,10 @@ def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
         )
 
     shapes = [pair.shape for pair in student.pairs.values()]
-    asked = training.state_bytes("both", sum(map(math.prod, shapes)), sum(map(sum, shapes)))
+    asked = strategy_of(training, "both").state_bytes(sum(map(math.prod, shapes)), sum(map(sum, shapes)))
     assert 1.8 * size(run.state()) < asked < 2.2 * size(run.state())
-    assert replace(training, learn_signs=False).state_bytes("both", 1 << 31, 10) == 2 * 3 * 10 * 4
+    fixed = replace(training, learn_signs=False)
+    assert strategy_of(fixed, "both").state_bytes(1 << 31, 10) == 2 * 3 * 10 * 4
 
 
 def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models: TinyModels) -> None:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from compressor.fitting.calibration import batched
-from compressor.fitting.layers import solvers
-from compressor.fitting.layers.layerwise import Layerwise, Place
-from compressor.fitting.layers.solvers import AdamWScales
+from compressor.fitting.layers.layerwise import Layerwise, StudentBlock
+from compressor.fitting.paper import layer_solver
 from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.paper.layer_solver import PaperLayerSolver
 from compressor.fitting.paper.scale_training import (
-    Cache,
-    Choice,
-    Layer,
+    ActivationCache,
+    AxisChoice,
+    FrozenLayer,
+    LayerCaches,
     PaperAxis,
-    Recipe,
-    Shards,
+    ScaleTrainingSettings,
     choose_axis,
 )
 from compressor.io.pairs import TensorPair
@@ -34,19 +34,19 @@ from tests.compressor.helpers.paper_oracle import squared_error, trained_scales
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 LENGTH, NUM_TRAIN, NUM_HELD_OUT = 10, 5, 3
-RECIPE = Recipe(batch_rows=LENGTH, lr=1e-3)  # steps that FP16 keeps
+SETTINGS = ScaleTrainingSettings(batch_rows=LENGTH, lr=1e-3)  # steps that FP16 keeps
 ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass
-class Stage:
-    """One run of the layer stage, and what each layer was given."""
+class LayerRun:
+    """One run of the layer stage, and the caches and choice of each layer."""
 
     models: TinyModels
     pairs: Mapping[str, TensorPair]
     layerwise: Layerwise
-    caches: dict[str, Shards] = field(default_factory=dict)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    caches: dict[str, LayerCaches] = field(default_factory=dict)
+    choices: dict[str, AxisChoice] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -67,21 +67,23 @@ def run_stage(
     monkeypatch: pytest.MonkeyPatch,
     *,
     embeddings: bool = False,
-    recipe: Recipe = RECIPE,
+    settings: ScaleTrainingSettings = SETTINGS,
     end_loss: EndLoss | None = None,
-) -> Stage:
+) -> LayerRun:
     pairs = pairs_of(models, embeddings=embeddings)
-    stage = Stage(models, pairs, Layerwise(pairs, Checkpoint.open(models.finetunes[0]), "per-axis", CPU))
-    seen: list[tuple[Shards, Choice]] = []
+    stage = LayerRun(models, pairs, Layerwise(pairs, Checkpoint.open(models.finetunes[0]), "per-axis", CPU))
+    seen: list[tuple[LayerCaches, AxisChoice]] = []
 
-    def look(layer: Layer, delta: Tensor, shards: Shards, own: Recipe, judge: Any) -> Choice:
-        seen.append((shards, choose_axis(layer, delta, shards, own, judge)))
+    def look(
+        layer: FrozenLayer, delta: Tensor, caches: LayerCaches, own: ScaleTrainingSettings, judge: Any
+    ) -> AxisChoice:
+        seen.append((caches, choose_axis(layer, delta, caches, own, judge)))
         return seen[-1][1]
 
-    monkeypatch.setattr(solvers, "choose_axis", look)
-    stage.layerwise.run(BATCHES, AdamWScales(recipe, NUM_HELD_OUT * LENGTH, end_loss))
-    for name, (shards, choice) in zip(stage.layerwise.fitted, seen, strict=True):
-        stage.caches[name], stage.choices[name] = shards, choice
+    monkeypatch.setattr(layer_solver, "choose_axis", look)
+    stage.layerwise.run(BATCHES, PaperLayerSolver(settings, NUM_HELD_OUT * LENGTH, end_loss))
+    for name, (caches, choice) in zip(stage.layerwise.fitted, seen, strict=True):
+        stage.caches[name], stage.choices[name] = caches, choice
     return stage
 
 
@@ -116,8 +118,8 @@ def test_caches_hold_the_students_inputs_and_the_finetunes_outputs_in_bf16(
         inputs, _ = io_of(whole, name, student)
         _, outputs = io_of(whole, name)
         cut = NUM_TRAIN * LENGTH
-        shards = stage.caches[name]
-        for cache, rows in ((shards.train, slice(0, cut)), (shards.held_out, slice(cut, None))):
+        caches = stage.caches[name]
+        for cache, rows in ((caches.train, slice(0, cut)), (caches.held_out, slice(cut, None))):
             assert cache.x.dtype == cache.y.dtype == torch.bfloat16
             for got, expected in ((cache.x, inputs[rows]), (cache.y, outputs[rows])):
                 assert got.shape == expected.shape
@@ -130,8 +132,8 @@ def test_axes_and_scales_are_those_of_the_algorithms_in_float64(
     cosine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
-    recipe = Recipe(batch_rows=LENGTH, lr=1e-3, cosine=cosine)
-    stage, whole = run_stage(models, monkeypatch, recipe=recipe), Whole(models)
+    settings = ScaleTrainingSettings(batch_rows=LENGTH, lr=1e-3, cosine=cosine)
+    stage, whole = run_stage(models, monkeypatch, settings=settings), Whole(models)
     student = weights_with(stage.pairs, {name: torch.zeros(pair.shape) for name, pair in stage.pairs.items()})
     axes, cut = set(), NUM_TRAIN * LENGTH
     for name in stage.names:
@@ -139,12 +141,12 @@ def test_axes_and_scales_are_those_of_the_algorithms_in_float64(
         pair = stage.pairs[name]
         base = pair.base.read(name).double()
         delta = pair.finetune.read(name).double() - base
-        layer = Layer(base, delta > 0)
+        layer = FrozenLayer(base, delta > 0)
         scales: dict[PaperAxis, Tensor] = {}
         losses: dict[PaperAxis, float] = {}
         for axis in ("in", "out"):
             init = delta.abs().mean(1 if axis == "out" else 0)
-            scales[axis] = trained_scales(layer, init, axis, Cache(x[:cut], y[:cut]), recipe)
+            scales[axis] = trained_scales(layer, init, axis, ActivationCache(x[:cut], y[:cut]), settings)
             losses[axis] = float(squared_error(layer, scales[axis], axis, x[cut:], y[cut:]))
             assert stage.choices[name].losses[axis] == pytest.approx(losses[axis], rel=1e-3)
         chosen = min(losses, key=losses.__getitem__)
@@ -176,8 +178,8 @@ class Recording(EndLoss):
         super().__init__(*args)
         self.judged: list[Judged] = []
 
-    def __call__(self, pair: TensorPair, place: Place, delta: OneBit) -> float:
-        loss = super().__call__(pair, place, delta)
+    def __call__(self, pair: TensorPair, block: StudentBlock, delta: OneBit) -> float:
+        loss = super().__call__(pair, block, delta)
         self.judged.append(Judged(pair.name, delta, loss))
         return loss
 
@@ -190,16 +192,16 @@ def test_an_end_loss_is_the_whole_students_with_later_layers_of_the_base(
     models = make_pair("llama", tmp_path, changes=(Change(noise=0.2, added_tokens=2),))
     pairs = pairs_of(models, embeddings=embeddings)
     end_loss = Recording(Checkpoint.open(models.finetunes[0]), pairs, HELD_OUT, CPU)
-    recipe = Recipe(batch_rows=LENGTH, epochs=1, lr=1e-3, scalar=scalar)
-    stage = run_stage(models, monkeypatch, embeddings=embeddings, recipe=recipe, end_loss=end_loss)
+    settings = ScaleTrainingSettings(batch_rows=LENGTH, epochs=1, lr=1e-3, scalar=scalar)
+    stage = run_stage(models, monkeypatch, embeddings=embeddings, settings=settings, end_loss=end_loss)
     whole = Whole(models)
     student = weights_with(pairs, {name: torch.zeros(pair.shape) for name, pair in pairs.items()})
     if embeddings:  # from weights alone, before any layer
         name = "model.embed_tokens.weight"
         student |= weights_with(pairs, {name: dense64(coded(pairs, "per-axis")[name])})
     number = 3 if scalar else 2
-    for place, name in enumerate(stage.names):
-        candidates = end_loss.judged[number * place : number * (place + 1)]
+    for index, name in enumerate(stage.names):
+        candidates = end_loss.judged[number * index : number * (index + 1)]
         assert [candidate.delta.axis for candidate in candidates] == ["in", "out", "scalar"][:number]
         for candidate in candidates:
             assert candidate.name == name
@@ -224,7 +226,7 @@ def test_an_end_loss_leaves_the_block_as_it_was(tmp_path: Path) -> None:
     block = decoder.load_block(0)
     before = {key: value.clone() for key, value in block.state_dict().items()}
     name = "model.layers.0.mlp.up_proj.weight"
-    place = Place(decoder, 0, block, "mlp.up_proj", decoder.embed(HELD_OUT))
-    losses = [end_loss(pairs[name], place, layerwise.delta(name)) for _ in range(2)]
+    student_block = StudentBlock(decoder, 0, block, decoder.embed(HELD_OUT))
+    losses = [end_loss(pairs[name], student_block, layerwise.delta(name)) for _ in range(2)]
     assert losses[0] == losses[1]
     assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())

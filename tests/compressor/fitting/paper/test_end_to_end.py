@@ -13,7 +13,8 @@ from torch import Tensor
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.distillation.distill import Distillation, DistillSettings
 from compressor.fitting.distillation.trainable import TrainablePlane
-from compressor.fitting.fit import PAPER_DECAY
+from compressor.fitting.paper.strategy import WEIGHT_DECAY
+from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
@@ -169,5 +170,6 @@ def without_delta_paths(
 
 def test_the_papers_budget_is_five_epochs_of_vectors_and_one_of_scalars() -> None:
     paper = Training(Calibration("self", 200, 192), solver="adamw")
-    assert (paper.epochs("per-axis"), paper.epochs("scalar"), paper.rate) == (5, 1, 1e-4)
-    assert PAPER_DECAY == DECAY
+    vectors, scalars = (strategy_of(paper, method).distillation for method in ("per-axis", "scalar"))
+    assert (vectors.epochs, scalars.epochs, vectors.rate, scalars.rate) == (5, 1, 1e-4, 1e-4)
+    assert vectors.weight_decay == scalars.weight_decay == WEIGHT_DECAY == DECAY

@@ -1,0 +1,75 @@
+"""The paper's layer solver: AdamW on cached inputs and outputs, the axis by held-out loss (Algorithms 4, 5 and 6).
+
+Fills one layer's caches and picks its judge; the training itself is `scale_training.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compressor.fitting.layers.layerwise import StudentBlock
+from compressor.fitting.paper.end_loss import EndLoss
+from compressor.fitting.paper.scale_training import (
+    ActivationCache,
+    FrozenLayer,
+    LayerCaches,
+    PaperAxis,
+    ScaleTrainingSettings,
+    choose_axis,
+)
+from compressor.io.pairs import TensorPair
+from deltastore.format.matrix import MatrixDelta
+from deltastore.format.onebit import OneBit
+from deltastore.format.signs import pack_signs
+
+
+@dataclass(frozen=True, slots=True)
+class PaperLayerSolver:
+    """One scale vector or scalar per matrix; the signs stay those of the difference."""
+
+    settings: ScaleTrainingSettings
+    num_held_out: int  # tokens, the last of all
+    end_loss: EndLoss | None = None  # chooses the axis in place of the layer's own loss, as in Algorithm 6
+
+    def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return both models' inputs ``[tokens, in]`` on the CPU, the student's in BF16. They grow with the text."""
+        inputs_t = torch.cat([batch.cpu() for batch in teacher])
+        return inputs_t, torch.cat([batch.cpu().bfloat16() for batch in student])
+
+    def solve(self, pair: TensorPair, gathered: tuple[Tensor, Tensor], block: StudentBlock | None) -> OneBit:
+        inputs_t, inputs = gathered
+        rows = slice(0, pair.shape[0])
+        delta, base = pair.block(rows), pair.base.read(pair.base_tensor.name)
+        outputs = (inputs_t @ pair.finetune.read(pair.tensor.name, rows).float().T).bfloat16()
+        cut = len(inputs) - self.num_held_out
+        train, held_out = (
+            ActivationCache(inputs[part], outputs[part]) for part in (slice(cut), slice(cut, None))
+        )
+        signs, candidate_loss = delta > 0, None
+        if self.end_loss is not None and block is not None:
+            candidate_loss = partial(_end_loss, self.end_loss, pair, block, signs)
+        layer, caches = FrozenLayer(base, signs), LayerCaches(train, held_out)
+        choice = choose_axis(layer, delta, caches, self.settings, candidate_loss)
+        if self.end_loss is not None:
+            self.end_loss.settle(pair.name)
+        return _stored(signs, choice.axis, choice.scale)
+
+    def upgrades(self, pair: TensorPair, gathered: tuple[Tensor, Tensor], coded: OneBit) -> list[MatrixDelta]:
+        """Return none: the paper has one plane."""
+        return []
+
+
+def _end_loss(
+    end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor, axis: PaperAxis, scale: Tensor
+) -> float:
+    return end_loss(pair, block, _stored(signs, axis, scale))
+
+
+def _stored(signs: Tensor, axis: PaperAxis, scale: Tensor) -> OneBit:
+    scales = (None, scale.cpu()) if axis == "in" else (scale.cpu(), None)
+    return OneBit.from_scales(pack_signs(signs.cpu()), signs.shape[1], *scales)

@@ -1,8 +1,8 @@
-"""Which deltas are in slots: load, keep, evict. Knows digests and bytes; nothing of HTTP, tenants or prompts.
+"""Which deltas are in slots: load, retain, evict. Knows digests and bytes; no HTTP, tenants or prompts.
 
-The engine thread owns this object and waits for no file in it. Loads run on threads of their own, into slots that
-nobody reads; `adopt` makes what they finished visible, and the engine calls it between steps, so a delta appears at a
-step boundary or not at all.
+The engine thread owns this object and never waits for a file in it. Loads run on other threads, into slots that no
+batch reads. The engine calls `poll_loads` between steps to make finished loads visible, so a delta never appears in the
+middle of a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Level = Literal["device", "host", "disk"]
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A slot's tenant: what is in it and who needs it there."""
+class _SlotEntry:
+    """A slot in use: the version in it, and how many users keep it there."""
 
     record: VersionRecord
     slot: Slot
@@ -36,8 +36,8 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Known:
-    """A version that somebody may ask for by its digest alone."""
+class _RetainedRecord:
+    """A version that can be loaded by its digest."""
 
     record: VersionRecord
     num_users: int = 0
@@ -45,14 +45,14 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLoad:
-    """The end of one load: the delta is resident, or `error` says why it is not."""
+    """The end of one load: the delta is resident, or `error` is the reason why not."""
 
     record: VersionRecord
     error: PeraxisError | None
 
 
 class Residency:
-    """Slots under least-recently-used eviction. A delta that is pinned, held or loading is never evicted."""
+    """Slots under least-recently-used eviction. A delta that is pinned, in use or loading is never evicted."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Residency:
         """`on_load_ended` is called on a loader thread when `poll_loads` has something to return."""
         self.slot_bytes = slots[0].memory.numel()
         self._free = list(reversed(slots))
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # by digest, least recently used first
-        self._known: dict[str, _Known] = {}
+        self._entries: OrderedDict[str, _SlotEntry] = OrderedDict()  # by digest, least recently used first
+        self._records: dict[str, _RetainedRecord] = {}
         self._fetcher = fetcher
         self._cache = fetcher.cache
         self._metrics = metrics
@@ -74,17 +74,18 @@ class Residency:
         self._on_load_ended = on_load_ended
 
     def retain(self, record: VersionRecord) -> None:
-        """Remember what a digest stands for until `forget` was called as often."""
-        self._known.setdefault(record.digest, _Known(record)).num_users += 1
+        """Make a version loadable by its digest, until `forget` has been called as often as this."""
+        self._records.setdefault(record.digest, _RetainedRecord(record)).num_users += 1
 
     def forget(self, digest: str) -> None:
-        known = self._known[digest]
+        """Undo one `retain`. A delta in a slot stays there."""
+        known = self._records[digest]
         known.num_users -= 1
         if not known.num_users:
-            del self._known[digest]
+            del self._records[digest]
 
     def is_resident(self, digest: str) -> bool:
-        """Whether the delta can be used now."""
+        """Return whether the delta can be used now."""
         entry = self._entries.get(digest)
         return entry is not None and entry.delta is not None
 
@@ -93,39 +94,37 @@ class Residency:
         return entry is not None and entry.delta is None
 
     def find(self, digest: str) -> ResidentDelta | None:
-        """The delta if it can be used now; counts as a use of it."""
+        """Return the delta if it is resident, else None. Counts as a use."""
         if not self.is_resident(digest):
             return None
         self._entries.move_to_end(digest)
         return self._entries[digest].delta
 
-    def hold(self, digest: str) -> None:
-        """Keep a resident delta in its slot until `let_go` was called as often; counts as a use of it."""
-        assert self.is_resident(digest)
+    def acquire(self, digest: str) -> None:
+        """Keep a resident delta in its slot until `release` has been called as often as this. Counts as a use."""
         self._entries[digest].num_users += 1
         self._entries.move_to_end(digest)
 
-    def let_go(self, digest: str) -> None:
-        """End a hold; the delta has been used until now."""
+    def release(self, digest: str) -> None:
+        """Undo one `acquire`. Counts as a use."""
         entry = self._entries[digest]
-        assert entry.num_users
         entry.num_users -= 1
         self._entries.move_to_end(digest)
 
     def load(self, digest: str) -> bool:
-        """Begin to load a known version, unless it is loading or resident. False: all slots hold what must stay."""
+        """Start to load a retained version, unless it is loading or resident. Return False if no slot can be freed."""
         if digest in self._entries:
             return True
-        record, slot = self._known[digest].record, self._take_slot()
+        record, slot = self._records[digest].record, self._take_slot()
         if slot is None:
             return False
-        entry = self._entries[digest] = _Entry(record, slot, self._fetcher.fetch(record, slot))
+        entry = self._entries[digest] = _SlotEntry(record, slot, self._fetcher.fetch(record, slot))
         entry.fetch.add_done_callback(lambda _: self._on_load_ended())
         self._publish()
         return True
 
     def poll_loads(self) -> Iterator[FinishedLoad]:
-        """Make finished loads visible, and give back the slots of failed ones."""
+        """Make finished loads resident, free the slots of failed ones, and yield both."""
         for entry in [e for e in self._entries.values() if e.delta is None and e.fetch.done()]:
             error = entry.fetch.exception()
             if error is None:
@@ -133,7 +132,7 @@ class Residency:
                 self._metrics.loaded(entry.record, entry.fetch.result().report)
                 self._publish()
             else:
-                self._give_back(entry)
+                self._free_slot(entry)
                 if not isinstance(error, PeraxisError):
                     what = f"{type(error).__name__}: {error}"
                     error = EngineFailed(f"{label(entry.record)} could not be loaded: {what}")
@@ -141,17 +140,21 @@ class Residency:
             yield FinishedLoad(entry.record, error)
 
     def evict(self, digest: str, reason: str) -> bool:
-        """Free all memory of an idle delta, that of its host copy too; False when it is held or loading."""
+        """Free the slot and the host copy of an idle delta. Return False if it is in use or loading."""
         entry = self._entries.get(digest)
         if entry is not None:
             if entry.delta is None or entry.num_users:
                 return False
-            self._leave_slot(entry, reason)
+            self._evict_from_slot(entry, reason)
         self._cache.drop(digest, reason)
         return True
 
     def pin(self, digest: str) -> None:
-        """Keep a resident delta for good. At least one slot is left to everybody else: InvalidRequest."""
+        """Never evict a resident delta until `unpin`.
+
+        Raises:
+            InvalidRequest: all other slots are pinned already.
+        """
         entry = self._entries[digest]
         others = sum(other.pinned for other in self._entries.values() if other is not entry)
         if others + 1 >= self.num_slots:
@@ -162,7 +165,7 @@ class Residency:
         self._publish()
 
     def unpin(self, digest: str) -> None:
-        """Let a delta be evicted again; one that is not there needs nothing."""
+        """Allow eviction again. No effect on a delta that is not in a slot."""
         if digest in self._entries:
             self._entries[digest].pinned = False
             self._publish()
@@ -172,17 +175,17 @@ class Residency:
         return len(self._free) + len(self._entries)
 
     def level_of(self, digest: str) -> Level:
-        """Where a delta could be used or loaded from now; any thread may ask, no lock is taken."""
+        """Return where a delta is now. Any thread may call this; takes no lock."""
         if digest in self._resident:
             return "device"
         return "host" if self._cache.holds(digest) else "disk"
 
     def is_pinned(self, digest: str) -> bool:
-        """A snapshot that any thread may read."""
+        """Return whether a delta is pinned. Any thread may call this; takes no lock."""
         return digest in self._pinned
 
     def close(self) -> None:
-        """Let running loads end and give their threads and memory back."""
+        """Wait for running loads, then free their threads and memory."""
         self._fetcher.close()
 
     def _take_slot(self) -> Slot | None:
@@ -190,22 +193,24 @@ class Residency:
             idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pinned)
             if (oldest := next(idle, None)) is None:
                 return None
-            self._leave_slot(oldest, "capacity")
-            self._cache.touch(oldest.record.digest)  # it was in use longer than what has no slot
+            self._evict_from_slot(oldest, "capacity")
+            # Its last use was after that of any delta without a slot.
+            self._cache.touch(oldest.record.digest)
         return self._free.pop()
 
-    def _leave_slot(self, entry: _Entry, reason: str) -> None:
-        self._give_back(entry)
+    def _evict_from_slot(self, entry: _SlotEntry, reason: str) -> None:
+        self._free_slot(entry)
         self._metrics.evicted(entry.record, "device", reason)
 
-    def _give_back(self, entry: _Entry) -> None:
+    def _free_slot(self, entry: _SlotEntry) -> None:
         del self._entries[entry.record.digest]
-        entry.slot.generation += 1  # from here on, stale views of it are refused
+        # Views of the slot are refused from now on.
+        entry.slot.generation += 1
         self._free.append(entry.slot)
         self._publish()
 
     def _publish(self) -> None:
-        """Replace the snapshots that other threads read."""
+        """Replace the sets that other threads read."""
         self._resident = frozenset(
             digest for digest, entry in self._entries.items() if entry.delta is not None
         )

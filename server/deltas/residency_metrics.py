@@ -1,4 +1,4 @@
-"""What the world hears of deltas in memory: loads, evictions and who is where, as metrics. Decides nothing."""
+"""Metrics of deltas in memory: loads, evictions and residency by level. Decides nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FAILURES: dict[type[PeraxisError], str] = {
 
 
 class ResidencyMetrics:
-    """Told by the engine thread of slots and by loader threads of host memory. A level is ``device`` or ``host``."""
+    """Counts for two levels: ``device`` on the engine thread, ``host`` on loader threads."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._labels: dict[tuple[str, str], str] = {}  # under which a digest was counted at a level
+        self._labels: dict[tuple[str, str], str] = {}  # of the metrics, by digest and level
         self._counts: Counter[tuple[str, str]] = Counter()  # digests by label and level
 
     def loaded(self, record: VersionRecord, report: LoadReport) -> None:
-        """A delta came into its slot."""
+        """Count a delta that was loaded into its slot."""
         stages = {"copy": report.copy_s, "total": report.total_s}
         if report.source == "disk":
             stages["read"] = report.read_s
@@ -37,11 +37,12 @@ class ResidencyMetrics:
         self.arrived(record, "device")
 
     def load_failed(self, error: PeraxisError) -> None:
+        """Count a failed load by the class of its error."""
         reason = next((FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES), "error")
         self._metrics.variant_load_failures_total.labels(reason=reason).inc()
 
     def arrived(self, record: VersionRecord, level: str) -> None:
-        """A delta is at a level from now on."""
+        """Count a delta that is at a level from now on."""
         label = self._metrics.variant_label(record.tenant, record.name)
         with self._lock:
             self._labels[record.digest, level] = label
@@ -49,7 +50,7 @@ class ResidencyMetrics:
             self._metrics.variant_resident.labels(variant=label, level=level).set(1)
 
     def evicted(self, record: VersionRecord, level: str, reason: str) -> None:
-        """A delta left a level. Its variant's series goes with the last of its versions there."""
+        """Count a delta that left a level. Remove its variant's series if no other version of it is there."""
         self._metrics.variant_evictions_total.labels(level=level, reason=reason).inc()
         with self._lock:
             label = self._labels.pop((record.digest, level))
@@ -59,10 +60,12 @@ class ResidencyMetrics:
                 self._metrics.variant_resident.remove_by_labels({"variant": label, "level": level})
 
     def slots(self, num_used: int, num_pinned: int, num_resident: int) -> None:
+        """Set the gauges of slots."""
         self._metrics.slots_in_use.set(num_used)
         self._metrics.slots_pinned.set(num_pinned)
         self._metrics.variants_resident.labels(level="device").set(num_resident)
 
     def host_cache(self, num_resident: int, num_bytes: int) -> None:
+        """Set the gauges of the host cache."""
         self._metrics.variants_resident.labels(level="host").set(num_resident)
         self._metrics.host_cache_bytes.set(num_bytes)

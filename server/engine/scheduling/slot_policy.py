@@ -232,7 +232,7 @@ class SlotPolicy:
 
     def _open(self, variant: ScheduledVariant, now: float) -> None:
         """Hold a resident variant and let its sequences be admitted."""
-        self._residency.hold(variant.digest)
+        self._residency.acquire(variant.digest)
         self._move(variant, SlotState.OPEN)
         variant.opened_at, variant.was_used = now, False
         for queue in variant.queues:
@@ -289,7 +289,7 @@ class SlotPolicy:
             for queue in variant.queues:
                 self._remove_cold(queue, variant)
         if old.is_held and (state is None or not state.is_held):
-            self._residency.let_go(digest)
+            self._residency.release(digest)
 
 
 def _eviction_order(variant: ScheduledVariant) -> tuple[bool, int, float]:

@@ -68,7 +68,7 @@ def test_the_least_recently_used_idle_delta_makes_place(place: Residing) -> None
     records = [place.publish(f"v{seed}", seed) for seed in range(4)]
     place.load(*records[:3])
     place.residency.find(records[0].digest)
-    place.residency.hold(records[1].digest)
+    place.residency.acquire(records[1].digest)
     place.load(records[3])
     assert [place.residency.is_resident(record.digest) for record in records] == [True, True, False, True]
     assert place.metric("variant_evictions_total", level="device", reason="capacity") == 1
@@ -77,10 +77,10 @@ def test_the_least_recently_used_idle_delta_makes_place(place: Residing) -> None
 def test_letting_go_is_a_use(place: Residing) -> None:
     records = [place.publish(f"v{seed}", seed) for seed in range(4)]
     place.load(*records[:3])
-    place.residency.hold(records[0].digest)
+    place.residency.acquire(records[0].digest)
     for record in records[1:3]:
         place.residency.find(record.digest)
-    place.residency.let_go(records[0].digest)
+    place.residency.release(records[0].digest)
     place.load(records[3])
     assert not place.residency.is_resident(records[1].digest)
 
@@ -91,15 +91,15 @@ def test_what_is_held_pinned_or_loading_never_makes_place(
     held, pinned, loading, other = (place.publish(f"v{seed}", seed) for seed in range(4))
     place.load(held, pinned)
     for _ in range(2):
-        place.residency.hold(held.digest)
-    place.residency.let_go(held.digest)
+        place.residency.acquire(held.digest)
+    place.residency.release(held.digest)
     place.residency.pin(pinned.digest)
     disk = hold_disk(monkeypatch)
     assert place.residency.load(loading.digest)
     assert not place.residency.load(other.digest)
     disk.open.set()
     place.settle()
-    place.residency.hold(loading.digest)
+    place.residency.acquire(loading.digest)
     assert not place.residency.load(other.digest)
     place.residency.unpin(pinned.digest)
     assert place.load(other) == [None]
@@ -131,9 +131,9 @@ def test_one_slot_is_never_pinned(place: Residing) -> None:
 def test_eviction_on_demand_frees_slot_and_host_memory(place: Residing) -> None:
     record = place.publish("v", seed=1)
     place.load(record)
-    place.residency.hold(record.digest)
+    place.residency.acquire(record.digest)
     assert not place.residency.evict(record.digest, "unload")
-    place.residency.let_go(record.digest)
+    place.residency.release(record.digest)
     assert place.residency.evict(record.digest, "unload")
     assert place.residency.level_of(record.digest) == "disk"
     assert place.metric("variant_evictions_total", level="device", reason="unload") == 1
@@ -155,10 +155,10 @@ def test_a_delta_is_more_recently_used_when_it_leaves_its_slot_than_what_had_non
     with residing(tmp_path, num_slots=2, host_cache_bytes=3 * 24576) as place:
         a, b, c, d = (place.publish(f"v{seed}", seed) for seed in range(4))
         place.load(a)
-        place.residency.hold(a.digest)
+        place.residency.acquire(a.digest)
         for record in (b, c):
             place.load(record)
-        place.residency.let_go(a.digest)
+        place.residency.release(a.digest)
         place.residency.find(c.digest)
         place.load(d)  # takes a's slot, and host memory for three
         assert levels(place, a.digest, b.digest, c.digest, d.digest) == ["host", "disk", "device", "device"]

@@ -88,11 +88,11 @@ class SimResidency(Residency):
     def is_pinned(self, digest: str) -> bool:
         return digest in self.pinned
 
-    def hold(self, digest: str) -> None:
+    def acquire(self, digest: str) -> None:
         self._lru.move_to_end(digest)
         self.holds[digest] += 1
 
-    def let_go(self, digest: str) -> None:
+    def release(self, digest: str) -> None:
         assert self.holds[digest] > 0
         self.holds[digest] -= 1
         self._lru.move_to_end(digest)
@@ -296,7 +296,7 @@ class FifoScheduler:
         if self._running.pop(sequence.id, None) is not None:
             self._kv_cache.release(sequence)
             if sequence.digest is not None:
-                self._residency.let_go(sequence.digest)
+                self._residency.release(sequence.digest)
 
     def load_ended(self, digest: str, now: float) -> None:
         pass
@@ -328,7 +328,7 @@ class FifoScheduler:
         if not self._kv_cache.allocate(sequence, num_tokens):
             return False
         if sequence.digest is not None:
-            self._residency.hold(sequence.digest)
+            self._residency.acquire(sequence.digest)
         self._running[sequence.id] = self._waiting.pop(sequence.id)
         return True
 

@@ -205,5 +205,5 @@ def _version_document(service: Service, record: VersionRecord) -> dict[str, Any]
         "created_at": record.created_at,
         "level": service.engine.level_of(record.digest),
         "pinned": service.engine.is_pinned(record.digest),
-        "num_requests": service.engine.in_use(record.digest),
+        "num_requests": service.engine.num_requests_on(record.digest),
     }

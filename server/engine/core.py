@@ -13,7 +13,7 @@ from typing import ParamSpec
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
-from server.deltas.residency import Residency
+from server.deltas.residency import Level, Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.delta_calls import DeltaCalls, load_timeout
 from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
@@ -62,7 +62,7 @@ class Core:
 
     def add_request(self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent) -> None:
         """Take a request in and schedule its first sequence; the others start when its prompt is cached."""
-        lookup = "device" if request.digest is None else self._residency.level_of(request.digest)
+        lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
         state = RequestState(request, on_event, tokenizer, lookup)
         self._requests[request.id] = state
         self._waiting.add(state)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.deltas.residency import Residency
+from server.deltas.residency import Level, Residency
 from server.engine.admission import Admission
 from server.engine.call_queue import CallQueue
 from server.engine.core import Core
@@ -95,23 +95,26 @@ class Engine:
         self._calls.put(lambda: self._core.delta_calls.add_unload(UnloadCall(record.digest, future)))
         return future
 
-    def level_of(self, digest: str) -> str:
-        """Return where a version is now: ``device``, ``host`` or ``disk``."""
+    def level_of(self, digest: str) -> Level:
+        """Return where a delta is now: ``device``, ``host`` or ``disk``."""
         return self._residency.level_of(digest)
 
     def is_pinned(self, digest: str) -> bool:
+        """Return whether a delta is never evicted from its slot."""
         return self._residency.is_pinned(digest)
 
-    def in_use(self, digest: str) -> int:
-        """Return how many admitted requests of a digest have not been answered in full."""
+    def num_requests_on(self, digest: str) -> int:
+        """Return how many requests on a delta are admitted and not answered in full."""
         return self._admission.num_open_of(digest)
 
     @property
     def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
         return self._admission.max_model_len
 
     @property
     def slot_bytes(self) -> int:
+        """Size of a slot; no delta may be larger."""
         return self._residency.slot_bytes
 
     def alive(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from server.deltas.residency import Level
 from server.engine.events import (
     Event,
     FinishEvent,
@@ -32,7 +33,7 @@ class RequestState:
     request: Request
     on_event: OnEvent
     tokenizer: VariantTokenizer
-    lookup: str  # where its delta was at admission: device, host or disk; device for the base
+    lookup: Level  # where its delta was at admission: device, host or disk; device for the base
     admitted_at: float = field(default_factory=time.monotonic)
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began

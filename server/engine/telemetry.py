@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deltastore.errors import PeraxisError
+from server.deltas.residency import Level
 from server.engine.events import Timings
 from server.engine.request import Request
 from server.errors import Draining, LoadTimeout, QueueFull
@@ -26,7 +27,7 @@ class Telemetry:
         """Count a request that was not admitted."""
         self._metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
 
-    def admitted(self, request: Request, lookup: str) -> None:
+    def admitted(self, request: Request, lookup: Level) -> None:
         """Count where an admitted request's delta was: device, host or disk."""
         if request.record is not None:
             self._metrics.variant_lookups_total.labels(result=lookup).inc()
@@ -55,7 +56,7 @@ class Telemetry:
         self._metrics.batch_requests.observe(num_sequences)
         self._metrics.batch_distinct_variants.observe(num_variants)
 
-    def first_token(self, request: Request, lookup: str, timings: Timings) -> None:
+    def first_token(self, request: Request, lookup: Level, timings: Timings) -> None:
         """Record a request's first token, its prompt tokens and, if its delta was loaded, its cold start."""
         self.tokens(request, "prompt", len(request.prompt_ids))
         self._metrics.request_queue_seconds.observe(timings.queue_s)

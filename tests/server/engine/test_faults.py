@@ -67,7 +67,7 @@ class Others:
             for record in records
         ]
 
-    def unharmed_by(self, disturb: Callable[[], object]) -> object:
+    def undisturbed_by(self, disturb: Callable[[], object]) -> object:
         """Run the requests, call `disturb` meanwhile, and compare their tokens with the undisturbed run."""
         running = self.start()
         result = disturb()
@@ -95,7 +95,7 @@ def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
         return step()
 
     on_forward(monkeypatch, fails)
-    answer = others.unharmed_by(lambda: served.ask(bad, PROMPTS[1], max_new_tokens=NUM_NEW))
+    answer = others.undisturbed_by(lambda: served.ask(bad, PROMPTS[1], max_new_tokens=NUM_NEW))
     assert isinstance(answer, Answer)
     assert "as if a kernel had failed" in str(failed(answer))
 
@@ -112,7 +112,7 @@ def test_no_memory_in_a_mixed_step_is_no_failure_where_each_alone_has_enough(
         return step()
 
     on_forward(monkeypatch, scarce)
-    others.unharmed_by(lambda: None)
+    others.undisturbed_by(lambda: None)
     assert next(failures, None) is None
 
 
@@ -133,7 +133,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
 
     with monkeypatch.context() as patched:
         on_forward(patched, poisons)
-        answer = others.unharmed_by(lambda: served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW))
+        answer = others.undisturbed_by(lambda: served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW))
     assert isinstance(answer, Answer)
     assert isinstance(failed(answer), EngineFailed)
     assert "not finite" in str(failed(answer))
@@ -149,7 +149,7 @@ def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, fa
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    answer = others.unharmed_by(lambda: served.ask(bad, PROMPTS[0]))
+    answer = others.undisturbed_by(lambda: served.ask(bad, PROMPTS[0]))
     assert isinstance(answer, Answer)
     assert isinstance(failed(answer), VariantQuarantined)
 
@@ -173,7 +173,7 @@ def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, fami
         served.registry.delete("default", "gone")
         served.engine.unload(gone).result(20)
 
-    others.unharmed_by(delete)
+    others.undisturbed_by(delete)
     assert running.answer().token_ids == want
 
 
@@ -187,7 +187,7 @@ def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) 
             served.engine.cancel(pending.request.id)
         return going
 
-    going = others.unharmed_by(come_and_go)
+    going = others.undisturbed_by(come_and_go)
     assert isinstance(going, list)
     for pending in going:
         answer = pending.answer()
@@ -200,7 +200,7 @@ def test_the_same_seed_draws_the_same_tokens_in_any_batch(served: Served, family
     others = Others.of(served, family.artifacts[0])
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 3, "max_new_tokens": NUM_NEW}
     alone = served.ask(others.record, PROMPTS[0], **sampling).token_ids
-    crowded = others.unharmed_by(lambda: served.ask(others.record, PROMPTS[0], **sampling).token_ids)
+    crowded = others.undisturbed_by(lambda: served.ask(others.record, PROMPTS[0], **sampling).token_ids)
     assert crowded == alone
 
 

@@ -122,7 +122,7 @@ def compress(
         typer.Option(
             "--report",
             metavar="DIR",
-            help="Write a page and figures about the delta there; needs the extra 'report'.",
+            help="Write a model card (README.md) and its figures there; needs the extra 'report'.",
         ),
     ] = None,
     min_agreement: Annotated[

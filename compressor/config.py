@@ -29,7 +29,7 @@ class CompressConfig:
     training: Training | None = None  # None fits the weights alone
     min_agreement: float | None = None  # of most likely tokens, on text held out; less of it is a failure
     resume: bool = False
-    report: Path | None = None  # a directory for a page about the delta
+    report: Path | None = None  # a directory for a model card
 
     def __post_init__(self) -> None:
         if self.min_agreement is None:

@@ -22,9 +22,10 @@ from compressor.io.pair_coding import PairCoding, changed_names, delta_tensors
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.side_files import own_files
 from compressor.io.sources import checkpoint_directory
+from compressor.model_card.facts import DeltaFacts
+from compressor.model_card.writer import check_card_directory, write_card
 from compressor.planning.checks import check_memory
 from compressor.planning.requirements import Requirements, disk_bytes, requirements_of
-from compressor.report import Report, check_report, write_report
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import FidelityError
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from compressor.fitting.training import Training
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
-NUM_EXAMPLES = 4  # in a report
+NUM_EXAMPLES = 4  # in a model card
 
 
 @dataclass(frozen=True, slots=True)
 class CompressResult(WrittenDelta):
-    """A written delta and what it cost."""
+    """A written delta and what it cost, the model card apart."""
 
     seconds: float
     peak_memory_bytes: int  # growth of the process's peak resident memory
@@ -66,31 +67,35 @@ def compress(config: CompressConfig) -> CompressResult:
         UsageError: an `out` that cannot be written, or calibration text that cannot be read.
     """
     started = time.perf_counter()
-    text = None if config.training is None else config.training.calibration.source
-    check_not_an_input(
-        config.out, {"--base": config.base, "--finetune": config.finetune, "--calibration": text}
-    )
-    if config.report is not None:
-        check_report(config.report)
+    _check_outputs(config)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
         pairs = pair_up(Checkpoint.open(base_directory), Checkpoint.open(directory))
         # Every module that compressing needs is imported by now.
         memory = _peak_memory_bytes()
         manifest, digest, unseen = _fit_and_write(config, pairs)
+        result = CompressResult(
+            out=config.out,
+            digest=digest,
+            artifact_bytes=config.out.stat().st_size,
+            full_bytes=FP16_BYTES * pairs.num_weights,
+            num_unchanged=len(pairs.tensors) - len(manifest.tensors),
+            manifest=manifest,
+            seconds=time.perf_counter() - started,
+            # Linux counts resident pages by processor and may read low.
+            peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
+        )
         if config.report is not None:
-            _report(config, config.report, pairs, unseen)
-    return CompressResult(
-        out=config.out,
-        digest=digest,
-        artifact_bytes=config.out.stat().st_size,
-        full_bytes=FP16_BYTES * pairs.num_weights,
-        num_unchanged=len(pairs.tensors) - len(manifest.tensors),
-        manifest=manifest,
-        seconds=time.perf_counter() - started,
-        # Linux counts resident pages by processor and may read low.
-        peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
-    )
+            _write_card(config, config.report, pairs, result, unseen)
+    return result
+
+
+def _check_outputs(config: CompressConfig) -> None:
+    text = None if config.training is None else config.training.calibration.source
+    inputs = {"--base": config.base, "--finetune": config.finetune, "--calibration": text}
+    check_not_an_input(config.out, inputs)
+    if config.report is not None:
+        check_card_directory(config.report)
 
 
 def plan(config: CompressConfig) -> Requirements:
@@ -148,17 +153,19 @@ def _contents(
     )
 
 
-def _report(config: CompressConfig, directory: Path, pairs: Pairs, unseen: Sequence[Tensor]) -> None:
-    """Write the report, with continuations of unseen text where there was any."""
+def _write_card(
+    config: CompressConfig, directory: Path, pairs: Pairs, written: WrittenDelta, unseen: Sequence[Tensor]
+) -> None:
+    """Write the model card, with continuations of unseen text if there is any."""
     # Deferred, because it imports transformers, which takes seconds.
     from compressor.evaluate.examples import examples
 
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
+    device = torch.device("cpu") if config.training is None else config.training.torch_device()
     with Artifact.open(config.out) as artifact:
-        device = torch.device("cpu") if config.training is None else config.training.torch_device()
         base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
         shown = examples(base, pairs.finetune, delta, unseen[:NUM_EXAMPLES], device)
-        write_report(directory, Report.of(pairs.base, pairs.finetune, artifact, shown, finetune_id))
+    write_card(directory, DeltaFacts.of(written, finetune_id, shown))
 
 
 def _fit(

@@ -18,7 +18,9 @@ LONG = "x" * 1_000_000
 MANIFESTS = [
     Hostile("no metadata", with_header(lambda h: h.pop("__metadata__")), "not a Peraxis artifact"),
     Hostile("plain safetensors", lambda raw: assemble("{}"), "not a Peraxis artifact"),
-    Hostile("no manifest", with_header(lambda h: h["__metadata__"].pop(MANIFEST_KEY)), "not a Peraxis artifact"),
+    Hostile(
+        "no manifest", with_header(lambda h: h["__metadata__"].pop(MANIFEST_KEY)), "not a Peraxis artifact"
+    ),
     Hostile(
         "format 2", with_header(lambda h: h["__metadata__"].update({FORMAT_KEY: "2"})), "artifact format '2'"
     ),

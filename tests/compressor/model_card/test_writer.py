@@ -1,4 +1,4 @@
-"""The files of a report: which there are, how they take an older report's place, and what refuses them."""
+"""The files of a model card: which there are, how they replace an older card's, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from compressor.report import check_report, write_report
+from compressor.model_card.writer import check_card_directory, write_card
 from deltastore.errors import StorageFull, UsageError
 from deltastore.format.manifest import TensorSpec
-from tests.compressor.helpers.reporting import model_of, report_of
+from tests.compressor.helpers.model_cards import facts_of, model_of
 
 Image = pytest.importorskip("PIL.Image", reason="figures need matplotlib: pip install 'peraxis[report]'")
 pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'peraxis[report]'")
 
-ALL = {"report.html", "axis_counts.png", "error.png", "size.png"}
+ALL = {"README.md", "error.png", "size.png"}
 
 
 def names(directory: Path) -> set[str]:
@@ -25,22 +25,22 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_missing_directory_is_made(tmp_path: Path) -> None:
-    write_report(tmp_path / "new" / "report", report_of(model_of(2)))
+    write_card(tmp_path / "new" / "report", facts_of(model_of(2)))
     assert names(tmp_path / "new" / "report") == ALL
 
 
 def test_the_figures_are_images(tmp_path: Path) -> None:
-    write_report(tmp_path, report_of(model_of(2)))
-    for name in ALL - {"report.html"}:
+    write_card(tmp_path, facts_of(model_of(2)))
+    for name in ALL - {"README.md"}:
         with Image.open(tmp_path / name) as image:
             image.load()
             assert min(image.size) > 50
-            assert len(image.getcolors()) > 2
+            assert len(image.convert("RGB").getcolors(1 << 24)) > 2
 
 
-def test_the_same_report_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_facts_give_the_same_bytes(tmp_path: Path) -> None:
     for directory in ("one", "two"):
-        write_report(tmp_path / directory, report_of(model_of(3)))
+        write_card(tmp_path / directory, facts_of(model_of(3)))
     for name in ALL:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -50,24 +50,24 @@ def test_the_users_own_style_of_figures_changes_nothing(
 ) -> None:
     import matplotlib
 
-    write_report(tmp_path / "one", report_of(model_of(2)))
+    write_card(tmp_path / "one", facts_of(model_of(2)))
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
     monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red")
-    write_report(tmp_path / "two", report_of(model_of(2)))
+    write_card(tmp_path / "two", facts_of(model_of(2)))
     for name in ALL:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_a_new_report_takes_an_older_ones_place_and_leaves_other_files(tmp_path: Path) -> None:
-    write_report(tmp_path, report_of(model_of(2)))
+def test_a_new_card_replaces_an_older_one_and_leaves_other_files(tmp_path: Path) -> None:
+    write_card(tmp_path, facts_of(model_of(2)))
     (tmp_path / "notes.txt").write_text("mine")
-    write_report(tmp_path, report_of({"norm.weight": TensorSpec(codec="whole", shape=[4])}, name="other"))
-    assert names(tmp_path) == {"report.html", "size.png", "notes.txt"}
-    assert "<h1>other</h1>" in (tmp_path / "report.html").read_text()
+    write_card(tmp_path, facts_of({"norm.weight": TensorSpec(codec="whole", shape=[4])}, name="other"))
+    assert names(tmp_path) == {"README.md", "size.png", "notes.txt"}
+    assert "# `other`\n" in (tmp_path / "README.md").read_text()
 
 
-def test_a_full_disk_leaves_the_older_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_report(tmp_path, report_of(model_of(2)))
+def test_a_full_disk_leaves_the_older_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_card(tmp_path, facts_of(model_of(2)))
     before = {name: (tmp_path / name).read_bytes() for name in ALL}
 
     def full(fd: int) -> None:
@@ -75,13 +75,13 @@ def test_a_full_disk_leaves_the_older_report(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFull, match="No space left on device: free some space there"):
-        write_report(tmp_path, report_of(model_of(3), name="other"))
+        write_card(tmp_path, facts_of(model_of(3), name="other"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_check_leaves_nothing_behind(tmp_path: Path) -> None:
-    check_report(tmp_path / "new" / "report")
-    check_report(tmp_path)
+    check_card_directory(tmp_path / "new" / "report")
+    check_card_directory(tmp_path)
     assert not names(tmp_path)
 
 
@@ -90,19 +90,26 @@ def test_what_is_no_directory_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"^--report .* is no directory: choose another"):
-        check_report(tmp_path / place)
+        check_card_directory(tmp_path / place)
 
 
 def test_a_directory_in_a_files_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "report.html").mkdir()
-    with pytest.raises(UsageError, match=r"report\.html in it is a directory"):
-        check_report(tmp_path)
+    (tmp_path / "README.md").mkdir()
+    with pytest.raises(UsageError, match=r"README\.md in it is a directory"):
+        check_card_directory(tmp_path)
+
+
+def test_a_readme_of_another_hand_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# My model")
+    with pytest.raises(UsageError, match=r"its README\.md is not a card of a delta: move it away"):
+        check_card_directory(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# My model"
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody may write to")
 def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--report /proc/report: /proc: .*: choose another --report$"):
-        check_report(Path("/proc/report"))
+        check_card_directory(Path("/proc/report"))
 
 
 def test_without_matplotlib_the_error_names_the_extra(
@@ -110,4 +117,4 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what makes an import fail
     with pytest.raises(UsageError, match=r"pip install 'peraxis\[report\]'"):
-        check_report(tmp_path)
+        check_card_directory(tmp_path)

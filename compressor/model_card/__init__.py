@@ -1,0 +1,1 @@
+"""Write a Hugging Face model card about a delta."""

@@ -31,11 +31,12 @@ class Running:
         self._engine = engine
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._ended = self._cancelled = False
+        self._submitted = self._cancelled = self._ended = False
 
     def submit(self, request: EngineRequest) -> None:
         """Submit the request. May read files: call it on a thread. Raises what `Engine.submit` does."""
         self._engine.submit(request, self._on_event)
+        self._submitted = True
         # The task that awaits this thread may have been cancelled meanwhile.
         if self._cancelled:
             self._engine.cancel(self.request_id)
@@ -49,9 +50,9 @@ class Running:
         return event
 
     def cancel(self) -> None:
-        """Stop the engine's work for this request; no effect after its end or if it was never admitted."""
+        """Stop the engine's work for this request; no effect after its end or if it was not admitted."""
         self._cancelled = True
-        if not self._ended:
+        if self._submitted and not self._ended:
             self._engine.cancel(self.request_id)
 
     def _on_event(self, event: Event) -> None:

@@ -1,7 +1,7 @@
-"""One matrix at one bit per weight, from weights alone: its signs and the scales that least squares gives.
+"""Code one matrix at one bit per weight, from weights alone: its signs and the scales of least squares.
 
-Knows a difference as float32 row blocks that can be read again; nothing of files, names or models. Every method sees
-the matrix a block at a time, so what it holds is the packed signs (1/16 of a 16-bit matrix) and a few vectors.
+Reads a difference as float32 row blocks, any number of times; independent of files, names and models. Memory holds one
+block per thread, the packed signs (1/16 of a 16-bit matrix) and a few vectors.
 
 With signs B = sign(D), the error of any scales is that of |D|: ||D - (u v') o B|| = || |D| - u v' ||. So one scale, one
 per row and one per column are means of |D|, and both together are its best approximation of rank one.
@@ -23,7 +23,8 @@ from deltastore.format.signs import pack_signs, packed_width
 
 Method = Literal["scalar", "per-axis", "both"]
 MAX_ALTERNATIONS = 10
-CONVERGED = 1e-5  # relative change of a scale vector; what FP16 keeps of it is 5e-4
+# Relative change of a scale vector. FP16 rounds it by 5e-4.
+CONVERGED = 1e-5
 
 
 class Difference(Protocol):
@@ -33,7 +34,7 @@ class Difference(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def block(self, rows: slice) -> Tensor:
-        """Some rows, float32 and the caller's own to change."""
+        """Return some rows in float32, in memory that the caller may change."""
         ...
 
 
@@ -42,27 +43,27 @@ D = TypeVar("D", OneBit, MatrixDelta)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coded(Generic[D]):
-    """A coded matrix and how far it is from the difference."""
+    """A coded matrix and its error."""
 
     delta: D
     num_zeros: int  # differences of exactly zero, coded +1 and -1 in turn so that they cancel
     squared_norm: float  # of the difference
-    squared_error: float  # of the difference less the coded one
+    squared_error: float  # squared norm of the difference less the coded matrix
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is no difference at all."""
+        """True if every difference is zero."""
         return self.num_zeros == self.delta.out_features * self.delta.in_features
 
     @property
     def error(self) -> float:
-        """Frobenius norm of what is lost over that of the difference; 0 where there is no difference."""
+        """Frobenius norm of the error over that of the difference; 0 where there is no difference."""
         return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Survey:
-    """What one pass over a difference D gives."""
+    """Signs and sums of a difference D, from one pass."""
 
     signs: Tensor  # [out, ceil(in / 8)] uint8
     row_sums: Tensor  # [out] float64, of |D|
@@ -77,7 +78,7 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
     Args:
         method: ``scalar`` is one scale; ``per-axis`` one per row or one per column, whichever errs less; ``both`` one
             per row and one per column.
-        each: how to work on the blocks; sums are taken in their order, so the result is the same for all.
+        each: maps a function over the blocks; sums are taken in their order, so the result does not depend on it.
     """
     survey = _survey(difference, each)
     scale_out, scale_in = _scales(difference, survey, method, each)
@@ -87,7 +88,7 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
 
 
 def measured(difference: Difference, delta: D, each: Map = map) -> Coded[D]:
-    """A matrix that was coded by other means, with how far it is from the difference."""
+    """Return a matrix that was coded by other means, with its error."""
     survey = _survey(difference, each)
     return Coded(delta, survey.num_zeros, survey.squared_norm, _squared_distance(difference, delta, each))
 
@@ -97,7 +98,7 @@ def _survey(difference: Difference, each: Map) -> _Survey:
     signs = torch.empty(out_features, packed_width(in_features), dtype=torch.uint8)
     row_sums = torch.empty(out_features, dtype=torch.float64)
 
-    def look(rows: slice) -> tuple[Tensor, float, int]:
+    def survey_block(rows: slice) -> tuple[Tensor, float, int]:
         block = difference.block(rows)
         positive = block > 0
         num_zeros = _alternate_zeros(positive, block, rows.start)
@@ -107,7 +108,7 @@ def _survey(difference: Difference, each: Map) -> _Survey:
         return block.sum(0), _squared(block), num_zeros
 
     column_sums, squared_norm, num_zeros = torch.zeros(in_features, dtype=torch.float64), 0.0, 0
-    for columns, squared, zeros in each(look, row_blocks(difference.shape)):
+    for columns, squared, zeros in each(survey_block, row_blocks(difference.shape)):
         column_sums += columns
         squared_norm += squared
         num_zeros += zeros
@@ -115,7 +116,7 @@ def _survey(difference: Difference, each: Map) -> _Survey:
 
 
 def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
-    """Make zeros positive where row + column is even, in place; +1 for all of them would shift every output one way."""
+    """Make zeros positive where row + column is even, in place; +1 for all of them would bias every output."""
     zeros = block == 0
     num_zeros = int(zeros.count_nonzero())
     if num_zeros:
@@ -136,7 +137,7 @@ def _scales(
     by_row, by_column = survey.row_sums / in_features, survey.column_sums / out_features
     if method == "both":
         return _rank_one(difference, by_column, each)
-    # What a scale explains of the squared norm: its square, once per weight.
+    # A scale explains its square of the squared norm, once per weight.
     explained_out, explained_in = by_row.square().sum() * in_features, by_column.square().sum() * out_features
     return (by_row, None) if explained_out >= explained_in else (None, by_column)
 
@@ -148,8 +149,8 @@ def _rank_one(
 ) -> tuple[Tensor, Tensor]:  # [out], [in] float64
     """Alternating least squares of u and v in |D| = u v', one pass over the blocks for each alternation.
 
-    |D| has no negative entry, so its leading pair of singular vectors has none, and each step nears it by the square
-    of the ratio of its two largest singular values, which for matrices of deltas is some percent.
+    |D| has no negative entry, so its leading pair of singular vectors has none. Each step reduces the distance to it by
+    the squared ratio of the two largest singular values, which for deltas is a few percent.
     """
     scale_out = torch.zeros(difference.shape[0], dtype=torch.float64)
     for _ in range(MAX_ALTERNATIONS):
@@ -157,14 +158,14 @@ def _rank_one(
             break
         direction = (scale_in / scale_in.square().sum()).float()
 
-        def fit(rows: slice, direction: Tensor = direction) -> Tensor:
+        def fit_block(rows: slice, direction: Tensor = direction) -> Tensor:
             block = difference.block(rows).abs_()
             fitted = block @ direction
             scale_out[rows] = fitted.double()
             return fitted @ block
 
         previous, total = scale_in, torch.zeros_like(scale_in)
-        for part in each(fit, row_blocks(difference.shape)):
+        for part in each(fit_block, row_blocks(difference.shape)):
             total += part
         scale_in = total / scale_out.square().sum()
         if (scale_in - previous).norm() <= CONVERGED * scale_in.norm():
@@ -173,18 +174,18 @@ def _rank_one(
 
 
 def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
-    """Of the scales as they are stored, FP16 rounding included."""
+    """Squared error of a coding by own signs, with the scales as stored, FP16 rounding included."""
     scale_out = delta.factor_out()
     scale_in = torch.ones(delta.in_features) if delta.scale_in is None else delta.scale_in.float()
 
-    def lost(rows: slice) -> float:
+    def block_error(rows: slice) -> float:
         return _squared(difference.block(rows).abs_().addr_(scale_out[rows], scale_in, alpha=-1))
 
-    return sum(each(lost, row_blocks(difference.shape)))
+    return sum(each(block_error, row_blocks(difference.shape)))
 
 
 def _squared_distance(difference: Difference, delta: OneBit | MatrixDelta, each: Map) -> float:
-    """Of a delta whose signs and scales may be any."""
+    """Squared error of a delta with any signs and scales."""
     return sum(
         each(
             lambda rows: _squared(difference.block(rows).sub_(delta.dense(rows))),

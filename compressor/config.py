@@ -18,7 +18,11 @@ if TYPE_CHECKING:  # brings transformers, which takes seconds
 
 @dataclass(frozen=True, slots=True)
 class CompressConfig:
-    """What to compress and how."""
+    """Settings of one run.
+
+    Raises:
+        UsageError: a `min_agreement` out of its range, or without text to measure it on.
+    """
 
     base: str  # a directory or a hub id
     finetune: str  # the same, or an adapter's
@@ -42,7 +46,7 @@ class CompressConfig:
             )
 
     def settings(self) -> dict[str, Any]:
-        """What changes the artifact's bytes beside the two checkpoints."""
+        """Return the settings that change the artifact's bytes."""
         settings = {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
         if self.training is None:
             return settings

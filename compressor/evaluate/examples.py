@@ -55,7 +55,7 @@ def examples(
     if not texts or not tokenizer_files(finetune):
         return []
     from compressor.blockwise.decoder import Decoder
-    from compressor.fitting.calibration import load_tokenizer
+    from compressor.io.tokenizer import load_tokenizer
 
     tokenizer, ends = load_tokenizer(finetune.path), _end_ids(finetune)
     length = max(1, min(PROMPT_TOKENS, *(len(text) // 2 for text in texts)))

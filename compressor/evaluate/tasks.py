@@ -125,7 +125,7 @@ def _model(directory: Path) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    from compressor.fitting.calibration import load_tokenizer
+    from compressor.io.tokenizer import load_tokenizer
 
     wrapper = _harness("lm_eval.models.huggingface").HFLM
     tokenizer = load_tokenizer(directory)

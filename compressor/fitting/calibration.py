@@ -1,15 +1,13 @@
 """Calibration text as token sequences of one length: from a file, a data set, or the fine-tune itself.
 
-Knows text, records and the fine-tune's tokenizer; nothing of what the sequences are for.
+Samples, packs, splits and batches sequences; independent of what is fitted to them.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,26 +17,25 @@ from torch import Tensor
 
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.sampling import sample
-from compressor.io.sources import HUB_ID
+from compressor.fitting.text_records import chat_text, records
+from compressor.io.tokenizer import has_tokenizer, load_tokenizer
 from deltastore.errors import CheckpointError, UsageError
-from deltastore.format.manifest import TOKENIZER_FILES
 
-DATASETS = {"c4": ("allenai/c4", "en")}  # names that people use, and what the hub calls them
-RECORD_KEYS = 'a record is {"text"}, {"prompt", "completion"} or {"messages"}'
-MIN_SEQUENCES = 16  # of text; fewer say little of a distribution, and a held-out part takes 8
-CHARS_PER_TOKEN = 16  # of a text file as much is read, more than any language needs
-MARK = "3f1c9a27"  # stands where a user's message would begin
-DATE = "01 Jan 2025"  # templates write today's unless they are told another
-
-UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)  # of a tokenizer's files
-HELD_OUT_PART = 10
+MIN_SEQUENCES = 16  # of given text; a held-out part takes 8, and fewer than 8 say little of a distribution
+CHARS_PER_TOKEN = 16  # read of a text file, more than any language needs
+MESSAGE_MARK = "3f1c9a27"  # rendered in place of a user's message, to find where it begins
 LARGEST_SEED = 2**63 - 1
+HELD_OUT_PART = 10
 MIN_HELD_OUT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Which text, and how much of it."""
+    """Source and amount of calibration text.
+
+    Raises:
+        UsageError: a value out of its range.
+    """
 
     source: str  # `none`, `self`, a .txt or .jsonl file, or a data set of the hub as NAME or NAME:CONFIG
     samples: int = 256
@@ -56,17 +53,17 @@ class Calibration:
 
 def calibration_text(
     calibration: Calibration, finetune: Decoder, on_tokens: Callable[[int], Any] | None = None
-) -> list[Tensor]:  # [length] int64 each, at most `samples`; none for `none`
-    """Sequences of ids that are valid for the fine-tune, the same for the same arguments.
+) -> list[Tensor]:  # [length] int64 each
+    """Return at most `samples` sequences of ids that are valid for the fine-tune; none for the source `none`.
 
-    Of a file or data set the first records are taken. A sequence begins with a record; more follow until it is full.
-    Behind a completion stands the fine-tune's end token, as where such records are trained on.
+    The same arguments give the same sequences. Of a file or data set the first records are taken. A sequence begins
+    with a record; more follow until it is full. A completion is followed by the fine-tune's end token.
 
     Args:
-        on_tokens: told of sampled tokens, as many as there are at a time.
+        on_tokens: called with the number of tokens sampled since the last call.
 
     Raises:
-        UsageError: no such file or data set, a record that is none, too little text, a length the model does not take.
+        UsageError: no such file or data set, a record of another form, too little text, a length above the model's.
         CheckpointError: no usable tokenizer, or no chat template where records need one.
     """
     if calibration.source == "none":
@@ -74,22 +71,9 @@ def calibration_text(
     _check_length(calibration, finetune)
     if calibration.source == "self":
         generator = torch.Generator().manual_seed(calibration.seed)
-        prompts = _openings(calibration, finetune, generator)
+        prompts = _prompts(calibration, finetune, generator)
         return list(sample(finetune, prompts, calibration.length, generator, on_tokens))
-    if not has_tokenizer(finetune.weights.path):
-        raise CheckpointError(
-            f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.source} needs: copy the model's "
-            "tokenizer.json there, or give --calibration self"
-        )
-    tokenizer = load_tokenizer(finetune.weights.path)
-    records = _records(calibration, tokenizer)
-    packed = _packed(records, _prefix(tokenizer), calibration.length)
-    sequences = [torch.tensor(ids) for ids in islice(packed, calibration.samples)]
-    if len(sequences) < min(calibration.samples, MIN_SEQUENCES):
-        raise UsageError(
-            f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
-            f"too few: give more text, at least {MIN_SEQUENCES} sequences, or --calibration self"
-        )
+    sequences = _given_text(calibration, finetune)
     largest = max(int(sequence.max()) for sequence in sequences)
     if largest >= finetune.num_embeddings:
         raise CheckpointError(
@@ -111,9 +95,9 @@ def held_out(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def scattered(sequences: Sequence[Tensor], num_ids: int, part: float) -> list[Tensor]:
-    """The same sequences with a part of their tokens replaced by any ids below `num_ids`, always the same ones.
+    """Replace a part of the tokens by random ids below `num_ids`; the same sequences give the same result.
 
-    What layers read of such text spans more directions than a narrow domain's own, which they would else be free in.
+    Random tokens widen layer inputs; otherwise other directions stay unconstrained.
     """
     generator = torch.Generator().manual_seed(len(sequences))
     scattered = []
@@ -124,7 +108,7 @@ def scattered(sequences: Sequence[Tensor], num_ids: int, part: float) -> list[Te
 
 
 def batched(sequences: Sequence[Tensor], max_tokens: int) -> list[Tensor]:  # [sequences, tokens] int64 each
-    """Sequences of one length together, in their order, at most `max_tokens` in a batch or one sequence."""
+    """Stack sequences of equal length in their order, at most `max_tokens` in a batch, or one sequence."""
     by_length: dict[int, list[Tensor]] = {}
     for sequence in sequences:
         by_length.setdefault(len(sequence), []).append(sequence)
@@ -136,25 +120,6 @@ def batched(sequences: Sequence[Tensor], max_tokens: int) -> list[Tensor]:  # [s
     ]
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint has any of a tokenizer's files."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """A checkpoint's own tokenizer, without any code of its own; CheckpointError where there is none that works."""
-    from transformers import AutoTokenizer  # imported when needed, it takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except BaseException as error:
-        # The tokenizers library raises plain exceptions, of no class of its own, for files it cannot read.
-        if type(error) is not Exception and not isinstance(error, UNUSABLE):
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
-
-
 def _check_length(calibration: Calibration, finetune: Decoder) -> None:
     most = getattr(finetune.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and calibration.length > most:
@@ -163,10 +128,30 @@ def _check_length(calibration: Calibration, finetune: Decoder) -> None:
         )
 
 
-def _packed(records: Iterable[list[int]], prefix: list[int], length: int) -> Iterator[list[int]]:
-    """Sequences that begin with a record, or, where a record is longer than one, with `prefix` and its next part."""
+def _given_text(calibration: Calibration, finetune: Decoder) -> list[Tensor]:
+    """Sequences of a file or data set."""
+    if not has_tokenizer(finetune.weights.path):
+        raise CheckpointError(
+            f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.source} needs: copy the model's "
+            "tokenizer.json there, or give --calibration self"
+        )
+    tokenizer = load_tokenizer(finetune.weights.path)
+    max_chars = calibration.samples * calibration.length * CHARS_PER_TOKEN
+    texts = records(calibration.source, tokenizer, max_chars)
+    packed = _packed(texts, _prefix(tokenizer), calibration.length)
+    sequences = [torch.tensor(ids) for ids in islice(packed, calibration.samples)]
+    if len(sequences) < min(calibration.samples, MIN_SEQUENCES):
+        raise UsageError(
+            f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
+            f"too few: give more text, at least {MIN_SEQUENCES} sequences, or --calibration self"
+        )
+    return sequences
+
+
+def _packed(texts: Iterable[list[int]], prefix: list[int], length: int) -> Iterator[list[int]]:
+    """Yield sequences that begin with a record, or with `prefix` and the next part of a record longer than one."""
     sequence: list[int] = []
-    for ids in records:
+    for ids in texts:
         sequence = sequence + ids
         if len(sequence) < length:
             continue
@@ -178,131 +163,17 @@ def _packed(records: Iterable[list[int]], prefix: list[int], length: int) -> Ite
 
 
 def _prefix(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text."""
+    """Return the beginning-of-text id if the tokenizer puts it before every text."""
     ids: list[int] = tokenizer("")["input_ids"]
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def _records(calibration: Calibration, tokenizer: Any) -> Iterator[list[int]]:
-    """The ids of each text of a source."""
-    path = Path(calibration.source)
-    if path.suffix in (".jsonl", ".json"):
-        return (_record_ids(record, where, tokenizer) for where, record in _json_lines(path))
-    if path.is_file() or path.suffix == ".txt":
-        text = _read_text(path, calibration.samples * calibration.length * CHARS_PER_TOKEN)
-        return iter([list(tokenizer(text, verbose=False)["input_ids"])])
-    return (_record_ids(record, where, tokenizer) for where, record in _dataset(calibration.source))
-
-
-def _read_text(path: Path, max_chars: int) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(max_chars)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    if not text.strip():
-        raise UsageError(f"{path}: it holds no text: give another file, or --calibration self")
-    return text
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record and where it stands."""
-    is_empty = True
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    is_empty = False
-                    yield f"{path}: line {number}", _parse(line, f"{path}: line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    if is_empty:
-        raise UsageError(f"{path}: it holds no records: give another file, or --calibration self")
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: no JSON: {error}") from error
-
-
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
-    if isinstance(error, UnicodeDecodeError):
-        return UsageError(f"{path}: it is not UTF-8 text (byte {error.start}): convert it first")
-    return UsageError(f"{path}: {error.strerror}: give --calibration a text file or a .jsonl file")
-
-
-def _dataset(source: str) -> Iterator[tuple[str, Any]]:
-    """The records of a data set's training part, streamed, and what each is called."""
-    name, _, config = source.partition(":")
-    if not HUB_ID.fullmatch(name):
-        raise UsageError(
-            f"--calibration {source}: no such file, and no data set's name: give a .txt or .jsonl file, self or none"
-        )
-    try:
-        datasets = import_module("datasets")
-    except ImportError as error:
-        raise UsageError(
-            f"--calibration {source}: data sets need the datasets library: pip install 'peraxis[eval]', "
-            "or give a file, or self"
-        ) from error
-    import httpx
-
-    name, default = DATASETS.get(name, (name, ""))
-    try:
-        stream = datasets.load_dataset(name, config or default or None, split="train", streaming=True)
-        for number, record in enumerate(stream, 1):
-            yield f"{source}: record {number}", record
-    except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"--calibration {source}: the hub does not give this data set ({reason}): give a file, or self"
-        ) from error
-
-
-def _record_ids(record: Any, where: str, tokenizer: Any) -> list[int]:
-    if not isinstance(record, dict):
-        raise UsageError(f"{where}: {RECORD_KEYS}")
-    if "messages" in record:
-        text = _chat_text(record["messages"], where, tokenizer)
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    parts = [record[key] for key in ("prompt", "completion") if key in record]
-    parts = parts if len(parts) == 2 else [record.get("text")]
-    if not all(isinstance(part, str) for part in parts):
-        raise UsageError(f"{where}: {RECORD_KEYS}")
-    ids = list(tokenizer("".join(parts), verbose=False)["input_ids"])
-    end = tokenizer.eos_token_id
-    return [*ids, end] if len(parts) == 2 and end is not None and ids[-1:] != [end] else ids
-
-
-def _chat_text(messages: Any, where: str, tokenizer: Any) -> str:
-    """A conversation as the chat template writes it."""
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise CheckpointError(
-            f"{where}: the fine-tune has no chat template: give records of text, or --calibration self"
-        )
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UsageError(f"{where}: messages are a list of objects with role and content")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE))
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"{where}: the fine-tune's chat template refuses these messages: {reason}"
-        ) from error
-
-
-def _openings(
+def _prompts(
     calibration: Calibration, finetune: Decoder, generator: torch.Generator
 ) -> Tensor:  # [samples, tokens] int64
-    """What sampling starts from: the chat template as far as a user's message, or a random token."""
+    """Return the prompts of sampled text: the chat template up to a user's message, or a random token."""
     directory = finetune.weights.path
-    tokenizer = None
-    if has_tokenizer(directory):
-        tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory) if has_tokenizer(directory) else None
     if opening := _user_turn(directory, tokenizer):
         prompts = torch.tensor([opening]).expand(calibration.samples, -1)
     else:
@@ -319,15 +190,16 @@ def _openings(
 
 
 def _user_turn(directory: Path, tokenizer: Any | None) -> list[int]:
-    """The ids with which a user's turn opens, so that the model writes the turn itself; none without a template."""
+    """Return the ids that open a user's turn, so that the model writes the turn itself; none without a template."""
     if tokenizer is None or tokenizer.chat_template is None:
         return []
-    text = _chat_text([{"role": "user", "content": MARK}], f"{directory}: --calibration self", tokenizer)
-    return list(tokenizer(text.partition(MARK)[0], add_special_tokens=False)["input_ids"])
+    message = [{"role": "user", "content": MESSAGE_MARK}]
+    text = chat_text(message, f"{directory}: --calibration self", tokenizer)
+    return list(tokenizer(text.partition(MESSAGE_MARK)[0], add_special_tokens=False)["input_ids"])
 
 
 def _usable_tokens(finetune: Decoder, tokenizer: Any | None) -> Tensor:
-    """The ids that stand for text."""
+    """Return the ids that stand for text, or all ids without a tokenizer."""
     count = finetune.num_embeddings
     if tokenizer is None:
         return torch.arange(count)

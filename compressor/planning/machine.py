@@ -1,4 +1,4 @@
-"""Free memory and speed of this machine. Knows nothing of what runs on it."""
+"""Free memory and speed of this machine. Independent of the run."""
 
 from __future__ import annotations
 

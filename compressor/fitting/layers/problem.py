@@ -1,6 +1,6 @@
 """The quadratic problem of one layer's delta, and the Cholesky factor that solves such problems.
 
-Knows moments and matrices; must not know models, files or how signs and scales are chosen.
+Works on moments and matrices; independent of models, files and of how signs and scales are chosen.
 
 With student inputs X ``[n, in]``, residual targets R = Y - X W_b', H = X'X and G = R'X, a delta costs
 ``||R - X delta'||^2 = ||R||^2 - 2 <G, delta> + <delta H, delta>``.

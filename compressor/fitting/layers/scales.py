@@ -1,6 +1,6 @@
 """Least-squares scales of a sign matrix, per output row, per input column, or both in turn.
 
-Knows the layer's `Problem` and signs; must not know how signs are chosen. A coded delta is ``u_i B_ij v_j``: given
+Works on the layer's `Problem` for any signs. A coded delta is ``u_i B_ij v_j``: given
 the signs B and one of the scales u (out) and v (in), the other has a closed form.
 """
 

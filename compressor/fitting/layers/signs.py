@@ -1,6 +1,6 @@
 """Signs of one matrix for given scales: error feedback over columns (GPTQ), then single flips.
 
-Knows the layer's `Problem` and scales; must not know how scales are found. Given the scales, rows are independent. A
+Works on the layer's `Problem` for any scales. Given the scales, rows are independent. A
 ridge pulls toward the true delta, which decides where the inputs do not.
 """
 

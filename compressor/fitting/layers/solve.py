@@ -1,6 +1,6 @@
 """Signs and scales of one matrix from the moments of its inputs, in rounds, without a training loop.
 
-Knows the layer's `Problem`; must not know models or files. Each round chooses signs for the present scales
+Works on the layer's `Problem`; independent of models and files. Each round chooses signs for the present scales
 (`signs.py`) and then scales for those signs (`scales.py`).
 """
 

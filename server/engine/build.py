@@ -25,7 +25,7 @@ from server.engine.admission import Admission
 from server.engine.call_queue import CallQueue
 from server.engine.core import Core
 from server.engine.engine import Engine
-from server.engine.memory import MemoryPlan, check_base, free_memory, host_cache_bytes, plan_memory
+from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduling.kv_cache import KVCache
 from server.engine.scheduling.scheduler import Scheduler
@@ -57,15 +57,7 @@ def build_engine(
 ) -> tuple[Engine, Tokenizers]:
     """Load the base and start the engine. Takes as long as reading the checkpoint.
 
-    Args:
-        settings: the settings of `peraxis serve`.
-        registry: the registry that deltas are loaded from.
-        metrics: the metrics that the engine updates.
-        stopping: an event that ends loading early when it is set.
-        on_lost: called on the engine's thread when the device is lost.
-
-    Returns:
-        The running engine, and the tokenizers of the base and its variants.
+    Setting `stopping` ends loading early. `on_lost` is called on the engine's thread when the device is lost.
 
     Raises:
         CheckpointError: the base cannot be read.
@@ -74,30 +66,19 @@ def build_engine(
     """
     device = _device(settings.device)
     model, slot_bytes = _load_base(settings, device, stopping)
-    cache_bytes = host_cache_bytes(settings)
-    memory = _plan_memory(settings, model, slot_bytes, cache_bytes)
-    model.attention.allocate(memory.num_pages)
-    kv_cache = KVCache(memory.num_pages, model.attention.page_tokens)
-    slots = arena(memory.num_slots, slot_bytes, device)
-    max_model_len = min(_max_positions(settings, model), kv_cache.max_tokens)
-    _report_memory(metrics, model, slots, kv_cache, max_model_len)
-    metrics.host_cache_limit_bytes.set(cache_bytes)
+    slots, kv_cache, cache_bytes = _allocate(settings, metrics, model, slot_bytes)
     calls = CallQueue()
     residency_metrics = ResidencyMetrics(metrics)
-    fetcher = _fetcher(settings, registry, residency_metrics, slots, cache_bytes)
+    host_cache = _host_cache(cache_bytes, slot_bytes, device, residency_metrics)
+    fetcher = Fetcher(Loader(device, settings.load_threads), host_cache, registry)
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=calls.wake)
     scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
-    telemetry = Telemetry(metrics)
     tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
-    admission = Admission(tokenizers, telemetry, settings.max_num_seqs + settings.max_queue, max_model_len)
-    core = Core(
-        ModelRunner(model),
-        scheduler,
-        residency,
-        telemetry,
-        load_timeout_s=settings.load_timeout,
-        on_answered=admission.remove,
-    )
+    telemetry = Telemetry(metrics)
+    max_open = settings.max_num_seqs + settings.max_queue
+    admission = Admission(tokenizers, telemetry, max_open, _max_model_len(settings, model, kv_cache))
+    runner = ModelRunner(model)
+    core = Core(runner, scheduler, residency, telemetry, settings.load_timeout, admission.remove)
     return Engine(core, calls, admission, residency, model.base, on_lost), tokenizers
 
 
@@ -124,17 +105,32 @@ def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
     return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def _plan_memory(settings: Settings, model: ServedModel, slot_bytes: int, cache_bytes: int) -> MemoryPlan:
-    """Plan pages and slots: pages for at most `max_num_seqs` sequences of the longest length, and the padding page."""
+def _allocate(
+    settings: Settings, metrics: Metrics, model: ServedModel, slot_bytes: int
+) -> tuple[list[Slot], KVCache, int]:
+    """Divide the free memory. Return the slots, the KV cache and the size of the host cache in bytes."""
     attention = model.attention
-    max_tokens = settings.max_num_seqs * _max_positions(settings, model)
+    cache_bytes = host_cache_bytes(settings)
     free = free_memory(model.device, cache_bytes)
+    # Pages that all running sequences can use, and the padding page.
+    max_tokens = settings.max_num_seqs * _max_positions(settings, model)
+    max_pages = -(-max_tokens // attention.page_tokens) + 1
     page_bytes = attention.page_tokens * attention.bytes_per_token
-    return plan_memory(settings, free, slot_bytes, page_bytes, -(-max_tokens // attention.page_tokens) + 1)
+    memory = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
+    attention.allocate(memory.num_pages)
+    slots = arena(memory.num_slots, slot_bytes, model.device)
+    kv_cache = KVCache(memory.num_pages, attention.page_tokens)
+    metrics.host_cache_limit_bytes.set(cache_bytes)
+    _report_memory(metrics, model, slots, kv_cache, _max_model_len(settings, model, kv_cache))
+    return slots, kv_cache, cache_bytes
 
 
 def _max_positions(settings: Settings, model: ServedModel) -> int:
     return min(settings.max_model_len or model.max_positions, model.max_positions)
+
+
+def _max_model_len(settings: Settings, model: ServedModel, kv_cache: KVCache) -> int:
+    return min(_max_positions(settings, model), kv_cache.max_tokens)
 
 
 def _report_memory(
@@ -162,20 +158,12 @@ def _report_memory(
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
 
 
-def _fetcher(
-    settings: Settings,
-    registry: Registry,
-    residency_metrics: ResidencyMetrics,
-    slots: list[Slot],
-    cache_bytes: int,
-) -> Fetcher:
-    """Connect the slots to the registry: loader threads, and the host cache between them."""
-    device, slot_bytes = slots[0].memory.device, len(slots[0].memory)
+def _host_cache(
+    cache_bytes: int, slot_bytes: int, device: torch.device, metrics: ResidencyMetrics
+) -> HostCache:
     # Copies to CUDA need pinned host memory; on the CPU a delta is read straight into its slot.
-    cache = HostCache(
-        cache_bytes, slot_bytes, NUM_LOADS, device, residency_metrics, is_staged=device.type == "cuda"
-    )
-    return Fetcher(Loader(device, settings.load_threads), cache, registry)
+    is_staged = device.type == "cuda"
+    return HostCache(cache_bytes, slot_bytes, NUM_LOADS, device, metrics, is_staged=is_staged)
 
 
 def _max_batch_tokens(settings: Settings, device: torch.device) -> int:

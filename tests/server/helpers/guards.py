@@ -108,7 +108,7 @@ def delta_of_an_overwritten_slot(directory: Path) -> None:
 def load_into_a_slot_that_is_too_small(directory: Path) -> None:
     with contextlib.closing(Loader(torch.device("cpu"), num_threads=1)) as loader:
         memory = torch.zeros(64, dtype=torch.uint8)
-        loader.load(ObjectSource(directory / "absent", "d" * 64, 200, 64, 100, ()), memory, memory)
+        loader.load(ObjectSource(directory / "absent", "d" * 64, 200, 64, 100, ("0" * 64,)), memory, memory)
 
 
 def kv_cache_of_one_page(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The host cache: what it keeps, what makes place, and that no copy changes while somebody uses it."""
+"""The host cache: which copies it keeps and evicts. A copy in use never changes."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ WAIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fixture:
-    """A cache for deltas that are numbers, each filled with its own byte."""
+class CacheHarness:
+    """A host cache for deltas that are numbers. All bytes of a delta are its number."""
 
     cache: HostCache
     registry: CollectorRegistry
 
     def read(self, number: int, num_pages: int = 1, keep: bool = True) -> None:
-        """What a load does."""
-        with self.cache.buffer(num_pages * PAGE_BYTES) as room:
-            assert room is not None
-            room.memory.fill_(number)
+        """Read a delta into the cache as a load does."""
+        with self.cache.buffer(num_pages * PAGE_BYTES) as buffer:
+            assert buffer is not None
+            buffer.memory.fill_(number)
             if keep:
-                self.cache.keep(room, *delta(number))
+                self.cache.keep(buffer, *delta(number))
 
     def memory(self, number: int) -> Tensor | None:
         with self.cache.copy_of(digest(number)) as copy:
             return None if copy is None else copy.memory
 
     def kept(self, *numbers: int) -> list[int]:
-        """Those of the numbers that are held."""
+        """Return those of the numbers that the cache holds."""
         return [number for number in numbers if self.cache.holds(digest(number))]
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"peraxis_{name}", labels)
 
 
-def fixture(limit_pages: int, slot_pages: int = 8, num_loads: int = 1, is_staged: bool = True) -> Fixture:
+def fixture(
+    limit_pages: int, slot_pages: int = 8, num_loads: int = 1, is_staged: bool = True
+) -> CacheHarness:
     registry = CollectorRegistry()
     metrics = ResidencyMetrics(Metrics(registry))
     sizes = (limit_pages * PAGE_BYTES, slot_pages * PAGE_BYTES, num_loads)
     cache = HostCache(*sizes, CPU, metrics, is_staged=is_staged)
-    return Fixture(cache, registry)
+    return CacheHarness(cache, registry)
 
 
 def digest(number: int) -> str:
@@ -91,7 +93,7 @@ def test_what_is_not_kept_is_free_again() -> None:
     assert not cached.kept(*range(10))
 
 
-def test_the_least_recently_used_copy_makes_place() -> None:
+def test_the_least_recently_used_copy_is_evicted() -> None:
     cached = fixture(limit_pages=8)
     for number in (1, 2, 3, 4):
         cached.read(number, num_pages=2)
@@ -106,7 +108,7 @@ def test_the_least_recently_used_copy_makes_place() -> None:
     assert cached.metric("variant_resident", variant="default/v2", level="host") is None
 
 
-def test_a_larger_delta_takes_the_place_of_neighbours() -> None:
+def test_a_larger_delta_replaces_neighbours() -> None:
     cached = fixture(limit_pages=8)
     for number in (1, 2, 3, 4):
         cached.read(number, num_pages=2)
@@ -114,7 +116,7 @@ def test_a_larger_delta_takes_the_place_of_neighbours() -> None:
     assert cached.kept(1, 2, 3, 4, 5) == [3, 4, 5]
 
 
-def test_deltas_of_nearly_the_same_size_take_each_others_place() -> None:
+def test_deltas_of_nearly_the_same_size_replace_each_other() -> None:
     cached = fixture(limit_pages=64, slot_pages=32)
     for number in (1, 2):
         cached.read(number, num_pages=25 + number)
@@ -131,7 +133,7 @@ def test_what_is_above_the_limit_is_not_kept_and_evicts_nothing(limit_pages: int
     assert cached.kept(1, 2) == [1][:limit_pages]
 
 
-def test_a_limit_below_the_memory_of_the_loads_is_kept_to() -> None:
+def test_copies_stay_below_a_limit_that_is_smaller_than_the_memory_of_the_loads() -> None:
     cached = fixture(limit_pages=2, num_loads=3)
     for number in range(6):
         cached.read(number)
@@ -139,7 +141,7 @@ def test_a_limit_below_the_memory_of_the_loads_is_kept_to() -> None:
     assert cached.metric("host_cache_bytes") == 2 * PAGE_BYTES
 
 
-def test_a_copy_in_use_is_not_evicted_and_room_waits_for_it() -> None:
+def test_a_copy_in_use_is_not_evicted_and_a_buffer_waits_for_it() -> None:
     cached = fixture(limit_pages=8)
     cached.read(1, num_pages=4)
     with ThreadPoolExecutor(1) as thread:
@@ -156,7 +158,7 @@ def test_a_copy_in_use_is_not_evicted_and_room_waits_for_it() -> None:
     assert cached.kept(1, 2, 3, 4) == [4]
 
 
-def test_a_copy_dropped_while_in_use_keeps_its_bytes_until_it_is_left() -> None:
+def test_a_copy_dropped_while_in_use_keeps_its_bytes_until_it_is_released() -> None:
     cached = fixture(limit_pages=8)
     cached.read(1, num_pages=4)
     with cached.cache.copy_of(digest(1)) as copy:
@@ -169,7 +171,7 @@ def test_a_copy_dropped_while_in_use_keeps_its_bytes_until_it_is_left() -> None:
     assert cached.kept(1, 2, 3) == [3]
 
 
-def test_a_copy_is_not_kept_where_copies_in_use_leave_no_place_below_the_limit() -> None:
+def test_a_copy_is_not_kept_if_copies_in_use_fill_the_limit() -> None:
     cached = fixture(limit_pages=2)
     cached.read(1, num_pages=2)
     with cached.cache.copy_of(digest(1)):
@@ -177,7 +179,7 @@ def test_a_copy_is_not_kept_where_copies_in_use_leave_no_place_below_the_limit()
     assert cached.kept(1, 2) == [1]
 
 
-def test_room_waits_for_other_loads_and_gets_what_they_give_back() -> None:
+def test_a_buffer_waits_for_other_loads_and_gets_the_memory_that_they_free() -> None:
     cached = fixture(limit_pages=0)
     with ThreadPoolExecutor(1) as thread:
         with cached.cache.buffer(PAGE_BYTES):
@@ -187,14 +189,14 @@ def test_room_waits_for_other_loads_and_gets_what_they_give_back() -> None:
         waiting.result(WAIT_S)
 
 
-def test_a_load_that_is_not_staged_is_kept_where_there_is_place() -> None:
+def test_a_load_that_is_not_staged_is_kept_if_memory_is_free() -> None:
     cached = fixture(limit_pages=8, is_staged=False)
     cached.read(1, num_pages=8)
     cached.read(2, num_pages=8)
     assert cached.kept(1, 2) == [2]
 
 
-def test_a_load_that_is_not_staged_waits_for_nobody_and_takes_no_memory_beside_the_limit() -> None:
+def test_a_load_that_is_not_staged_never_waits_and_takes_no_memory_beyond_the_limit() -> None:
     cached = fixture(limit_pages=4, is_staged=False)
     with cached.cache.buffer(5 * PAGE_BYTES) as above_the_limit:
         assert above_the_limit is None
@@ -212,14 +214,15 @@ def test_a_delta_without_device_bytes_is_kept_too() -> None:
     assert memory.numel() == 0
 
 
-def test_memory_that_cannot_be_had_names_the_setting() -> None:
+def test_memory_that_cannot_be_allocated_names_the_setting() -> None:
     with pytest.raises(SettingsError, match="lower --max-host-cache-gb"):
         fixture(limit_pages=1 << 48)
 
 
 def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
     cached = fixture(limit_pages=8)
-    locks = [threading.Lock() for _ in range(12)]  # one load of a digest at a time, as residency has it
+    # Residency loads a digest once at a time.
+    locks = [threading.Lock() for _ in range(12)]
 
     def use(seed: int) -> int:
         choose, wrong = random.Random(seed), 0
@@ -245,16 +248,16 @@ def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)), max_size=60))
-def test_holes_never_overlap_and_merge_again(steps: list[tuple[bool, int, int]]) -> None:
-    holes = FreeList(100)
+def test_ranges_never_overlap_and_merge_when_they_are_freed(steps: list[tuple[bool, int, int]]) -> None:
+    memory = FreeList(100)
     taken: list[tuple[int, int]] = []
     for is_take, num_bytes, choice in steps:
-        if is_take and (start := holes.allocate(num_bytes)) is not None:
+        if is_take and (start := memory.allocate(num_bytes)) is not None:
             assert 0 <= start <= 100 - num_bytes
             assert all(start + num_bytes <= other or other + size <= start for other, size in taken)
             taken.append((start, num_bytes))
         elif taken:
-            holes.free(*taken.pop(choice % len(taken)))
-    for stretch in taken:
-        holes.free(*stretch)
-    assert holes.allocate(100) == 0
+            memory.free(*taken.pop(choice % len(taken)))
+    for own in taken:
+        memory.free(*own)
+    assert memory.allocate(100) == 0

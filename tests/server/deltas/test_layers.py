@@ -1,4 +1,4 @@
-"""Every kind of layer on a mixed batch: each row is what a layer with that variant's own weights gives."""
+"""Every kind of layer on a mixed batch: each row equals the output of a layer with that variant's own weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from server.deltas.norm import NormDelta
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
 from server.errors import EngineFailed
 
-COUNTS = [2, 3, 1, 2]  # rows of: the base, variant 0, variant 1, variant 0 again
-OWNERS = [None, 0, 1, 0]
+# The variant of each sequence, None for the base, and its number of rows.
+VARIANTS = [None, 0, 1, 0]
+COUNTS = [2, 3, 1, 2]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -27,7 +28,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def coded(out_features: int, in_features: int, seed: int) -> MatrixDelta:
-    """A matrix of one plane where the seed is 1, and of three planes and a residual of rank 2 where it is another."""
+    """Draw a matrix of one plane if the seed is 1, otherwise one of three planes and a residual of rank 2."""
     planes = [drawn(out_features, in_features, seed=10 * seed + k) for k in range(1 if seed == 1 else 3)]
     return MatrixDelta(
         tuple(
@@ -58,15 +59,15 @@ def resident(
 
 
 def batch(deltas: list[ResidentDelta]) -> DeltaBatch:
-    owners = [None if owner is None else deltas[owner] for owner in OWNERS]
-    return DeltaBatch.of(owners, COUNTS, COUNTS)
+    own = [None if variant is None else deltas[variant] for variant in VARIANTS]
+    return DeltaBatch.of(own, COUNTS, COUNTS)
 
 
 def by_row(values: list[Tensor]) -> list[Tensor]:
-    """The value of each row: `values` is the base's, then each variant's."""
+    """Return the value of each row. `values` has the base's, then each variant's."""
     return [
-        values[0 if owner is None else owner + 1]
-        for owner, count in zip(OWNERS, COUNTS, strict=True)
+        values[0 if variant is None else variant + 1]
+        for variant, count in zip(VARIANTS, COUNTS, strict=True)
         for _ in range(count)
     ]
 
@@ -86,7 +87,7 @@ def test_linear_rows_have_their_own_weights_and_biases() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_whole_matrix_takes_the_place_of_the_bases() -> None:
+def test_a_whole_matrix_replaces_the_bases() -> None:
     layer, context = nn.Linear(13, 7).requires_grad_(False), BatchContext()
     first, second = coded(7, 13, seed=1), drawn(7, 13, seed=2)
     LinearDelta(layer, "l", context)
@@ -180,7 +181,7 @@ def test_neighbours_of_one_delta_are_one_group() -> None:
     assert [group.logit_rows for group in groups] == [slice(0, 2), slice(3, 3)]
 
 
-def test_kept_rows_of_the_head_are_counted_apart_from_tokens() -> None:
+def test_logit_rows_of_the_head_are_counted_apart_from_tokens() -> None:
     layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
     first, second = coded(11, 6, seed=1), coded(11, 6, seed=2)
     HeadDelta(layer, "h", "e", context)
@@ -192,7 +193,7 @@ def test_kept_rows_of_the_head_are_counted_apart_from_tokens() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_are_the_same_bits_whoever_is_in_the_batch_with_them() -> None:
+def test_rows_are_the_same_bits_in_any_batch() -> None:
     layer, context = nn.Linear(100, 70, bias=False).requires_grad_(False), BatchContext()
     deltas = [resident({"l.weight": view(coded(70, 100, seed=seed))}) for seed in (1, 2)]
     LinearDelta(layer, "l", context)
@@ -221,11 +222,8 @@ def test_a_step_finds_the_tables_of_the_step_before_it() -> None:
 
 
 def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
-    layer, context, slot = (
-        nn.Linear(6, 11, bias=False).requires_grad_(False),
-        BatchContext(),
-        Slot(0, torch.empty(0)),
-    )
+    layer, context = nn.Linear(6, 11, bias=False).requires_grad_(False), BatchContext()
+    slot = Slot(0, torch.empty(0))
     LinearDelta(layer, "l", context)
     x = drawn(1, 2, 6, seed=4)
     for seed in (1, 2):
@@ -242,7 +240,7 @@ def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
             pass
 
 
-def test_a_batch_never_reads_a_slot_that_was_given_up() -> None:
+def test_a_batch_never_reads_a_slot_that_was_freed() -> None:
     delta, context = resident({}), BatchContext()
     delta.slot.generation += 1
     with (

@@ -1,4 +1,4 @@
-"""Requests whose delta is in a slot, in host memory or on disk: the same tokens from each, counted as what they are."""
+"""Requests whose delta is in a slot, in host memory or on disk get the same tokens and are counted by level."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def base_and_deltas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
 
 @pytest.fixture
 def served(base_and_deltas: tuple[Path, list[Path]], tmp_path: Path) -> Iterator[Served]:
-    """Two slots."""
+    """Serve with two slots."""
     with serving(base_and_deltas[0], tmp_path / "registry", max_gpu_deltas=2) as running:
         yield running
 
 
 @pytest.fixture
 def records(served: Served, base_and_deltas: tuple[Path, list[Path]]) -> list[VersionRecord]:
-    """Three variants, each asked once; the first has left its slot."""
+    """Publish three variants and ask each once; the first has left its slot."""
     records = [served.publish(file, f"v{number}") for number, file in enumerate(base_and_deltas[1])]
     for record in records:
         served.ask(record, PROMPT)

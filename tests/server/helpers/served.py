@@ -33,7 +33,7 @@ from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
 from tests.helpers.tiny_models import Change, make_pair
-from tests.server.helpers.residing import publish
+from tests.server.helpers.residency import publish
 
 WAIT_S = 60.0
 

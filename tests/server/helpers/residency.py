@@ -1,4 +1,4 @@
-"""Residency over a true registry of small random artifacts, without any model; and a disk that can be held up."""
+"""A residency over a real registry of small random artifacts, and a disk whose reads can be blocked. No model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -35,41 +35,43 @@ NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
 
 @dataclass(slots=True)
-class Residing:
-    """A residency, what it stands on, and short ways to use it. The test is its engine thread."""
+class ResidencyHarness:
+    """A residency, the parts below it, and shortcuts to use it. The test takes the place of the engine thread."""
 
     residency: Residency
     registry: Registry
     directory: Path
     metrics: CollectorRegistry
     load_ended: threading.Event
+    published: set[str] = field(default_factory=set)  # digests
 
     def publish(self, name: str, seed: int, norm_length: int = 10_000) -> VersionRecord:
-        """A variant of random content, known to the residency. Its device section has about 2 bytes per norm."""
+        """Publish a variant of random content and retain it. Its device section has about ``2 * norm_length`` bytes."""
         path = self.directory / f"{name}-{seed}.safetensors"
         write_artifact(path, seed, norm_length)
         record = publish(self.registry, path, name)
         self.residency.retain(record)
+        self.published.add(record.digest)
         return record
 
     def settle(self) -> dict[str, PeraxisError | None]:
-        """Wait for every load under way and adopt it: what became of each, by digest."""
+        """Wait for all running loads and make them visible. Return the error of each, or None, by digest."""
         ended: dict[str, PeraxisError | None] = {}
-        while any(entry.delta is None for entry in self.residency._entries.values()):
+        while any(map(self.residency.is_loading, self.published)):
             assert self.load_ended.wait(WAIT_S)
             self.load_ended.clear()
-            ended |= {adopted.record.digest: adopted.error for adopted in self.residency.poll_loads()}
+            ended |= {load.record.digest: load.error for load in self.residency.poll_loads()}
         return ended
 
     def load(self, *records: VersionRecord) -> list[PeraxisError | None]:
-        """Load versions at the same time, to the end."""
+        """Load versions at the same time and wait for them. Return the error of each, or None."""
         for record in records:
             assert self.residency.load(record.digest)
         ended = self.settle()
         return [ended.get(record.digest) for record in records]
 
     def in_slot(self, record: VersionRecord) -> bytes:
-        """The bytes of a resident delta's slot, as many as its device section has."""
+        """Return the first bytes of a resident delta's slot, as many as its device section has."""
         delta = self.residency.find(record.digest)
         assert delta is not None
         return delta.slot.memory[: record.device_bytes].numpy().tobytes()
@@ -78,7 +80,7 @@ class Residing:
         return self.registry.object_path(record.digest)
 
     def section(self, record: VersionRecord) -> bytes:
-        """The device section of a stored object."""
+        """Return the device section of a stored object."""
         return self.path(record).read_bytes()[record.data_start :][: record.device_bytes]
 
     def corrupt(self, record: VersionRecord) -> None:
@@ -94,33 +96,33 @@ class Residing:
 
 
 @contextmanager
-def residing(
+def running_residency(
     directory: Path, *, num_slots: int = 3, host_cache_bytes: int = 1 << 20, num_loads: int = 2
-) -> Iterator[Residing]:
-    """A residency over an empty registry under `directory`."""
+) -> Iterator[ResidencyHarness]:
+    """Run a residency over an empty registry under `directory`."""
     registry, metrics = Registry(directory / "registry"), CollectorRegistry()
-    told = ResidencyMetrics(Metrics(metrics))
-    cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, told, is_staged=True)
+    residency_metrics = ResidencyMetrics(Metrics(metrics))
+    cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
     load_ended = threading.Event()
-    residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, told, load_ended.set)
+    residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, residency_metrics, load_ended.set)
     try:
-        yield Residing(residency, registry, directory, metrics, load_ended)
+        yield ResidencyHarness(residency, registry, directory, metrics, load_ended)
     finally:
         residency.close()
 
 
 @dataclass(frozen=True, slots=True)
-class HeldDisk:
-    """Reads of objects wait until they are let through."""
+class BlockedDisk:
+    """A disk whose reads of objects wait until `open` is set."""
 
     reading: threading.Event  # set by the first read that waits
     open: threading.Event
 
 
-def hold_disk(monkeypatch: pytest.MonkeyPatch) -> HeldDisk:
-    """Hold up every read from now on."""
-    real, disk = os.preadv, HeldDisk(threading.Event(), threading.Event())
+def block_disk(monkeypatch: pytest.MonkeyPatch) -> BlockedDisk:
+    """Block every read from now on."""
+    real, disk = os.preadv, BlockedDisk(threading.Event(), threading.Event())
 
     def wait(fd: int, buffers: list[memoryview], offset: int) -> int:
         disk.reading.set()
@@ -132,7 +134,7 @@ def hold_disk(monkeypatch: pytest.MonkeyPatch) -> HeldDisk:
 
 
 def publish(registry: Registry, artifact: Path, name: str) -> VersionRecord:
-    """What an upload does after its checks."""
+    """Publish an artifact as an upload does after its checks."""
     with Artifact.open(artifact) as opened:
         manifest = opened.manifest
         facts = ArtifactFacts(
@@ -148,7 +150,7 @@ def publish(registry: Registry, artifact: Path, name: str) -> VersionRecord:
 
 
 def write_artifact(path: Path, seed: int, norm_length: int) -> None:
-    """An artifact of one random matrix and one random norm, with a file behind them."""
+    """Write an artifact of one random matrix, one random norm and a chat template."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 256, (24, 5), dtype=torch.uint8, generator=generator)
     with ArtifactWriter(path) as writer:

@@ -1,4 +1,4 @@
-"""Lets Triton's kernels run without a GPU. Triton looks once, when it is imported, so conftest imports this first."""
+"""Run Triton's kernels in its interpreter if there is no GPU. Triton reads the setting once, when it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles paged attention for Hopper, which needs no GPU. A program of its own: the interpreter must be off for it."""
+"""Compile paged attention for Hopper, which needs no GPU. A program of its own: Triton must not interpret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"
 
 
 class Compiled:
-    """Stands in for a kernel: a launch compiles it for the arguments it is given."""
+    """Replaces a kernel: a launch compiles it for its arguments and prints name, size and number of matrix products."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

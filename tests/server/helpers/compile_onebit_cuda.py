@@ -1,4 +1,4 @@
-"""Compiles the one-bit products for Hopper, which needs no GPU. A program of its own: the interpreter must be off."""
+"""Compile the one-bit products for Hopper, which needs no GPU. A program of its own: Triton must not interpret."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ TYPES = {
     "counters": "*i32",
 }
 ALIGNED = ("x", "x_stride", "counters")
-SIZE = 1024  # in and out
+# Inputs and outputs.
+SIZE = 1024
 
 
-def where_signs_are(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
-    """`registers`, where all of a kernel's products take their first operand from there."""
+def sign_operand(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
+    """Return ``registers`` if all products of the kernel take their first operand from registers, else ``shared``."""
     kernel = onebit_cuda._add_product
     sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "GROUPS": onebit_cuda.GROUPS, "IN_FLOAT32": False}
     sizes |= {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "BYTES": tiling.num_bytes}
@@ -44,5 +45,5 @@ def where_signs_are(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
 
 
 if __name__ == "__main__":
-    print("decode", where_signs_are(onebit_cuda.DECODE, 2))
-    print("prefill", where_signs_are(onebit_cuda.PREFILL, 1))
+    print("decode", sign_operand(onebit_cuda.DECODE, 2))
+    print("prefill", sign_operand(onebit_cuda.PREFILL, 1))

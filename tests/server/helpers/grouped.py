@@ -1,4 +1,4 @@
-"""Groups of one-bit matrices for kernels' tests: operands, their addresses, and outputs that nobody may touch."""
+"""Groups of one-bit matrices for kernels' tests: operands, their addresses, and outputs that must stay untouched."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from server.kernels import onebit_reference
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-# in, out: single values, no multiple of a byte, of a word, of a tile; exact tiles; many tiles and a rest
+# In and out: single values; no multiples of a byte, word or tile; exact tiles; many tiles and a remainder.
 SHAPES = [(1, 1), (7, 5), (16, 3), (63, 9), (64, 2), (65, 33), (200, 17), (512, 16), (1024, 77), (1091, 31)]
+# First rows and ends of groups, with gaps and an empty group.
 ROWS = [[(0, 1)], [(1, 3)], [(0, 3), (5, 12)], [(0, 1), (1, 1), (1, 9), (11, 12)], [(1, 2), (2, 39)]]
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a kernel is given. Rows of no group hold NaN in `output`, and in `x` too."""
+    """The arguments of a product. Rows of no group hold NaN in `output` and `x`."""
 
     output: Tensor
     x: Tensor
@@ -29,7 +30,7 @@ class Operands:
     matrices: list[tuple[Tensor, Tensor, Tensor | None]]  # keeps alive what `plane_ptrs` points to
 
     def after(self, product: Product) -> Tensor:
-        """The output that a kernel leaves."""
+        """Return the output after a product."""
         output = self.output.clone()
         product(output, self.x, self.plane_ptrs, self.ranges)
         return output
@@ -42,7 +43,7 @@ def operands(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Operands:
-    """Random matrices; every second one has no `factor_in`, every third group leaves the layer as it is."""
+    """Draw random matrices. Every second has no `factor_in`; every third group has no matrix."""
     generator = torch.Generator().manual_seed(in_features * 7919 + out_features)
     num_rows = groups[-1][1] + 2
     owned = [row for first, last in groups for row in range(first, last)]
@@ -72,7 +73,7 @@ def operands(
 
 
 def check(product: Product, given: Operands, tolerance: float = 1e-4) -> None:
-    """A kernel leaves what the reference leaves; NaN where no group is."""
+    """Check that a product equals the reference, and leaves the NaN in rows of no group."""
     got, want = given.after(product), given.after(onebit_reference.add_onebit_matmul)
     owned = torch.zeros(len(got), dtype=torch.bool)
     for first, last in given.ranges.tolist():

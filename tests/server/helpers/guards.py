@@ -33,7 +33,7 @@ from server.metrics import Metrics
 from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
-from tests.server.helpers.residing import residing
+from tests.server.helpers.residency import running_residency
 
 
 class DeadEngine:
@@ -123,7 +123,7 @@ def prefix_attached_to_a_sequence_with_pages(directory: Path) -> None:
 
 
 def sequence_scheduled_twice(directory: Path) -> None:
-    with residing(directory) as resident:
+    with running_residency(directory) as resident:
         scheduler = Scheduler(KVCache(8, 16), resident.residency, max_num_seqs=4, max_batch_tokens=64)
         sequence = _sequence()
         scheduler.add(sequence, now=0.0)
@@ -131,7 +131,7 @@ def sequence_scheduled_twice(directory: Path) -> None:
 
 
 def step_without_tokens_for_prompts(directory: Path) -> None:
-    with residing(directory) as resident:
+    with running_residency(directory) as resident:
         Scheduler(KVCache(8, 16), resident.residency, max_num_seqs=64, max_batch_tokens=64)
 
 

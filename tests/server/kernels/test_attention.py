@@ -1,4 +1,4 @@
-"""The kernels of paged attention against attention written out in float64; Triton's are interpreted without a GPU."""
+"""Paged attention kernels equal attention written out in float64. Without a GPU, Triton's interpreter runs them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One layer's sizes."""
+    """The sizes of one layer."""
 
     heads: int
-    shared: int
+    kv_heads: int
     key_dim: int
     value_dim: int
     page: int
@@ -44,7 +44,7 @@ SHAPES = [Shape(6, 2, 12, 12, 4), Shape(5, 1, 80, 72, 16), Shape(3, 3, 100, 20, 
 LARGE_SHAPES = [Shape(32, 8, 128, 128, 16), Shape(4, 1, 256, 256, 16)]
 
 
-def rules(name: str, num_heads: int) -> AttentionParams:
+def params_of(name: str, num_heads: int) -> AttentionParams:
     sinks = torch.linspace(-2, 3, num_heads, device=DEVICE)
     return {
         "plain": AttentionParams(None, None, None, None),
@@ -58,13 +58,13 @@ def rules(name: str, num_heads: int) -> AttentionParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Sequences in a cache whose every other element is NaN."""
+    """Sequences in a cache whose other elements are NaN."""
 
-    keys: list[Tensor]  # of each sequence: [length, shared, key_dim]
+    keys: list[Tensor]  # of each sequence: [length, kv heads, key_dim]
     values: list[Tensor]
     cached: tuple[Tensor, Tensor]
-    query: Tensor  # [tokens, heads, key_dim]
-    span: AttentionBatch
+    query: Tensor  # [rows, heads, key_dim]
+    batch: AttentionBatch
 
     @classmethod
     def of(cls, shape: Shape, dtype: torch.dtype) -> Case:
@@ -73,53 +73,55 @@ class Case:
         def drawn(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=generator).to(DEVICE, dtype)
 
-        keys = [drawn(length, shape.shared, shape.key_dim) for length in LENGTHS]
-        values = [drawn(length, shape.shared, shape.value_dim) for length in LENGTHS]
+        keys = [drawn(length, shape.kv_heads, shape.key_dim) for length in LENGTHS]
+        values = [drawn(length, shape.kv_heads, shape.value_dim) for length in LENGTHS]
         needs = [-(-length // shape.page) for length in LENGTHS]
         free = torch.randperm(sum(needs) + 3, generator=generator).tolist()
         pages = [[free.pop() for _ in range(need)] for need in needs]
         cached = tuple(
-            torch.full((sum(needs) + 3, shape.page, shape.shared, dim), torch.nan, dtype=dtype, device=DEVICE)
+            torch.full(
+                (sum(needs) + 3, shape.page, shape.kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE
+            )
             for dim in (shape.key_dim, shape.value_dim)
         )
         for sequence, own in enumerate(pages):
             for at in range(LENGTHS[sequence]):
-                place = own[at // shape.page], at % shape.page
-                cached[0][place], cached[1][place] = keys[sequence][at], values[sequence][at]
+                slot = own[at // shape.page], at % shape.page
+                cached[0][slot], cached[1][slot] = keys[sequence][at], values[sequence][at]
         table = torch.tensor([own + [free[0]] * (max(needs) + 1 - len(own)) for own in pages], device=DEVICE)
         rows = torch.tensor([[3], [0], [6], [4]], device=DEVICE)
         positions = torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1
         query = drawn(8, shape.heads, shape.key_dim)
         return cls(keys, values, (cached[0], cached[1]), query, AttentionBatch(rows, table, positions))
 
-    def run(self, options: AttentionParams, kernel: ModuleType = attention_cuda) -> Tensor:
-        """All rows; those of no sequence are NaN before."""
+    def run(self, params: AttentionParams, kernel: ModuleType = attention_cuda) -> Tensor:
+        """Return all rows of the output. Rows of no sequence are NaN before."""
         sizes = (*self.query.shape[:2], self.cached[1].shape[3])
         output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
-        kernel.attend(output, self.query, self.cached, self.span, options)
+        kernel.attend(output, self.query, self.cached, self.batch, params)
         return output
 
-    def expected(self, sequence: int, options: AttentionParams) -> Tensor:  # [heads, value_dim] float64
-        """One sequence's output, from its own keys alone."""
-        query = self.query[self.span.row_index[sequence, 0]].double()
-        first = 0 if options.window is None else max(0, LENGTHS[sequence] - options.window)
+    def expected(self, sequence: int, params: AttentionParams) -> Tensor:  # [heads, value_dim] float64
+        """Compute one sequence's output from its own keys."""
+        query = self.query[self.batch.row_index[sequence, 0]].double()
+        first = 0 if params.window is None else max(0, LENGTHS[sequence] - params.window)
         repeats = len(query) // self.keys[0].shape[1]
         keys = self.keys[sequence][first:].double().repeat_interleave(repeats, 1)
         values = self.values[sequence][first:].double().repeat_interleave(repeats, 1)
         scores = torch.einsum("hd,khd->hk", query, keys)
-        scores *= query.shape[1] ** -0.5 if options.scaling is None else options.scaling
-        if options.softcap is not None:
-            scores = options.softcap * (scores / options.softcap).tanh()
+        scores *= query.shape[1] ** -0.5 if params.scaling is None else params.scaling
+        if params.softcap is not None:
+            scores = params.softcap * (scores / params.softcap).tanh()
         weights = scores.exp()
-        sinks = 0 if options.sinks is None else options.sinks.double().exp()
+        sinks = 0 if params.sinks is None else params.sinks.double().exp()
         return torch.einsum("hk,khd->hd", weights / (weights.sum(1) + sinks)[:, None], values)
 
 
-def check(case: Case, options: AttentionParams, kernel: ModuleType = attention_cuda) -> None:
-    output = case.run(options, kernel)
+def check(case: Case, params: AttentionParams, kernel: ModuleType = attention_cuda) -> None:
+    output = case.run(params, kernel)
     tolerance = TOLERANCE[output.dtype]
-    for sequence, row in enumerate(case.span.row_index[:, 0].tolist()):
-        expected = case.expected(sequence, options)
+    for sequence, row in enumerate(case.batch.row_index[:, 0].tolist()):
+        expected = case.expected(sequence, params)
         torch.testing.assert_close(output[row].double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -128,7 +130,7 @@ def check(case: Case, options: AttentionParams, kernel: ModuleType = attention_c
 def test_a_token_attends_to_its_own_keys_whatever_the_rest_of_the_cache_holds(
     shape: Shape, name: str
 ) -> None:
-    check(Case.of(shape, torch.float32), rules(name, shape.heads))
+    check(Case.of(shape, torch.float32), params_of(name, shape.heads))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
@@ -136,34 +138,35 @@ def test_a_token_attends_to_its_own_keys_whatever_the_rest_of_the_cache_holds(
 @pytest.mark.parametrize("shape", [*SHAPES, *LARGE_SHAPES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_on_the_cpu_attends_to_its_own_keys(dtype: torch.dtype, shape: Shape, name: str) -> None:
-    check(Case.of(shape, dtype), rules(name, shape.heads), attention_cpu)
+    check(Case.of(shape, dtype), params_of(name, shape.heads), attention_cpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
-    check(Case.of(SHAPES[1], dtype), rules("all", SHAPES[1].heads))
+    check(Case.of(SHAPES[1], dtype), params_of("all", SHAPES[1].heads))
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 def test_many_parts_of_a_context_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cuda, "MIN_PART", 16)  # some parts of the shorter sequences are empty
+    # Some parts of the shorter sequences are empty.
+    monkeypatch.setattr(attention_cuda, "MIN_PART", 16)
     monkeypatch.setattr(attention_cuda, "_num_sms", lambda device: 64)
-    check(Case.of(SHAPES[0], torch.float32), rules(name, SHAPES[0].heads))
+    check(Case.of(SHAPES[0], torch.float32), params_of(name, SHAPES[0].heads))
 
 
 def test_rows_of_no_sequence_are_not_touched() -> None:
     case = Case.of(SHAPES[0], torch.float32)
-    others = sorted(set(range(8)) - set(case.span.row_index[:, 0].tolist()))
-    assert case.run(rules("plain", SHAPES[0].heads))[others].isnan().all()
+    others = sorted(set(range(8)) - set(case.batch.row_index[:, 0].tolist()))
+    assert case.run(params_of("plain", SHAPES[0].heads))[others].isnan().all()
 
 
 def test_the_nan_of_one_sequence_stays_its_own() -> None:
-    case, options = Case.of(SHAPES[0], torch.float32), rules("plain", SHAPES[0].heads)
-    before = case.run(options)
-    case.cached[0][case.span.page_table[0, 0], 0] = torch.nan
-    output = case.run(options)
-    assert output[case.span.row_index[0, 0]].isnan().all()
-    others = case.span.row_index[1:, 0]
+    case, params = Case.of(SHAPES[0], torch.float32), params_of("plain", SHAPES[0].heads)
+    before = case.run(params)
+    case.cached[0][case.batch.page_table[0, 0], 0] = torch.nan
+    output = case.run(params)
+    assert output[case.batch.row_index[0, 0]].isnan().all()
+    others = case.batch.row_index[1:, 0]
     assert torch.equal(output[others], before[others])
 
 
@@ -180,10 +183,11 @@ def test_the_kernels_compile_for_hopper_where_there_is_no_gpu(tmp_path: Path) ->
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, _, _ in lines] == ["_attend_part", "_attend_part", "_add_parts"]
     assert all(int(size) > 0 for _, size, _ in lines)
-    assert int(lines[0][2]) > 0  # products run on tensor cores
+    # Products run on tensor cores.
+    assert int(lines[0][2]) > 0
 
 
-def test_heads_that_are_too_large_are_left_to_the_library() -> None:
+def test_heads_that_are_too_large_are_left_to_torch() -> None:
     def served(dim: int, dtype: torch.dtype) -> bool:
         heads = torch.empty(1, 2, 1, dim, dtype=dtype)
         return attention_cuda.serves(heads, heads, heads)

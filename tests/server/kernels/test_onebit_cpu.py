@@ -1,4 +1,4 @@
-"""Every CPU kernel against the plain reference, at odd shapes, and the reference against `OneBit.dense`."""
+"""Every CPU kernel equals the torch reference at odd shapes, and the reference equals `OneBit.dense`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from server.kernels import (
 )
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
-HALF_STEP = 2**-7  # one rounding of bfloat16, which sums in another order may take the other way
+# One rounding of bfloat16: sums in another order may be rounded the other way.
+HALF_STEP = 2**-7
 WAYS = [
     pytest.param(
         partial(onebit_cpu.add_onebit_matmul, by_lookup=True),
@@ -42,7 +43,7 @@ def coded(in_features: int, out_features: int) -> OneBit:
 
 
 def plane_ptrs_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
-    """The address of a delta, and what it points to."""
+    """Return the addresses of a delta's plane, and the tensors that they point to."""
     assert delta.scale_in is not None
     parts = [delta.signs, delta.factor_out().contiguous(), delta.scale_in.float()]
     return torch.tensor([[part.data_ptr() for part in parts]]), parts
@@ -79,7 +80,8 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(
 def test_a_bfloat16_output_is_rounded_to_nearest_even(product: onebit_cpu.Product) -> None:
     values = torch.tensor([1.0, 1.0 + 2**-7, -1.0, torch.inf, torch.nan]).bfloat16()
     output, ones = values[:, None].clone(), torch.ones(5, 1)
-    signs, factor = torch.ones(1, 1, dtype=torch.uint8), torch.tensor([2.0**-8])  # half a step above 1
+    # Half the spacing of bfloat16 at 1.
+    signs, factor = torch.ones(1, 1, dtype=torch.uint8), torch.tensor([2.0**-8])
     plane_ptrs = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])
     product(output, ones, plane_ptrs, torch.tensor([[0, 5]], dtype=torch.int32))
     want = (values.float() + 2.0**-8).bfloat16()
@@ -90,7 +92,8 @@ def test_a_bfloat16_output_is_rounded_to_nearest_even(product: onebit_cpu.Produc
 def test_large_products_are_shared_between_threads(product: onebit_cpu.Product) -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)  # no divisor of the number of tiles
+        # Does not divide the number of tiles.
+        torch.set_num_threads(3)
         check(product, operands(1024, 520, [(0, 1), (1, 4)]), 1e-3)
     finally:
         torch.set_num_threads(before)
@@ -101,7 +104,7 @@ def test_a_large_odd_matrix_gives_every_output_to_one_thread(product: onebit_cpu
     check(product, operands(4109, 2331, [(0, 1), (1, 2), (2, 3), (3, 8)]), 1e-3)
 
 
-def test_torch_brings_the_threads() -> None:
+def test_kernels_find_torchs_openmp_runtime() -> None:
     assert openmp.runtime() is not None
 
 
@@ -109,10 +112,10 @@ def test_torch_brings_the_threads() -> None:
 def test_outputs_and_inputs_may_be_strided_and_signs_unaligned(product: onebit_cpu.Product) -> None:
     given = operands(130, 9, [(0, 2)])
     signs, _, _ = given.matrices[0]
-    arena = torch.full((signs.numel() + 3,), 255, dtype=torch.uint8)
-    arena[1 : 1 + signs.numel()] = signs.flatten()
+    memory = torch.full((signs.numel() + 3,), 255, dtype=torch.uint8)
+    memory[1 : 1 + signs.numel()] = signs.flatten()
     plane_ptrs = given.plane_ptrs.clone()
-    plane_ptrs[0, 0] = arena.data_ptr() + 1
+    plane_ptrs[0, 0] = memory.data_ptr() + 1
     moved = Operands(
         torch.cat([given.output, given.output], dim=1)[:, 3:12].contiguous(),
         given.x.T.contiguous().T,
@@ -139,7 +142,7 @@ def test_a_row_of_nan_stays_in_its_row(product: onebit_cpu.Product) -> None:
 
 
 @pytest.mark.parametrize("product", WAYS)
-def test_a_row_is_the_same_bits_whatever_its_batch_mates_are(product: onebit_cpu.Product) -> None:
+def test_a_row_is_the_same_bits_in_any_batch(product: onebit_cpu.Product) -> None:
     together = operands(777, 40, [(0, 7)])
     want = together.after(product)
     for row in range(7):
@@ -163,7 +166,8 @@ def test_embedding_rows_are_rows_of_the_dense_delta(rows: onebit_cpu.Rows, in_fe
 
 def test_embedding_rows_beyond_two_gib_of_signs_are_found() -> None:
     num_ids, in_features = 2**20 + 1, 2**14
-    signs = torch.zeros(num_ids, in_features // 8, dtype=torch.uint8)  # memory that is not read costs nothing
+    # Memory that is never touched is not allocated.
+    signs = torch.zeros(num_ids, in_features // 8, dtype=torch.uint8)
     signs[-1] = 255
     factor, output = torch.full((num_ids,), 0.5), torch.zeros(2, in_features)
     plane_ptrs = torch.tensor([[signs.data_ptr(), factor.data_ptr(), 0]])

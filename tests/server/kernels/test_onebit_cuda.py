@@ -1,4 +1,4 @@
-"""The Triton products against the plain reference at odd shapes: interpreted where there is no GPU."""
+"""The Triton products equal the torch reference at odd shapes. Triton's interpreter runs them without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
 onebit_cuda = pytest.importorskip("server.kernels.onebit_cuda", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LONG = [(0, 20), (20, 90)]  # a short group and a long one in a batch of many rows
+# A short and a long group in a batch of many rows.
+LONG = [(0, 20), (20, 90)]
 given_on = partial(operands, device=DEVICE)
 
 
@@ -38,7 +39,7 @@ def test_parts_of_long_rows_are_added_up_and_their_counters_left_at_zero() -> No
 
 
 def scaled_before(given: Operands) -> Operands:
-    """The same product with inputs that were scaled before, rounded as the kernel rounds them."""
+    """Return the same product with inputs that are scaled in advance, rounded as the kernel rounds them."""
     x, plane_ptrs = given.x.clone(), given.plane_ptrs.clone()
     for (first, last), (_, _, factor_in) in zip(given.ranges.tolist(), given.matrices, strict=True):
         if factor_in is not None:
@@ -57,7 +58,8 @@ def test_float16_is_rounded_after_scaling_and_at_the_end(groups: Sequence[tuple[
 
 @pytest.mark.parametrize("groups", [ROWS[2], LONG])
 def test_bfloat16_is_exact_where_nothing_is_rounded(groups: Sequence[tuple[int, int]]) -> None:
-    given = given_on(100, 21, groups, torch.bfloat16)  # the interpreter would not round to nearest
+    # Numbers that need no rounding: the interpreter does not round to nearest.
+    given = given_on(100, 21, groups, torch.bfloat16)
     for tensor in (given.x, given.output):
         tensor.clamp_(-1, 1).round_()
     for _, *factors in given.matrices:
@@ -101,7 +103,7 @@ def test_embedding_rows_equal_the_reference(in_features: int, dtype: torch.dtype
     torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6, equal_nan=True)
 
 
-def test_what_is_prepared_changes_nothing() -> None:
+def test_preparing_changes_no_result() -> None:
     onebit_cuda.prepare(torch.device(DEVICE), {(33, 65)}, torch.bfloat16)
     check(onebit_cuda.add_onebit_matmul, given_on(65, 33, ROWS[0]))
 

@@ -1,4 +1,4 @@
-"""Paged attention against attention over whole sequences, written out in float64."""
+"""Paged attention equals attention over whole sequences, written out in float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from server.kernels.attention import AttentionParams
 from server.model.attention import AttentionMetadata, Chunk, LayerShape, PagedAttention
 
-HEADS, SHARED, DIM, SIZE = 6, 2, 12, 4
-LENGTHS = [(0, 5), (9, 1), (3, 1), (17, 6), (0, 1), (30, 1)]  # what is in the cache, and what is new
+HEADS, KV_HEADS, DIM, PAGE_TOKENS = 6, 2, 12, 4
+# Tokens of each sequence in the cache, and new tokens.
+LENGTHS = [(0, 5), (9, 1), (3, 1), (17, 6), (0, 1), (30, 1)]
 VARIANTS = [
     AttentionParams(None, None, None, None),
     AttentionParams(0.3, 5, None, None),
@@ -25,7 +26,7 @@ VARIANTS = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Queries, keys and values of one whole sequence, [tokens, heads, dim]."""
+    """Queries, keys and values of one whole sequence, each [tokens, heads, dim]."""
 
     query: Tensor
     key: Tensor
@@ -36,8 +37,8 @@ def paged(num_pages: int, dtype: torch.dtype = torch.float32) -> PagedAttention:
     config = LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
-    attention = PagedAttention(LlamaForCausalLM(config).to(dtype), SIZE)  # type: ignore[arg-type]
-    attention.shapes[0] = LayerShape(SHARED, DIM, DIM)
+    attention = PagedAttention(LlamaForCausalLM(config).to(dtype), PAGE_TOKENS)  # type: ignore[arg-type]
+    attention.shapes[0] = LayerShape(KV_HEADS, DIM, DIM)
     attention.allocate(num_pages)
     return attention
 
@@ -45,63 +46,63 @@ def paged(num_pages: int, dtype: torch.dtype = torch.float32) -> PagedAttention:
 def drawn(length: int, seed: int) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, SHARED, SHARED)
+        torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     return Tokens(query, key, value)
 
 
-def oracle(tokens: Tokens, position: int, options: AttentionParams) -> Tensor:  # [heads, dim] float64
-    """One token's attention, key by key."""
-    first = 0 if options.window is None else max(0, position - options.window + 1)
+def oracle(tokens: Tokens, position: int, params: AttentionParams) -> Tensor:  # [heads, dim] float64
+    """Compute one token's attention from its own sequence."""
+    first = 0 if params.window is None else max(0, position - params.window + 1)
     rows = []
     for head in range(HEADS):
-        shared = head // (HEADS // SHARED)
-        keys = tokens.key[first : position + 1, shared].double()
+        kv_head = head // (HEADS // KV_HEADS)
+        keys = tokens.key[first : position + 1, kv_head].double()
         scores = keys @ tokens.query[position, head].double()
-        scores *= DIM**-0.5 if options.scaling is None else options.scaling
-        if options.softcap is not None:
-            scores = options.softcap * (scores / options.softcap).tanh()
+        scores *= DIM**-0.5 if params.scaling is None else params.scaling
+        if params.softcap is not None:
+            scores = params.softcap * (scores / params.softcap).tanh()
         weights = scores.exp()
-        total = weights.sum() + (0 if options.sinks is None else options.sinks[head].double().exp())
-        rows.append(weights / total @ tokens.value[first : position + 1, shared].double())
+        total = weights.sum() + (0 if params.sinks is None else params.sinks[head].double().exp())
+        rows.append(weights / total @ tokens.value[first : position + 1, kv_head].double())
     return torch.stack(rows)
 
 
-def run(attention: PagedAttention, parts: list[tuple[Tokens, Chunk]], options: AttentionParams) -> Tensor:
-    """One step: the new tokens' outputs, [tokens, heads, dim]."""
+def run(attention: PagedAttention, parts: list[tuple[Tokens, Chunk]], params: AttentionParams) -> Tensor:
+    """Run one step. Return the new tokens' outputs, [tokens, heads, dim]."""
 
     def new(name: str) -> Tensor:
         rows = [getattr(t, name)[c.start : c.start + c.num_tokens] for t, c in parts]
         return torch.cat(rows).transpose(0, 1)[None]
 
-    layout = AttentionMetadata.of([chunk for _, chunk in parts], SIZE, torch.device("cpu"))
-    with attention.step(layout):
-        return attention.attend(0, new("query"), new("key"), new("value"), options)[0]
+    metadata = AttentionMetadata.of([chunk for _, chunk in parts], PAGE_TOKENS, torch.device("cpu"))
+    with attention.step(metadata):
+        return attention.attend(0, new("query"), new("key"), new("value"), params)[0]
 
 
 def scattered_pages(attention: PagedAttention, generator: torch.Generator) -> list[list[int]]:
-    """Pages for each of LENGTHS, out of order, with garbage in all that nobody was given."""
-    needs = [-(-(start + count) // SIZE) for start, count in LENGTHS]
+    """Draw pages for each of LENGTHS, out of order."""
+    needs = [-(-(start + count) // PAGE_TOKENS) for start, count in LENGTHS]
     free = (torch.randperm(sum(needs), generator=generator) + 1).tolist()
     return [[free.pop() for _ in range(need)] for need in needs]
 
 
-@pytest.mark.parametrize("options", VARIANTS)
-def test_each_sequence_attends_to_its_own_past_alone(options: AttentionParams) -> None:
+@pytest.mark.parametrize("params", VARIANTS)
+def test_each_sequence_attends_to_its_own_past_alone(params: AttentionParams) -> None:
     generator = torch.Generator().manual_seed(0)
     attention = paged(60)
     pages = scattered_pages(attention, generator)
     tokens = [drawn(start + count, seed) for seed, (start, count) in enumerate(LENGTHS)]
     for one, own, (start, _) in zip(tokens, pages, LENGTHS, strict=True):
         if start:
-            run(attention, [(one, Chunk(0, start, own))], options)
+            run(attention, [(one, Chunk(0, start, own))], params)
     parts = [
         (one, Chunk(start, count, own))
         for one, own, (start, count) in zip(tokens, pages, LENGTHS, strict=True)
     ]
-    output = run(attention, parts, options)
+    output = run(attention, parts, params)
     expected = [
-        oracle(one, position, options)
+        oracle(one, position, params)
         for one, (start, count) in zip(tokens, LENGTHS, strict=True)
         for position in range(start, start + count)
     ]
@@ -127,14 +128,14 @@ def test_single_tokens_over_gathered_pages_are_the_same(
 
 def test_a_prompt_in_chunks_gives_what_it_gives_at_once() -> None:
     tokens, pages = drawn(23, 5), [3, 1, 7, 2, 9, 4]
-    options = VARIANTS[1]
-    whole = run(paged(12), [(tokens, Chunk(0, 23, pages))], options)
+    params = VARIANTS[1]
+    whole = run(paged(12), [(tokens, Chunk(0, 23, pages))], params)
     attention = paged(12)
-    parts = [run(attention, [(tokens, Chunk(a, n, pages))], options) for a, n in ((0, 7), (7, 1), (8, 15))]
+    parts = [run(attention, [(tokens, Chunk(a, n, pages))], params) for a, n in ((0, 7), (7, 1), (8, 15))]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_a_page_that_changes_hands_is_cleared_so_that_no_nan_shows_through() -> None:
+def test_a_page_of_another_sequence_is_cleared_so_that_no_nan_shows_through() -> None:
     attention, tokens = paged(4), drawn(6, 1)
     poison = Tokens(*(torch.full_like(part, torch.nan) for part in (tokens.query, tokens.key, tokens.value)))
     run(attention, [(poison, Chunk(0, 6, [1, 2]))], VARIANTS[0])

@@ -1,4 +1,4 @@
-"""The start-up probe: it accepts what rounding makes at any depth, and refuses a model that computes something else."""
+"""The start-up probe accepts rounding errors at any depth and refuses a model that computes something else."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def write_over(base: Path, changes: Callable[[dict[str, Tensor]], object]) -> No
 
 
 def massive(tensors: dict[str, Tensor]) -> None:
-    """Give one channel of all tokens an activation that outweighs all others."""
+    """Give one channel of all tokens an activation far larger than all others."""
     tensors["model.embed_tokens.weight"][:, 3] += 3000
 
 
 def silent(tensors: dict[str, Tensor]) -> None:
-    """Let one layer add nothing, as layers do that a block expansion puts in."""
+    """Make one layer add nothing, like the layers that block expansion inserts."""
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         tensors[f"model.layers.1.{name}.weight"].zero_()
 
@@ -115,7 +115,7 @@ def test_a_model_that_is_not_finite_in_its_dtype_is_refused(tmp_path: Path) -> N
 
 
 def renamed(kind: type, old: str, new: str) -> Callable[..., object]:
-    """A layer that applies the delta of another one."""
+    """Make a class of layers that apply the delta of another layer."""
 
     def make(module: nn.Module, name: str, *rest: Any) -> object:
         return kind(module, name.replace(old, new), *rest)
@@ -124,7 +124,7 @@ def renamed(kind: type, old: str, new: str) -> Callable[..., object]:
 
 
 class HeadOfTheEmbedding(HeadDelta):
-    """Takes every head for one that is tied to its embedding."""
+    """Treats every head as tied to its embedding."""
 
     def _source(self, delta: ResidentDelta) -> str:
         return self.embedding
@@ -196,13 +196,13 @@ def test_attention_that_ignores_what_the_model_asks_for_is_refused(
     attend = PagedAttention.attend
 
     def changed(
-        self: PagedAttention, layer: int, query: Tensor, key: Tensor, values: Tensor, options: AttentionParams
+        self: PagedAttention, layer: int, query: Tensor, key: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        fields = {name: getattr(options, name) for name in ("scaling", "window", "softcap", "sinks")}
+        fields = {name: getattr(params, name) for name in ("scaling", "window", "softcap", "sinks")}
         return attend(self, layer, query, key, values, AttentionParams(**{**fields, left_out: value}))
 
     monkeypatch.setattr(attention.PagedAttention, "attend", changed)
-    # Windows far beyond the probe's few tokens are shortened for it.
+    # The probe shortens windows that are longer than its text.
     config = {} if left_out != "window" else {"sliding_window": 128}
     with pytest.raises(NotServable, match=REFUSED):
         load(tmp_path, dtype, architecture, **config)
@@ -228,7 +228,7 @@ def test_windows_are_as_the_model_has_them_when_it_is_served(tmp_path: Path) -> 
     assert served.model.config.sliding_window == 128
 
 
-def test_loading_ends_soon_when_it_is_to_stop(tmp_path: Path) -> None:
+def test_loading_ends_early_when_the_server_is_told_to_stop(tmp_path: Path) -> None:
     make_pair("llama", tmp_path, changes=())
     stopping = threading.Event()
     stopping.set()

@@ -1,4 +1,4 @@
-"""Models of real size: what small shapes hide. A billion weights in bfloat16, and a real vocabulary."""
+"""Models of real size, for errors that small shapes hide: a billion weights in bfloat16 and a real vocabulary."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bench.real import models, stages, vocabulary
 from bench.real.models import RealModel
 from tests.server.helpers.live_server import live_server
 
-# Gigabytes are written and read, on whatever disk there is.
+# These tests write and read gigabytes on disks of unknown speed.
 pytestmark = pytest.mark.timeout(900)
 
 PROMPT = "def main(arguments):"
-# Of a token's log probability, in nats: rounding of bfloat16 over 22 layers.
+# Error of a token's log probability in nats, from rounding to bfloat16 over 22 layers.
 TOLERANCE = 0.1
 
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for gigabytes, which are not kept; tokenizers are trained on a megabyte of text."""
+    """Return a directory for gigabytes, deleted afterwards. Tokenizers are trained on a megabyte of text."""
     monkeypatch.setattr(vocabulary, "MAX_TEXT_BYTES", 1 << 20)
     directory = tmp_path / "large"
     directory.mkdir()
@@ -38,7 +38,7 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
     model = RealModel.of("tinyllama-1.1b")
     assert model.num_weights > 1_000_000_000
     base = model.write_base(large / "base")
-    flags = (
+    flags = [
         "--dtype",
         "bfloat16",
         "--max-gpu-deltas",
@@ -47,7 +47,7 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
         "0.1",
         "--max-host-cache-gb",
         "0",
-    )
+    ]
     with live_server(base, large / "registry", *flags) as server:
         reply = server.generate(prompt=PROMPT, max_new_tokens=8, logprobs=0).json()
     output = reply["outputs"][0]
@@ -79,7 +79,7 @@ def test_the_bench_of_real_models_runs_with_fewer_layers(
     assert met["peak of serve beside base, slots and KV cache, GB"]
     assert met["memory of compress, GB"]
     assert "llama-3.2-1b, 0.32B weights" in capsys.readouterr().out
-    # The base is kept for the next run, and nothing else.
+    # Only the base and the tokenizer are kept for the next run.
     assert sorted(path.name for path in large.iterdir()) == [
         "llama-3.2-1b-1-layers",
         "result.json",

@@ -1,4 +1,4 @@
-"""A base that cannot be served is refused before its weights are read, in one line that names what is wrong."""
+"""A base that cannot be served is refused before its weights are read, in one line that names the reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rewrite(base: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 def refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The message of the refusal, which comes before the first tensor is read."""
+    """Return the message of the refusal, and check that no tensor was read before."""
 
     def no_read(*_: object) -> Tensor:
         raise AssertionError("a tensor was read")
@@ -73,7 +73,7 @@ def test_another_shape_than_the_configuration_s_is_refused(
     assert "mlp.gate_proj.weight' has the shape [92, 64] and its config.json asks for [100, 64]" in message
 
 
-def test_weights_that_are_no_floats_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_floats_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(base, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     assert "is I8: save the model in bfloat16" in refused(base, monkeypatch)
@@ -118,7 +118,7 @@ def test_nan_in_a_weight_is_refused_as_such(base: Path) -> None:
         load(base)
 
 
-def test_the_fingerprint_is_computed_of_what_is_read(base: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_computed_while_reading(base: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(base)
     _, found = read_base(checkpoint, CPU, torch.bfloat16, threading.Event())
     assert found.fingerprint == fingerprint(checkpoint, cache=tmp_path / "other.json")
@@ -139,7 +139,7 @@ def test_a_shard_that_changes_while_it_is_read_is_refused(
         load(base)
 
 
-def test_weights_are_in_memory_of_their_own(base: Path) -> None:
+def test_weights_do_not_depend_on_their_files_after_loading(base: Path) -> None:
     model, _ = read_base(Checkpoint.open(base), CPU, torch.float32, threading.Event())
     weight = model.get_parameter("model.embed_tokens.weight")
     before = weight.clone()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from compressor.blockwise.decoder import Decoder
 from deltastore.errors import CheckpointError
+from deltastore.host_memory import available_bytes
 
 MAX_GROUP = 256  # sequences that are sampled together
 DRAWN_ROWS = 32  # whose distributions are summed up at a time, in float64
@@ -87,20 +87,10 @@ def kv_bytes(decoder: Decoder) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device; on the CPU, what the system and its control group could give at once."""
+    """Return the free memory of a GPU, or the available host memory for the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = _kernel_figure(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - _kernel_figure(group / "memory.stat", "anon"))
-    return max(0, available)
-
-
-def _kernel_figure(path: Path, name: str) -> int:
-    lines = (line.split() for line in path.read_text().splitlines())
-    return next(int(words[1]) for words in lines if words[0] == name)
+    return max(0, available_bytes())
 
 
 @torch.no_grad()

@@ -7,11 +7,10 @@ nothing and knows no model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
+from deltastore.host_memory import available_bytes
 from server.errors import NotServable
 from server.settings import Settings
 
@@ -28,7 +27,6 @@ DEFAULT_MAX_HOST_CACHE_BYTES = 16 * 10**9
 MIN_SLOTS = 2
 # Page 0 is padding, so a cache of one page would hold no token.
 MIN_PAGES = 2
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +135,6 @@ def host_cache_bytes(settings: Settings) -> int:
     return min(DEFAULT_MAX_HOST_CACHE_BYTES, available_bytes() // 8)
 
 
-def available_bytes() -> int:
-    """Return the host memory that can be used without swapping, within the limits of the process's control groups."""
-    available = int(psutil.virtual_memory().available)
-    return min([available, *map(_free_bytes, _control_groups())])
-
-
 def _asked_bytes(settings: Settings, slot_bytes: int) -> int:
     return (settings.max_gpu_deltas or 0) * slot_bytes + (settings.kv_cache_bytes or 0)
 
@@ -161,32 +153,6 @@ def _usable_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     return available_bytes() - RESERVE_BYTES
-
-
-def _control_groups() -> list[Path]:
-    """Return the directories of this process's control group (version 2) and of its parents, or an empty list."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if own is None:
-        return []
-    group = CGROUP / own
-    return [path for path in (group, *group.parents) if path.is_relative_to(CGROUP)]
-
-
-def _free_bytes(group: Path) -> int:
-    """Return the bytes left below a control group's limit; file pages in the page cache count as free."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return 1 << 62
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 1 << 62
-    return int(limit) - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
 
 
 def _cache_too_small(kv_cache_bytes: int, page_bytes: int) -> NotServable:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from server.engine import memory
-from server.engine.memory import FreeMemory, MemoryPlan, available_bytes, check_base, plan_memory
+from server.engine.memory import FreeMemory, MemoryPlan, check_base, plan_memory
 from server.errors import NotServable
 from server.settings import Settings
 
@@ -108,23 +108,3 @@ def test_a_base_too_large_for_memory_is_refused_with_the_missing_bytes(
         check_base(settings(host_cache=2 * 10**9), CPU, torch.bfloat16, 4 * 10**9, 10**9)
     with pytest.raises(NotServable, match="lower --dtype to bfloat16"):
         check_base(settings(), CPU, torch.float32, 16 * 10**9, 10**9)
-
-
-def test_the_limit_of_a_control_group_bounds_available_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 400000\nactive_file 100000\ninactive_file 150000\n")
-    monkeypatch.setattr(memory, "_control_groups", lambda: [tmp_path])
-    assert available_bytes() == 550_000
-
-
-def test_a_control_group_without_a_limit_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "_control_groups", list)
-    without = available_bytes()
-    (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(memory, "_control_groups", lambda: [tmp_path])
-    assert available_bytes() == pytest.approx(without, rel=0.2)

@@ -1,4 +1,4 @@
-"""Which rows of a flat batch belong to which delta. The model runner sets it before each step; every layer reads it.
+"""The rows of a flat batch by delta. The model runner sets them before each step; every layer reads them.
 
 Sequences are sorted by delta, so each delta owns one contiguous run of rows. Rows of no group belong to the base.
 Knows rows and deltas; no requests and no layers.

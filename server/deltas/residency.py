@@ -1,4 +1,4 @@
-"""Which deltas are in slots: load, retain, evict. Knows digests and bytes; no HTTP, tenants or prompts.
+"""The deltas in slots: load, use, evict. Knows digests and bytes; no HTTP, tenants or prompts.
 
 The engine thread owns this object and never waits for a file in it. Loads run on other threads, into slots that no
 batch reads. The engine calls `poll_loads` between steps to make finished loads visible, so a delta never appears in the

@@ -46,9 +46,8 @@ class StackedDeltas:
     deltas: Deltas
     plane_ptrs: tuple[Tensor, ...]  # by hook point: [groups, 3] int64 on the device
     changed: frozenset[int]  # hook points where any delta has a plane
-    special: tuple[
-        tuple[int, ...], ...
-    ]  # by hook point: groups that need more than the first plane's product
+    # By hook point: the groups that need more than the first plane's product.
+    special: tuple[tuple[int, ...], ...]
     _vectors: dict[str, Tensor | None] = field(default_factory=dict)
 
     def vectors(self, name: str, base: Tensor) -> Tensor | None:

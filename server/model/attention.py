@@ -40,7 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """Where one step's tokens go in the cache, and which keys they attend to."""
+    """The cache positions of one step's tokens, and the sequences whose keys they attend to."""
 
     slot_mapping: Tensor  # [tokens] int64: page * page_tokens + offset in the page
     batches: Sequence[AttentionBatch]

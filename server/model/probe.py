@@ -77,9 +77,8 @@ class Trace:
 class Deviation:
     """The errors of one run against the reference."""
 
-    relative: Mapping[
-        str, Tensor
-    ]  # by part, [tokens]: norm of the error over the norm of what the part computes
+    # By part, [tokens]: norm of the error over the norm of what the part computes.
+    relative: Mapping[str, Tensor]
     kl: float  # KL divergence of the predictions from the reference's, in nats per token
 
     @classmethod

@@ -169,8 +169,8 @@ class Stage:
         with ExitStack() as step:
             if self.context is not None:
                 step.enter_context(self.context.step(batch))
-            layout = AttentionMetadata.of(chunks, PAGE_TOKENS, self.device)
-            step.enter_context(self.attention.step(layout))
+            metadata = AttentionMetadata.of(chunks, PAGE_TOKENS, self.device)
+            step.enter_context(self.attention.step(metadata))
             yield lambda: self.model(**inputs, use_cache=False).logits
 
     def _ids(self, rows: int, tokens: int) -> Tensor:

@@ -43,7 +43,7 @@ class ModelRunner:
         counts = [num_tokens for _, num_tokens in batch]
         num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
         chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens in batch]
-        layout = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
+        metadata = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
         delta_batch = DeltaBatch.of([_delta_of(s, deltas) for s, _ in batch], counts, num_logits)
         token_ids: list[int] = []
         positions: list[int] = []
@@ -52,7 +52,7 @@ class ModelRunner:
             token_ids += sequence.tokens[start:end]
             positions += range(start, end)
         attention.clear(pages_to_zero)
-        with self._served.context.step(delta_batch), attention.step(layout):
+        with self._served.context.step(delta_batch), attention.step(metadata):
             output = self._served.model(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),

@@ -95,14 +95,14 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reference:
+class ReferenceRun:
     """A reference run, and the deviation that rounding to the model's dtype alone causes."""
 
     truth: Trace
     rounding: Deviation
 
     @classmethod
-    def of(cls, truth: Trace, rounded: Trace) -> Reference:
+    def of(cls, truth: Trace, rounded: Trace) -> ReferenceRun:
         return cls(truth, Deviation.of(rounded, truth))
 
     @property
@@ -118,8 +118,8 @@ class Probe:
 
     model: PreTrainedModel
     layers: nn.ModuleList
-    plain: Reference  # of the base alone
-    mixed: Reference  # with the delta on DELTA_TOKENS
+    plain: ReferenceRun  # of the base alone
+    mixed: ReferenceRun  # with the delta on DELTA_TOKENS
     delta: ResidentDelta
 
     @classmethod
@@ -143,7 +143,7 @@ class Probe:
             raise _failed(model, f"cannot be run in {dtype}", error) from error
         truth, rounded = runs
         plain, mixed = (
-            Reference.of(truth.of_sequence(index), rounded.of_sequence(index)) for index in (0, 1)
+            ReferenceRun.of(truth.of_sequence(index), rounded.of_sequence(index)) for index in (0, 1)
         )
         if not (plain.is_finite and mixed.is_finite):
             raise NotServable(
@@ -184,7 +184,7 @@ class Probe:
                 raise _failed(self.model, "cannot run tokens of several variants", error) from error
         self._check(reduce(Trace.then, parts), self.mixed)
 
-    def _check(self, found: Trace, reference: Reference) -> None:
+    def _check(self, found: Trace, reference: ReferenceRun) -> None:
         found_errors = Deviation.of(found, reference.truth)
         floor = max(MIN_ERROR, torch.finfo(self.model.dtype).eps)
         dtype = str(self.model.dtype).removeprefix("torch.")

@@ -1,1 +1,1 @@
-"""Measurements: one file per question, each prints a table and writes JSON under results/."""
+"""Benchmarks: each module prints a table and writes JSON under results/."""

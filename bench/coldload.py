@@ -1,9 +1,9 @@
-"""Does anybody notice when a variant is loaded?
+"""Measure how loads of variants affect other traffic.
 
-First: the gaps between the tokens of eight running streams, in turns with nothing loading and while twenty cold
-variants load one after another. Second: the first token of a cold variant beside a warm one's. Third: twice as many
-active variants as slots, Zipf's law, Poisson arrivals at 70% of what the server was measured to sustain, every load
-slowed; beside the same arrivals with a slot for everyone.
+First: the gaps between the tokens of eight running streams, in turns with no loads and while twenty cold variants load
+one after another. Second: the first token of a cold variant beside that of a warm one. Third: twice as many active
+variants as slots, Zipf's law, Poisson arrivals at 70% of the measured saturation, every load slowed; beside the same
+arrivals with a slot for each variant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from unittest.mock import patch
 import torch
 
 from bench.report import RESULTS, describe, write_result
-from bench.serving import FULL, MAX_POSITIONS, SMALL, Service, prompts, publish_variants, serving, write_base
+from bench.serving import (
+    FULL,
+    MAX_POSITIONS,
+    SMALL,
+    BenchEngine,
+    prompts,
+    publish_variants,
+    serving,
+    write_base,
+)
 from bench.synthetic import LlamaShapes
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
@@ -37,8 +46,8 @@ PAUSE_S = 0.02  # between two loads
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """How much is asked."""
+class TrafficScope:
+    """Sizes of the traffic."""
 
     shapes: LlamaShapes
     num_streams: int = 8
@@ -57,21 +66,21 @@ class Scope:
         return self.num_streams + self.num_cold
 
 
-SMALL_SCOPE = Scope(SMALL, num_turns=1, quiet_s=0.5, num_cold=2, num_arrivals=24, answer_tokens=4)
+SMALL_SCOPE = TrafficScope(SMALL, num_turns=1, quiet_s=0.5, num_cold=2, num_arrivals=24, answer_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """A base, its variants, and a place to work."""
+class Setup:
+    """A base, its published variants, and the traffic that they get."""
 
     base: Path
     registry: Registry
     records: list[VersionRecord]
-    scope: Scope
+    scope: TrafficScope
 
     @contextmanager
-    def service(self, num_slots: int) -> Iterator[Service]:
-        """With nothing cached between disk and slots."""
+    def service(self, num_slots: int) -> Iterator[BenchEngine]:
+        """Serve all variants without a host cache."""
         with serving(self.base, self.registry, self.records, max_gpu_deltas=num_slots) as service:
             yield service
 
@@ -81,17 +90,17 @@ class World:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else Scope(FULL)
+    scope = SMALL_SCOPE if args.small else TrafficScope(FULL)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         directory = Path(name)
         base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
         records = publish_variants(registry, directory, scope.shapes, scope.num_variants)
-        world = World(base, registry, records, scope)
+        setup = Setup(base, registry, records, scope)
         figures = {
-            "streams": _said("streams", lambda: streams(world)),
-            "first_token": _said("first tokens", lambda: first_tokens(world)),
-            "zipf": _said("Zipf", lambda: zipf(world)),
+            "streams": _said("streams", lambda: streams(setup)),
+            "first_token": _said("first tokens", lambda: first_tokens(setup)),
+            "zipf": _said("Zipf", lambda: zipf(setup)),
         }
     print(f"{describe(device)}\n\n{_tables(figures)}\n\n{_goal_table(figures)}")
     if out := args.out or (None if args.small else RESULTS / "coldload.json"):
@@ -99,20 +108,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "coldload", device, {"settings": settings, **figures, "goals": goals(figures)})
 
 
-def streams(world: World) -> dict[str, float]:
-    """p50 and p99 of the gaps between tokens of running streams, in seconds, in turns without loads and with.
+def streams(setup: Setup) -> dict[str, float]:
+    """Measure p50 and p99 of the gaps between tokens of running streams, in seconds, without loads and with.
 
     Raises:
         RuntimeError: a stream ended before the last turn.
     """
-    scope = world.scope
-    running, cold = world.records[: scope.num_streams], world.records[scope.num_streams :]
-    with world.service(scope.num_variants) as service:
+    scope = setup.scope
+    running, cold = setup.records[: scope.num_streams], setup.records[scope.num_streams :]
+    with setup.service(scope.num_variants) as service:
         for record in running:
             service.engine.load(record).result()
         asked = [
             service.ask(record, prompt, scope.stream_tokens)
-            for record, prompt in zip(running, world.prompts(scope.num_streams, 1), strict=True)
+            for record, prompt in zip(running, setup.prompts(scope.num_streams, 1), strict=True)
         ]
         while (service.metrics.get_sample_value("peraxis_time_to_first_token_seconds_count") or 0) < len(
             asked
@@ -139,15 +148,15 @@ def streams(world: World) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A while without loads and one with; in seconds of `time.perf_counter`."""
+    """A period without loads and one with, in seconds of `time.perf_counter`."""
 
     began: float
     load_began: float
     load_ended: float
 
 
-def _turn(service: Service, cold: Sequence[VersionRecord], quiet_s: float) -> Turn:
-    """Wait, then load all of them one after another, and leave them cold again."""
+def _turn(service: BenchEngine, cold: Sequence[VersionRecord], quiet_s: float) -> Turn:
+    """Wait, load all cold variants one after another, and unload them."""
     began = time.perf_counter()
     time.sleep(quiet_s)
     load_began = time.perf_counter()
@@ -160,24 +169,24 @@ def _turn(service: Service, cold: Sequence[VersionRecord], quiet_s: float) -> Tu
     return Turn(began, load_began, load_ended)
 
 
-def first_tokens(world: World) -> dict[str, float]:
-    """Median seconds to the first token of a request that is alone: variant in its slot, and on disk."""
+def first_tokens(setup: Setup) -> dict[str, float]:
+    """Measure the median seconds to the first token of a lone request, with its variant in a slot and on disk."""
     cold, warm = [], []
-    with world.service(world.scope.num_variants) as service:
-        for record, prompt in zip(world.records, world.prompts(len(world.records), 2), strict=True):
+    with setup.service(setup.scope.num_variants) as service:
+        for record, prompt in zip(setup.records, setup.prompts(len(setup.records), 2), strict=True):
             cold.append(_first(service, record, prompt))
             warm.append(_first(service, record, prompt[::-1]))
     return {"cold_p50_s": median(cold[1:]), "warm_p50_s": median(warm[1:])}
 
 
-def zipf(world: World) -> dict[str, float]:
-    """First-token times under the same arrivals, with slots for half of the active variants and for all of them."""
-    scope = world.scope
-    with world.service(scope.num_active) as service, _slowed_loads(scope.slowed_s):
-        rate = 0.7 * saturation(world, service)
-        plenty = arrive(world, service, rate)
-    with world.service(scope.num_slots) as service, _slowed_loads(scope.slowed_s):
-        scarce = arrive(world, service, rate)
+def zipf(setup: Setup) -> dict[str, float]:
+    """Measure first-token times under the same arrivals, with slots for half of the active variants and for all."""
+    scope = setup.scope
+    with setup.service(scope.num_active) as service, _slowed_loads(scope.slowed_s):
+        rate = 0.7 * saturation(setup, service)
+        plenty = arrive(setup, service, rate)
+    with setup.service(scope.num_slots) as service, _slowed_loads(scope.slowed_s):
+        scarce = arrive(setup, service, rate)
         loads = service.metrics.get_sample_value(
             "peraxis_variant_load_seconds_count", {"source": "disk", "stage": "total"}
         )
@@ -191,13 +200,13 @@ def zipf(world: World) -> dict[str, float]:
     }
 
 
-def saturation(world: World, service: Service) -> float:
-    """Requests per second that the server sustains when as many as can run always do."""
-    scope, draw = world.scope, random.Random(3)
-    for record in world.records[: scope.num_active]:
+def saturation(setup: Setup, service: BenchEngine) -> float:
+    """Measure the requests per second that the server sustains when all are queued at once."""
+    scope, draw = setup.scope, random.Random(3)
+    for record in setup.records[: scope.num_active]:
         service.engine.load(record).result()
-    chosen = _by_zipf(world, draw, scope.num_arrivals)
-    texts = world.prompts(scope.num_arrivals, 3)
+    chosen = _by_zipf(setup, draw, scope.num_arrivals)
+    texts = setup.prompts(scope.num_arrivals, 3)
     begun = time.perf_counter()
     asked = [service.ask(r, p, scope.answer_tokens) for r, p in zip(chosen, texts, strict=True)]
     for one in asked:
@@ -205,11 +214,11 @@ def saturation(world: World, service: Service) -> float:
     return scope.num_arrivals / (time.perf_counter() - begun)
 
 
-def arrive(world: World, service: Service, rate: float) -> list[float]:
-    """Seconds to the first token of each request, arriving at random at `rate` per second."""
-    scope, draw = world.scope, random.Random(4)
-    chosen = _by_zipf(world, draw, scope.num_arrivals)
-    texts = world.prompts(scope.num_arrivals, 4)
+def arrive(setup: Setup, service: BenchEngine, rate: float) -> list[float]:
+    """Submit requests at random times, `rate` per second; return the seconds to each one's first token."""
+    scope, draw = setup.scope, random.Random(4)
+    chosen = _by_zipf(setup, draw, scope.num_arrivals)
+    texts = setup.prompts(scope.num_arrivals, 4)
     asked, when = [], time.perf_counter()
     for record, prompt in zip(chosen, texts, strict=True):
         when += draw.expovariate(rate)
@@ -219,7 +228,7 @@ def arrive(world: World, service: Service, rate: float) -> list[float]:
 
 
 def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """What the figures are held against."""
+    """Compare the figures with their limits."""
     gaps, zipfs = figures["streams"], figures["zipf"]
     asked = [
         (
@@ -239,19 +248,19 @@ def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     ]
 
 
-def _by_zipf(world: World, draw: random.Random, count: int) -> list[VersionRecord]:
-    active = world.records[: world.scope.num_active]
+def _by_zipf(setup: Setup, draw: random.Random, count: int) -> list[VersionRecord]:
+    active = setup.records[: setup.scope.num_active]
     return draw.choices(active, [1 / rank for rank in range(1, len(active) + 1)], k=count)
 
 
-def _first(service: Service, record: VersionRecord, prompt: list[int]) -> float:
+def _first(service: BenchEngine, record: VersionRecord, prompt: list[int]) -> float:
     asked = service.ask(record, prompt, 1)
     return asked.token_times()[0] - asked.begun
 
 
 @contextmanager
 def _slowed_loads(added_s: float) -> Iterator[None]:
-    """Let every load of a delta take longer, as from a slower disk."""
+    """Add seconds to every load of a delta, as a slower disk would."""
     load: Callable[..., LoadReport] = Loader.load
 
     def slowly(*args: Any) -> LoadReport:

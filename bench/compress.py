@@ -1,4 +1,4 @@
-"""How much time and memory does `peraxis compress` take, against the size of the model?
+"""Measure the time and memory of `peraxis compress` against the size of the model.
 
 Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process:
 from weights alone, or, with --fit, fitted to text that the fine-tune writes itself, on smaller models with less text.
@@ -53,8 +53,8 @@ BLOCK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One pair, compressed once."""
+class CompressFigure:
+    """Measurements of one pair, compressed once."""
 
     num_weights: int
     largest_bytes: int  # of a tensor
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
-def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None) -> Figure:
+def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None) -> CompressFigure:
     """Write a pair, compress it in a fresh process, and remove it."""
     numels = [math.prod(shape) for _, shape in shapes.tensors()]
     with tempfile.TemporaryDirectory(dir=parent) as name:
@@ -119,11 +119,11 @@ def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None)
         command = [sys.executable, "-m", "bench.compress", "--method", method, "--pair", name]
         command += ["--fit"] if fit else []
         figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return Figure(sum(numels), WEIGHT_BYTES * max(numels), **figures)
+    return CompressFigure(sum(numels), WEIGHT_BYTES * max(numels), **figures)
 
 
 def write_pair(directory: Path, shapes: LlamaShapes) -> None:
-    """Write ``base`` and ``finetune``, sharded as the library would."""
+    """Write ``base`` and ``finetune``, sharded as transformers would."""
     config = {
         "model_type": "llama",
         "hidden_size": shapes.hidden,
@@ -159,15 +159,14 @@ def write_pair(directory: Path, shapes: LlamaShapes) -> None:
 
 
 def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
-    """Compress the pair in this process and take its peak; meant for a process that has done nothing else."""
+    """Compress the pair in this process and measure its peak of memory; call it in a fresh process."""
     training = Training(Calibration("self", FITTED_SAMPLES), device="cpu") if fit else None
     config = CompressConfig(
         str(directory / "base"), str(directory / "finetune"), directory / "delta", method, training=training
     )
     needs = plan(config)
-    architecture(
-        json.loads((directory / "base" / "config.json").read_text())
-    )  # imports what compressing imports
+    # Imports what compressing imports.
+    architecture(json.loads((directory / "base" / "config.json").read_text()))
     reset_peak(os.getpid())
     before, start = memory_of(os.getpid())["VmRSS"], time.perf_counter()
     result = compress(config)
@@ -182,7 +181,7 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     }
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _row(figure: CompressFigure) -> tuple[str, ...]:
     return (
         f"{figure.num_weights / 1e6:.0f}M",
         f"{figure.largest_bytes / 1e6:.1f}",

@@ -1,8 +1,8 @@
-"""What does the one-bit product of many variants cost, beside the library's product of the base and beside memory?
+"""Time the one-bit product of many variants, beside torch's product of the base and beside a plain copy.
 
-The linear layers of some blocks of a model run in turn, as in a step: once the library's bfloat16 product alone, once
-with the grouped one-bit product after each; and the output head in the same way, as rows of its own. There are as
-many blocks as no cache holds. A plain copy says what memory gives.
+The linear layers of some blocks of a model run in turn, as in a step: once torch's bfloat16 product alone, once with
+the grouped one-bit product after each; then the output head in the same way, as rows of its own. The blocks are
+larger than any cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bench.serving import SHAPES, SMALL
 from demo.table import table
 from server import kernels
 
+# Number of groups, and rows of each.
 GROUPS = (
     (1, 1),
     (1, 2),
@@ -38,22 +39,22 @@ GROUPS = (
     (16, 1),
     (1, 64),
     (1, 256),
-)  # groups, rows of each
+)
 COPY_BYTES = 256 * 2**20
 BLOCKS_BYTES = 96 * 2**20  # of the base's weights at least: more than a cache holds
 DEFAULT_SHAPES = {"cpu": "158m", "cuda": "8b"}
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """A base's matrix and what every variant has at its place."""
+class CodedLayer:
+    """A matrix of the base, and each variant's signs and factors for it."""
 
     weight: Tensor  # [out, in] bfloat16
     signs: Tensor  # [variants, out, in / 8] uint8
     factors: tuple[Tensor, Tensor]  # [out], [in] float32: all variants'
 
     @classmethod
-    def drawn(cls, shape: tuple[int, int], num_variants: int, device: torch.device) -> Layer:
+    def drawn(cls, shape: tuple[int, int], num_variants: int, device: torch.device) -> CodedLayer:
         out_features, in_features = shape
         weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
         packed = (num_variants, out_features, in_features // 8)
@@ -62,7 +63,7 @@ class Layer:
         return cls(weight, signs, factors)
 
     def plane_ptrs(self, num_groups: int) -> Tensor:
-        """The addresses of the first variants' parts."""
+        """Return the addresses of the first variants' signs and factors, [groups, 3] int64."""
         rows = [
             [signs.data_ptr(), *(f.data_ptr() for f in self.factors)] for signs in self.signs[:num_groups]
         ]
@@ -70,13 +71,13 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class KernelFigure:
     """Medians over turns, of one block or of the output head."""
 
     part: str
     groups: int
     rows: int  # of each group
-    base_s: float  # the library's products alone
+    base_s: float  # torch's products alone
     both_s: float  # with the one-bit products
     num_weights: int
     copy_bytes_s: float
@@ -88,7 +89,7 @@ class Figure:
 
     @property
     def memory(self) -> float:
-        """Bytes of signs per second that one-bit products took, over those that a copy reads and writes."""
+        """Bytes of signs per second in one-bit products, over the bytes per second of a copy."""
         return self.groups * self.num_weights / 8 / max(self.both_s - self.base_s, 1e-9) / self.copy_bytes_s
 
     def as_json(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def file_name(device: str, shapes: str) -> str:
-    """The name of the result: of the device's default shapes, or with the shapes' name."""
+    """Return the name of the result's file; the device's default shapes are not part of it."""
     kind = "" if device == "cpu" else f"-{device}"
     return f"kernels{kind}.json" if shapes == DEFAULT_SHAPES[device] else f"kernels{kind}-{shapes}.json"
 
@@ -154,21 +155,21 @@ def measure_part(
     repeats: int,
     copy_bytes_s: float,
     device: torch.device,
-) -> list[Figure]:
-    """Every composition, on layers that are freed at the end."""
+) -> list[KernelFigure]:
+    """Measure every composition, on layers that are freed afterwards."""
     most = max(groups for groups, _ in GROUPS)
-    layers = [Layer.drawn(shape, most, device) for shape in shapes]
+    layers = [CodedLayer.drawn(shape, most, device) for shape in shapes]
     num_weights = sum(layer.weight.numel() for layer in layers) // count
     figures = []
     for groups, rows in GROUPS:
         base_s, both_s = (seconds / count for seconds in measure(layers, repeats, (groups, rows)))
-        figures.append(Figure(part, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
+        figures.append(KernelFigure(part, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
     return figures
 
 
 @torch.inference_mode()
-def measure(layers: Sequence[Layer], repeats: int, each: tuple[int, int]) -> tuple[float, float]:
-    """Seconds of all layers without and with one-bit products, in turns."""
+def measure(layers: Sequence[CodedLayer], repeats: int, each: tuple[int, int]) -> tuple[float, float]:
+    """Time all layers without and with one-bit products, in turns; return both medians in seconds."""
     num_groups, rows = each
     device = layers[0].weight.device
     plane_ptrs = [layer.plane_ptrs(num_groups) for layer in layers]
@@ -193,7 +194,7 @@ def measure(layers: Sequence[Layer], repeats: int, each: tuple[int, int]) -> tup
 
 
 def copied(num_bytes: int, repeats: int, device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Measure the bytes per second that a copy reads and writes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     times = [seconds(lambda: target.copy_(source), device) for _ in range(repeats)]
@@ -201,7 +202,7 @@ def copied(num_bytes: int, repeats: int, device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What `work` takes until the device is done."""
+    """Time `work` until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -211,7 +212,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _row(figure: KernelFigure) -> tuple[str, ...]:
     return (
         figure.part,
         f"{figure.groups} x {figure.rows}",

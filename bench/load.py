@@ -1,9 +1,8 @@
-"""How long is the load of a delta, beside the load of the full checkpoint that it stands for?
+"""Time the load of a delta beside the load of the full checkpoint that it stands for.
 
-Both begin with files on disk and end with every byte in memory that was taken for this load: stock `load_file`
-maps lazily on a CPU, so its tensors are cloned; a delta goes to a slot that was never touched. The delta's bytes are
-verified on the way, the checkpoint's are not. A third load is that of a delta which host memory still holds. Load alone
-is measured: no request, no model.
+Both begin with files on disk and end with every byte in newly allocated memory: `load_file` of safetensors maps lazily
+on a CPU, so its tensors are cloned; a delta goes to a slot that was never touched. The delta's bytes are verified on
+the way, the checkpoint's are not. A third load is that of a delta in host memory. No model runs and no request is made.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ Stages = Mapping[str, float]  # seconds by stage, in order; "total" is the last
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """Something to be loaded: its files, its bytes, and one load of it."""
+class LoadSubject:
+    """A delta or a checkpoint: its files, its bytes, and a function that loads it once."""
 
     name: str
     paths: Sequence[Path]
@@ -48,8 +47,8 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """The medians of one subject in one state of the page cache."""
+class LoadFigure:
+    """Medians of one subject in one state of the page cache."""
 
     subject: str
     cache: str
@@ -97,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
-def delta_subjects(source: ObjectSource, loader: Loader, device: torch.device) -> list[Subject]:
-    """Loads as the server does them, from disk and from host memory, into a slot that nothing has touched."""
+def delta_subjects(source: ObjectSource, loader: Loader, device: torch.device) -> list[LoadSubject]:
+    """Make the server's loads from disk and from host memory, into a slot that was never touched."""
     host = torch.empty(source.device_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def slot() -> Tensor:
@@ -113,13 +112,13 @@ def delta_subjects(source: ObjectSource, loader: Loader, device: torch.device) -
         return {"copy": report.copy_s, "total": report.total_s}
 
     return [
-        Subject(DELTA, [source.path], source.device_bytes, from_disk),
-        Subject(HOST, [], source.device_bytes, from_host),
+        LoadSubject(DELTA, [source.path], source.device_bytes, from_disk),
+        LoadSubject(HOST, [], source.device_bytes, from_host),
     ]
 
 
-def checkpoint_subject(shards: Sequence[Path], device: torch.device) -> Subject:
-    """A load with the stock library, all bytes in memory of their own."""
+def checkpoint_subject(shards: Sequence[Path], device: torch.device) -> LoadSubject:
+    """Make the load of a checkpoint with safetensors, all bytes copied into memory of their own."""
 
     def load() -> Stages:
         start = time.perf_counter()
@@ -137,13 +136,13 @@ def checkpoint_subject(shards: Sequence[Path], device: torch.device) -> Subject:
         return {"load_file": mapped - start, "clone": end - mapped, "total": end - start}
 
     num_bytes = sum(tensor.nbytes for shard in shards for tensor in load_file(shard).values())
-    return Subject(CHECKPOINT, shards, num_bytes, load)
+    return LoadSubject(CHECKPOINT, shards, num_bytes, load)
 
 
-def measure(subjects: Sequence[Subject], repeats: int, device: torch.device) -> list[Figure]:
-    """Median of `repeats` loads of each subject, page cache warm and dropped; subjects take turns.
+def measure(subjects: Sequence[LoadSubject], repeats: int, device: torch.device) -> list[LoadFigure]:
+    """Load each subject `repeats` times, page cache warm and dropped, in turns; return the medians.
 
-    One that reads no file is measured once, beside the others' warm loads.
+    A subject that reads no file is measured once, beside the others' warm loads.
     """
     copies = {subject.name: plain_copy_s(subject.num_bytes, repeats, device) for subject in subjects}
     figures = []
@@ -152,7 +151,8 @@ def measure(subjects: Sequence[Subject], repeats: int, device: torch.device) -> 
         runs: dict[str, list[Stages]] = {subject.name: [] for subject in measured}
         reached = {subject.name: wish if subject.paths else NO_FILE for subject in measured}
         for subject in measured:
-            subject.load()  # fills the page cache and host memory; not counted
+            # Not counted: fills the page cache and host memory.
+            subject.load()
         for _ in range(repeats):
             for subject in measured:
                 _give_back_free_memory()
@@ -160,14 +160,14 @@ def measure(subjects: Sequence[Subject], repeats: int, device: torch.device) -> 
                     reached[subject.name] = NOT_DROPPED
                 runs[subject.name].append(subject.load())
         figures += [
-            Figure(s.name, reached[s.name], s.num_bytes, _medians(runs[s.name]), copies[s.name])
+            LoadFigure(s.name, reached[s.name], s.num_bytes, _medians(runs[s.name]), copies[s.name])
             for s in measured
         ]
     return figures
 
 
 def plain_copy_s(num_bytes: int, repeats: int, device: torch.device) -> float:
-    """Median seconds of one copy of so many bytes from host memory, pinned for CUDA, to memory never touched."""
+    """Time one copy of so many bytes from host memory, pinned for CUDA, to memory never touched; median seconds."""
     is_cuda = device.type == "cuda"
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda).fill_(1)
 
@@ -183,8 +183,8 @@ def plain_copy_s(num_bytes: int, repeats: int, device: torch.device) -> float:
     return median(copy() for _ in range(repeats + 1))
 
 
-def faster(figures: Sequence[Figure]) -> dict[str, float]:
-    """How many times faster a delta is there than the checkpoint, by state of the page cache.
+def faster(figures: Sequence[LoadFigure]) -> dict[str, float]:
+    """Return the checkpoint's time over the delta's, by state of the page cache.
 
     A delta in host memory is compared with the checkpoint in a warm page cache.
     """
@@ -197,7 +197,7 @@ def faster(figures: Sequence[Figure]) -> dict[str, float]:
 
 
 def _give_back_free_memory() -> None:
-    """Make glibc return what is free, so that the next load gets fresh pages and not those of the load before."""
+    """Make glibc return free memory, so that the next load does not reuse the pages of the last one."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -205,7 +205,7 @@ def _medians(runs: Sequence[Stages]) -> Stages:
     return {stage: median(run[stage] for run in runs) for stage in runs[0]}
 
 
-def _print(figures: Sequence[Figure], args: argparse.Namespace, device: torch.device) -> None:
+def _print(figures: Sequence[LoadFigure], args: argparse.Namespace, device: torch.device) -> None:
     print(f"{describe(device)}; median of {args.repeats}, {args.threads} threads\n")
     head = ("load", "page cache", "MB", "stages, ms", "total, ms", "plain copy, ms", "ratio")
     print(table(head, list(_rows(figures))))
@@ -213,7 +213,7 @@ def _print(figures: Sequence[Figure], args: argparse.Namespace, device: torch.de
     print(f"\nA delta's load is faster than its checkpoint's: {times}.")
 
 
-def _rows(figures: Sequence[Figure]) -> Iterator[tuple[str, ...]]:
+def _rows(figures: Sequence[LoadFigure]) -> Iterator[tuple[str, ...]]:
     for figure in figures:
         stages = [f"{name} {1e3 * value:.1f}" for name, value in figure.seconds.items() if name != "total"]
         yield (

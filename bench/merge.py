@@ -1,7 +1,7 @@
-"""How long does the merge of a one-bit delta into 16-bit weights take, beside a plain copy of the same weights?
+"""Time the merge of a one-bit delta into 16-bit weights beside a plain copy of the same weights.
 
-Both read and write the same bytes of memory that was touched before, in turns, so that what else the machine does
-hits both.
+Both read and write the same bytes of memory that was touched before. They take turns, so that other work on the machine
+slows both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SMALL = ((64, 100),)
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """Medians over pairs of one copy and one merge."""
+class MergeFigure:
+    """Medians over pairs of a copy and a merge."""
 
     shape: tuple[int, int]
     copy_s: float
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "merge", device, {"settings": settings, "results": [f.as_json() for f in figures]})
 
 
-def measure(shape: tuple[int, int], repeats: int) -> Figure:
+def measure(shape: tuple[int, int], repeats: int) -> MergeFigure:
     """Copy and merge the same bfloat16 matrix in turns."""
     out_features, in_features = shape
     generator = torch.Generator().manual_seed(0)
@@ -69,10 +69,13 @@ def measure(shape: tuple[int, int], repeats: int) -> Figure:
     def merge() -> None:
         merge_rows(base, delta, slice(None), out)
 
-    merge()  # compiles, and touches the output
+    # Compiles, and touches the output.
+    merge()
     pairs = [(_seconds(lambda: out.copy_(base)), _seconds(merge)) for _ in range(repeats)]
     copies, merges = zip(*pairs, strict=True)
-    return Figure(shape, median(copies), median(merges), median(merged / copied for copied, merged in pairs))
+    return MergeFigure(
+        shape, median(copies), median(merges), median(merged / copied for copied, merged in pairs)
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -81,7 +84,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _row(figure: MergeFigure) -> tuple[str, ...]:
     shape = "x".join(map(str, figure.shape))
     return shape, f"{1e3 * figure.copy_s:.2f}", f"{1e3 * figure.merge_s:.2f}", f"{figure.ratio:.2f}"
 

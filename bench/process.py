@@ -50,7 +50,7 @@ def reset_peak(pid: int) -> None:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Resident bytes of a process by the fields of `/proc/PID/status`; empty when it has ended."""
+    """Return the resident bytes of a process by field of `/proc/PID/status`; empty when it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -111,7 +111,7 @@ class Server:
         return memory_of(self.process.pid)
 
     def upload(self, name: str, artifact: Path) -> float:
-        """Publish an artifact; seconds until the reply."""
+        """Publish an artifact; return the seconds until the reply."""
         start = time.perf_counter()
         with artifact.open("rb") as body:
             headers = {
@@ -124,7 +124,7 @@ class Server:
         return time.perf_counter() - start
 
     def generate(self, variant: str | None, prompt: str, num_new: int) -> dict[str, Any]:
-        """The whole reply to one greedy request."""
+        """Send one greedy request and return the reply's document."""
         body = {"prompt": prompt, "max_new_tokens": num_new, "temperature": 0}
         params = {} if variant is None else {"variant": variant}
         return _checked(self.client.post("/generate", params=params, json=body))
@@ -138,14 +138,14 @@ class Server:
             time.sleep(0.005)
 
     def metrics(self) -> dict[str, float]:
-        """Samples of /metrics by their series."""
+        """Return the values of /metrics by their series."""
         lines = self.client.get("/metrics").text.splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {series: float(value) for series, _, value in pairs}
 
 
 def serve_command(base: Path, registry: Path, *flags: object) -> list[object]:
-    """The command that serves a base on a free port."""
+    """Return the command that serves a base on a free port."""
     return [
         sys.executable,
         "-m",

@@ -1,8 +1,8 @@
-"""Does a server with a thousand registered variants pay for them?
+"""Measure the cost of a thousand registered variants.
 
-The same traffic to the same ten variants, with ten registered and with a thousand, in turns; the start of a whole
-server on both registries; then Zipf's law over all thousand: where requests find their delta, and how long their first
-token takes.
+The same traffic goes to the same ten variants, with ten registered and with a thousand, in turns. Then the start of a
+whole server on both registries; then traffic to all thousand by Zipf's law: where requests find their delta, and the
+time to their first token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SMALL, Service, prompts, publish_variants, serving, write_base
+from bench.serving import SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from demo.service import running
@@ -33,13 +33,13 @@ HOST_CACHE_SHARE = 0.25  # of all deltas' bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class RegistryScope:
     num_variants: int = 1000
     num_requests: int = 400  # of one measurement
     repeats: int = 5
 
 
-FULL_SCOPE, SMALL_SCOPE = Scope(), Scope(num_variants=40, num_requests=40, repeats=1)
+FULL_SCOPE, SMALL_SCOPE = RegistryScope(), RegistryScope(num_variants=40, num_requests=40, repeats=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,15 +68,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def same_traffic(
-    base: Path, registries: Sequence[tuple[Registry, list[VersionRecord]]], scope: Scope
+    base: Path, registries: Sequence[tuple[Registry, list[VersionRecord]]], scope: RegistryScope
 ) -> list[float]:
-    """Tokens per second of the same requests to ten variants on each registry, in turns."""
+    """Measure tokens per second of the same requests to ten variants on each registry, in turns."""
     seconds: list[list[float]] = [[] for _ in registries]
     for turn in range(scope.repeats + 1):
         for index, (registry, records) in enumerate(registries):
             with serving(base, registry, records, max_gpu_deltas=NUM_SLOTS) as service:
                 active = records[:NUM_ACTIVE]
-                _run(service, active, scope)  # warms up: loads, first calls
+                # Warms up: loads, first calls.
+                _run(service, active, scope)
                 begun = time.perf_counter()
                 _run(service, active, scope)
                 if turn:
@@ -85,8 +86,10 @@ def same_traffic(
     return [scope.num_requests * ANSWER_TOKENS / median(one) for one in seconds]
 
 
-def zipf(base: Path, registry: Registry, records: list[VersionRecord], scope: Scope) -> dict[str, float]:
-    """Every variant is asked for, few of them often; a slot for 3 in 100, host memory for a quarter."""
+def zipf(
+    base: Path, registry: Registry, records: list[VersionRecord], scope: RegistryScope
+) -> dict[str, float]:
+    """Measure traffic to all variants by Zipf's law, with slots for 3% of them and host memory for a quarter."""
     draw = random.Random(5)
     chosen = draw.choices(records, [1 / rank for rank in range(1, len(records) + 1)], k=scope.num_requests)
     host = int(HOST_CACHE_SHARE * sum(record.device_bytes for record in records))
@@ -112,13 +115,13 @@ def zipf(base: Path, registry: Registry, records: list[VersionRecord], scope: Sc
 
 
 def start_up_s(base: Path, registry: Path) -> float:
-    """Seconds from `peraxis serve` to being ready, in a process of its own."""
+    """Time `peraxis serve` in a process of its own from start to ready; seconds."""
     begun = time.perf_counter()
     with running(base, registry, registry.with_suffix(".log")):
         return time.perf_counter() - begun
 
 
-def _run(service: Service, active: Sequence[VersionRecord], scope: Scope) -> None:
+def _run(service: BenchEngine, active: Sequence[VersionRecord], scope: RegistryScope) -> None:
     texts = prompts(scope.num_requests, PROMPT_TOKENS, SMALL.vocabulary)
     asked = [
         service.ask(active[index % len(active)], prompt, ANSWER_TOKENS) for index, prompt in enumerate(texts)
@@ -127,7 +130,7 @@ def _run(service: Service, active: Sequence[VersionRecord], scope: Scope) -> Non
         one.token_times()
 
 
-def _table(scope: Scope, figures: dict[str, Any]) -> str:
+def _table(scope: RegistryScope, figures: dict[str, Any]) -> str:
     rates, starts, zipfs = figures["tokens_per_s"], figures["start_up_s"], figures["zipf"]
     rows = [
         ("registered variants", "10", str(scope.num_variants)),

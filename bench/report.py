@@ -1,4 +1,4 @@
-"""What every bench says beside its figures: the machine, the versions, the date; as JSON and as a table.
+"""Machine, versions and date of a bench's figures, for its JSON and its table.
 
 Names no host, no user and no path, so that results can be published as they are.
 """
@@ -22,7 +22,7 @@ LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "numba", "triton")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The hardware that figures belong to."""
+    """Describe the hardware."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -32,7 +32,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The software that figures belong to, as far as it is installed."""
+    """Return the versions of Python and of the installed libraries."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def write_result(path: Path, bench: str, device: torch.device, figures: Mapping[str, Any]) -> None:
-    """Write one bench's figures with what they belong to."""
+    """Write one bench's figures with the machine, the versions and the date."""
     document = {
         "bench": bench,
         "date": datetime.now(UTC).date().isoformat(),
@@ -53,14 +53,14 @@ def write_result(path: Path, bench: str, device: torch.device, figures: Mapping[
 
 
 def describe(device: torch.device) -> str:
-    """The machine in one line, for the head of a table."""
+    """Describe the machine in one line, for the head of a table."""
     facts = machine(device)
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB{where}"
 
 
 def _cpu_model() -> str:
-    """The CPU's model name as Linux gives it, or the architecture where it gives none."""
+    """Return the CPU's model name of Linux, or the architecture if there is none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""A base with random weights and variants of it, served by a true engine in this process, for benches of serving."""
+"""A base with random weights and its variants, served by an engine in this process. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -44,15 +44,19 @@ MAX_POSITIONS = 2048
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request, and when its tokens came, in seconds of `time.perf_counter`."""
+class SubmittedRequest:
+    """A request and the times of its events, in seconds of `time.perf_counter`."""
 
     id: str
     begun: float
     events: queue.SimpleQueue[tuple[float, Event]] = field(default_factory=queue.SimpleQueue)
 
     def token_times(self) -> list[float]:
-        """When each token came; waits for the end. RuntimeError if the request failed."""
+        """Wait for the end and return the time of each token.
+
+        Raises:
+            RuntimeError: the request failed.
+        """
         times: list[float] = []
         while True:
             when, event = self.events.get()
@@ -65,8 +69,8 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Service:
-    """An engine and what it serves."""
+class BenchEngine:
+    """An engine, the variants that it serves, and its metrics."""
 
     engine: Engine
     tokenizers: Tokenizers
@@ -74,9 +78,9 @@ class Service:
     metrics: CollectorRegistry
     _ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def ask(self, record: VersionRecord | None, prompt: list[int], num_new: int) -> Asked:
+    def ask(self, record: VersionRecord | None, prompt: list[int], num_new: int) -> SubmittedRequest:
         """Submit one greedy request."""
-        asked = Asked(f"bench-{next(self._ids)}", time.perf_counter())
+        asked = SubmittedRequest(f"bench-{next(self._ids)}", time.perf_counter())
         request = Request(
             id=asked.id,
             tenant="default",
@@ -88,13 +92,13 @@ class Service:
         self.engine.submit(request, lambda event: asked.events.put((time.perf_counter(), event)))
         return asked
 
-    def stop(self, asked: Asked) -> None:
+    def stop(self, asked: SubmittedRequest) -> None:
         """Cancel a request, which then ends."""
         self.engine.cancel(asked.id)
 
 
 def write_base(directory: Path, shapes: LlamaShapes) -> Path:
-    """Write a checkpoint in bfloat16 with random weights and no end token, so that answers have their full length."""
+    """Write a bfloat16 checkpoint with random weights and no end token, so that answers have their full length."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=shapes.vocabulary,
@@ -120,14 +124,14 @@ def write_base(directory: Path, shapes: LlamaShapes) -> Path:
 def publish_variants(
     registry: Registry, scratch: Path, shapes: LlamaShapes, count: int
 ) -> list[VersionRecord]:
-    """Register so many variants of random signs."""
+    """Publish `count` variants with random signs."""
     return [_publish(registry, scratch / f"{seed}.safetensors", shapes, seed) for seed in range(1, count + 1)]
 
 
 @contextmanager
 def serving(
     base: Path, registry: Registry, records: list[VersionRecord], **overrides: Any
-) -> Iterator[Service]:
+) -> Iterator[BenchEngine]:
     """Run an engine; `overrides` are settings."""
     metrics = CollectorRegistry()
     settings: dict[str, Any] = {
@@ -147,7 +151,7 @@ def serving(
     )
     freeze_startup_objects()  # as the server's process does
     try:
-        yield Service(engine, tokenizers, records, metrics)
+        yield BenchEngine(engine, tokenizers, records, metrics)
     finally:
         gc.unfreeze()
         engine.close()
@@ -155,7 +159,7 @@ def serving(
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts that share no prefix."""
+    """Draw random prompts that share no prefix."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[list[int]] = torch.randint(1, vocabulary, (count, length), generator=generator).tolist()
     return ids

@@ -1,4 +1,4 @@
-"""A full checkpoint and a delta with a Llama's shapes and random contents, for benches that only move bytes."""
+"""Write a full checkpoint and a delta with a Llama's shapes and random contents, for benches that only move bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE_BYTES = 2 << 20  # of a tokenizer
 
 @dataclass(frozen=True, slots=True)
 class LlamaShapes:
-    """The sizes of a Llama: those of a 1B model by default, with as many layers as a bench wants bytes."""
+    """Sizes of a Llama, by default those of a 1B model; the number of layers sets the bytes."""
 
     num_layers: int
     hidden: int = 2048
@@ -38,11 +38,11 @@ class LlamaShapes:
 
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
-        """Out and in of the linear layers of one block."""
+        """Output and input features of the linear layers of one block."""
         return tuple((shape[0], shape[1]) for shape in self._layer().values() if len(shape) == 2)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes in layer order."""
+        """Yield names and shapes in layer order."""
         yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
         for layer in range(self.num_layers):
             for name, shape in self._layer().items():
@@ -86,7 +86,7 @@ def write_checkpoint(directory: Path, shapes: LlamaShapes) -> list[Path]:
 def write_delta(
     path: Path, shapes: LlamaShapes, seed: int = 1, num_file_bytes: int = FILE_BYTES
 ) -> ObjectSource:
-    """Write an artifact: random signs for every matrix, whole norms, a file; and what a registry records of it."""
+    """Write an artifact of random signs, whole norms and one file; return what a registry records of it."""
     generator = torch.Generator().manual_seed(seed)
     specs: dict[str, TensorSpec] = {}
     with ArtifactWriter(path) as writer:

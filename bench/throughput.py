@@ -1,9 +1,9 @@
-"""How many tokens per second does one server give, when its requests are for one variant, or for many?
+"""Measure the tokens per second of one server whose requests are for one variant or for many.
 
 Sixteen requests at a time, 64 tokens in and 64 out, over the base alone and over 1 to 16 variants; and four at a time,
-over the base and four variants. Beside it, in the same run, on the same weights and prompts: merged weights swapped in,
-one variant after another; and transformers' own batching of the base, static and continuous. Everyone takes turns, and
-medians are reported.
+over the base and four variants. The same run measures, on the same weights and prompts, merged weights swapped in, one
+variant after another, and transformers' own batching of the base, static and continuous. All take turns; medians are
+reported.
 
 At the shapes of larger models, so that the process stays below 14 GB: there are 8 variants at most, an 8B model has 3
 of its 32 layers, and one merged copy in memory stands for every variant's.
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.utils.logging import disable_progress_bar
 
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SHAPES, SMALL, Service, prompts, publish_variants, serving, write_base
+from bench.serving import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from bench.synthetic import LlamaShapes
 from deltastore.registry import Registry
 from demo.table import table
@@ -43,7 +43,7 @@ STATIC, CONTINUOUS = "transformers, static", "transformers, continuous"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every subject is asked for."""
+    """The prompts, and the number of new tokens for each."""
 
     prompts: Sequence[Sequence[int]]
     num_new: int
@@ -54,8 +54,8 @@ class Load:
 
 
 @dataclass(slots=True)
-class Subject:
-    """One way to answer a load."""
+class Contender:
+    """One way to answer a load, and its times."""
 
     name: str
     num_variants: int  # 0 is the base alone
@@ -70,7 +70,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large a run is."""
+    """Sizes of a run."""
 
     shapes: LlamaShapes
     name: str  # of the shapes
@@ -89,14 +89,14 @@ class Scale:
 
     @property
     def description(self) -> str:
-        """Notes that a reader of the table needs."""
+        """Shapes and conditions, for the head of the table."""
         layers = f"{self.name} shapes, {self.shapes.num_layers} layers"
         return f"{layers}; merged copies in memory, used in turn: {self.num_merged}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    disable_progress_bar()  # the model library's
+    disable_progress_bar()
     scale = Scale.of(args.shapes, args.layers)
     if args.small:
         scale = replace(scale, shapes=SMALL, name="tiny")
@@ -118,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "throughput", device, _document(args, scale, subjects, rates))
 
 
-def ours(service: Service, load: Load, scale: Scale) -> list[Subject]:
-    """The engine, with requests spread evenly over so many variants."""
+def ours(service: BenchEngine, load: Load, scale: Scale) -> list[Contender]:
+    """Return the engine as a contender, with requests spread evenly over each number of variants."""
 
     def answer(num_variants: int, asked_for: Load) -> None:
         asked = [
@@ -132,22 +132,22 @@ def ours(service: Service, load: Load, scale: Scale) -> list[Subject]:
             check_length(len(one.token_times()), load.num_new)
 
     few = Load(load.prompts[:NUM_FEW], load.num_new)
-    return [Subject(OURS, k, load.num_tokens, partial(answer, k, load)) for k in (0, *scale.counts)] + [
-        Subject(FEW, k, few.num_tokens, partial(answer, k, few)) for k in (0, NUM_FEW)
+    return [Contender(OURS, k, load.num_tokens, partial(answer, k, load)) for k in (0, *scale.counts)] + [
+        Contender(FEW, k, few.num_tokens, partial(answer, k, few)) for k in (0, NUM_FEW)
     ]
 
 
-def peers(base: Path, load: Load, scale: Scale) -> list[Subject]:
-    """Everyone else, on two models that share their weights."""
+def peers(base: Path, load: Load, scale: Scale) -> list[Contender]:
+    """Return the alternatives, on two models that share their weights."""
     static, continuous = _model(base), _model(base)
     continuous.load_state_dict(static.state_dict(), assign=True)
     return [*swapped(static, load, scale), *libraries(static, continuous, load)]
 
 
-def swapped(model: PreTrainedModel, load: Load, scale: Scale) -> list[Subject]:
-    """One variant after another: its merged weights, in memory already, are copied over the model's.
+def swapped(model: PreTrainedModel, load: Load, scale: Scale) -> list[Contender]:
+    """Answer one variant after another, with its merged weights copied from memory over the model's.
 
-    What is merged is the base's own weights, so the model stays the base.
+    The merged weights are the base's own, so the model stays the base.
     """
     merged = [
         {name: value.detach().clone() for name, value in model.named_parameters()}  # tied ones once
@@ -159,11 +159,11 @@ def swapped(model: PreTrainedModel, load: Load, scale: Scale) -> list[Subject]:
             model.load_state_dict(merged[index % scale.num_merged], strict=False)
             _generate(model, load.prompts[index::num_variants], load.num_new)
 
-    return [Subject(SWAPPED, k, load.num_tokens, partial(answer, k)) for k in scale.counts]
+    return [Contender(SWAPPED, k, load.num_tokens, partial(answer, k)) for k in scale.counts]
 
 
-def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) -> list[Subject]:
-    """Transformers' own batching, of the base alone."""
+def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) -> list[Contender]:
+    """Return transformers' own static and continuous batching, of the base alone."""
     config = GenerationConfig(max_new_tokens=load.num_new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     # It would take 0.9 of free memory for its cache at every call.
@@ -179,8 +179,8 @@ def libraries(static: PreTrainedModel, continuous: PreTrainedModel, load: Load) 
         check_length(sum(len(output.generated_tokens) for output in outputs.values()), load.num_tokens)
 
     return [
-        Subject(STATIC, 0, load.num_tokens, lambda: _generate(static, load.prompts, load.num_new)),
-        Subject(CONTINUOUS, 0, load.num_tokens, batch),
+        Contender(STATIC, 0, load.num_tokens, lambda: _generate(static, load.prompts, load.num_new)),
+        Contender(CONTINUOUS, 0, load.num_tokens, batch),
     ]
 
 
@@ -190,7 +190,7 @@ def check_length(found: int, expected: int) -> None:
         raise RuntimeError(f"{expected} tokens were asked for, {found} were generated")
 
 
-def measure(subjects: Sequence[Subject], repeats: int) -> None:
+def measure(subjects: Sequence[Contender], repeats: int) -> None:
     """Time every subject `repeats` times, in turns; the first turn warms up and is not counted."""
     for turn in range(repeats + 1):
         for subject in subjects:
@@ -201,8 +201,8 @@ def measure(subjects: Sequence[Subject], repeats: int) -> None:
         print(f"turn {turn} of {repeats} is done", file=sys.stderr, flush=True)
 
 
-def rate_table(subjects: Sequence[Subject], variants: Sequence[int]) -> str:
-    """Tokens per second by who answers, and over how many variants."""
+def rate_table(subjects: Sequence[Contender], variants: Sequence[int]) -> str:
+    """Return tokens per second by contender and number of variants."""
     counts = (0, *variants)
     names = list(dict.fromkeys(subject.name for subject in subjects))
     rates = {
@@ -214,7 +214,7 @@ def rate_table(subjects: Sequence[Subject], variants: Sequence[int]) -> str:
 
 
 def goals(rates: dict[tuple[str, int], float]) -> list[dict[str, Any]]:
-    """What the figures are held against."""
+    """Compare the figures with their limits."""
     ours, best_peer = rates[OURS, 0], max(rates[STATIC, 0], rates[CONTINUOUS, 0])
     many = rates[OURS, 8]
     asked = [
@@ -240,7 +240,8 @@ def goal_table(rates: dict[tuple[str, int], float]) -> str:
 def _model(base: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nn.Module.to(model, device)  # the library's own wrapper has lost its signature
+    # The wrapper of transformers has lost its signature.
+    nn.Module.to(model, device)
     return model
 
 
@@ -256,7 +257,7 @@ def _generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_new:
 def _document(
     args: argparse.Namespace,
     scale: Scale,
-    subjects: Sequence[Subject],
+    subjects: Sequence[Contender],
     rates: dict[tuple[str, int], float],
 ) -> dict[str, Any]:
     return {

@@ -1,8 +1,8 @@
-"""How long does an upload take, beside `sha256sum` and a plain copy of the file, and by how much does the server grow?
+"""Measure the time of an upload beside `sha256sum` and a plain copy, and the growth of the server's memory.
 
 The file is an artifact of an 8B Llama's shapes with random contents, a gigabyte. It goes over loopback HTTP to a server
-in a process of its own: the real routes, registry and checks, each byte durable before the reply. Only the engine is
-left out, which an upload asks for the base's shapes and the size of a slot alone, so no model of that size is needed.
+in a process of its own: the real routes, registry and checks, each byte durable before the reply. The engine is
+replaced by the base's shapes and the size of a slot, which is all that an upload reads of it, so no model is needed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_GROWTH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians in seconds of what was done with one file, and by how much the server grew at most."""
+    """Median seconds of each operation on one file, and the greatest growth of the server's memory."""
 
     num_bytes: int
     sha256sum_s: float
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(directory: Path, small: bool, repeats: int) -> Figures:
-    """Everything in turns, so that what else the machine does hits all of it."""
+    """Measure all operations in turns, so that other work on the machine slows each of them."""
     path = directory / "delta.safetensors"
     write_delta(path, SMALL if small else FULL, num_file_bytes=0)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if small else ""
@@ -145,7 +145,7 @@ def serve(directory: Path, shapes: LlamaShapes) -> int:
 
 
 def _upload(url: str, path: Path, name: str, digest: str) -> None:
-    """One upload, sent from the page cache by the kernel, so that the client takes little of the processors."""
+    """Upload once; the kernel sends the file from the page cache, so that the client takes little processor time."""
     connection = HTTPConnection(urlsplit(url).netloc)
     with path.open("rb") as file:
         connection.putrequest("POST", f"/variants?name={name}")

@@ -1,7 +1,8 @@
-"""What does a GPU do with deltas? Kernels that are right, loads by stage, steps over k variants, prompts, memory.
+"""Measure deltas on a GPU: correctness of kernels, loads by stage, steps over k variants, prompts, memory.
 
-One command, at most nine minutes, on random weights with the shapes of Llama 3.1 8B; needs torch, triton, transformers
-and safetensors alone. Without a GPU every row says "not measured"; `--small --device cpu` runs all at tiny shapes.
+Runs at most nine minutes, on random weights with the shapes of Llama 3.1 8B. Needs an installation without numba;
+`make wheels` collects the packages that a GPU image lacks. Without a GPU every row is "not measured"; `--small
+--device cpu` runs all sections at tiny shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from triton.errors import TritonError
 from bench.gpu.check import check
 from bench.gpu.load import measure_load
 from bench.gpu.model import blueprint, build_model
-from bench.gpu.rows import FULL, SMALL, Rows, Sizes
-from bench.gpu.steps import Stage
+from bench.gpu.rows import FULL, SMALL, BenchSizes, Rows
+from bench.gpu.steps import StepBench
 from bench.report import RESULTS, describe, write_result
 from demo.table import table
 from server import kernels
@@ -32,8 +33,8 @@ SMALL_LENGTHS = (1, 37, 300)
 DEVICE_ERRORS = (RuntimeError, OSError, TritonError)
 
 
-class Run:
-    """The sections in order, each with what is left of the time. A section that fails leaves the others alone."""
+class SectionRunner:
+    """Runs sections until the time is over. A section that fails does not stop the others."""
 
     def __init__(self, rows: Rows, minutes: float) -> None:
         self.rows = rows
@@ -41,7 +42,7 @@ class Run:
         self._end = self._start + 60 * minutes
 
     def section(self, names: Sequence[str], work: Callable[[], object]) -> None:
-        """Do `work`, which fills the sections `names`."""
+        """Call `work`, which fills the sections `names` of the table; note the reason if it fails."""
         if time.perf_counter() > self._end:
             self._explain(names, "out of time")
             return
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = SMALL if args.small else FULL
     rows = Rows(sizes)
     device = torch.device(args.device)
-    run = Run(rows, args.minutes)
+    run = SectionRunner(rows, args.minutes)
     is_measured = device.type == "cuda" and not args.small
     out = args.out or (RESULTS / "gpu.json" if is_measured else None)
     try:
@@ -76,13 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure(run, sizes, device, Path(name))
         else:
             print("no GPU: nothing is measured; --small --device cpu tries all of it out\n", file=sys.stderr)
-    finally:  # what was measured before a mistake of this program counts: a GPU is not had every day
+    finally:
+        # Rows measured before an error of this program are not lost.
         report(run, sizes, device, out)
     return int(rows.is_wrong)
 
 
-def report(run: Run, sizes: Sizes, device: torch.device, out: Path | None) -> None:
-    """Print the table, and write it if asked to."""
+def report(run: SectionRunner, sizes: BenchSizes, device: torch.device, out: Path | None) -> None:
+    """Print the table, and write the measured rows to `out`."""
     tiny = "; TINY shapes: figures show that it runs, and nothing else" if sizes is SMALL else ""
     print(f"{describe(device)}; {run.seconds:.0f} s{tiny}\n")
     print(table(("what", "measured", "goal", "", "note"), [row.cells() for row in run.rows]))
@@ -91,8 +93,8 @@ def report(run: Run, sizes: Sizes, device: torch.device, out: Path | None) -> No
         write_result(out, "gpu", device, {"settings": settings, "results": run.rows.as_json()})
 
 
-def measure(run: Run, sizes: Sizes, device: torch.device, directory: Path) -> None:
-    """All sections: the model is plain first, then paged, then delta-enabled."""
+def measure(run: SectionRunner, sizes: BenchSizes, device: torch.device, directory: Path) -> None:
+    """Run all sections, on the plain model first, then paged, then delta-enabled."""
     rows = run.rows
     lengths = {"lengths": SMALL_LENGTHS} if sizes is SMALL else {}
     kernels.prepare(device)
@@ -101,7 +103,7 @@ def measure(run: Run, sizes: Sizes, device: torch.device, directory: Path) -> No
     weights = {name: value.detach() for name, value in model.named_parameters()}
     drawing = blueprint({name: tuple(value.shape) for name, value in weights.items()})
     run.section(["load"], lambda: measure_load(rows, weights, drawing, directory, sizes.repeats))
-    stage = Stage(model, sizes, device, rows)
+    stage = StepBench(model, sizes, device, rows)
     plain: dict[int, float] = {}
     paged: dict[int, float] = {}
     base: dict[int, float] = {}

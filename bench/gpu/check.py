@@ -1,4 +1,4 @@
-"""Whether the device's kernels are right: against the reference at odd shapes, with NaN where nothing may be read."""
+"""Compare the device's kernels with the reference at odd shapes, with NaN wherever no kernel may read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from server.kernels import attention_cuda, onebit_reference
 from server.kernels.attention import AttentionBatch, AttentionParams
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
+# Ranges of rows; rows between them belong to no group.
 GROUPS = (
     ((0, 1), (1, 3)),
     ((2, 2), (2, 19)),
     ((1, 40), (41, 42), (42, 170)),
-)  # rows; those between are nobody's
+)
 HEADS = ((32, 8, 128), (5, 1, 80), (3, 3, 100), (16, 8, 256))  # heads, kv heads, dim
 LENGTHS = (1, 37, 700, 5000)
 PAGE = 16
@@ -34,7 +35,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}  # of what is summed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrices:
-    """One coded matrix per group; the second has no `factor_in`, the third changes nothing."""
+    """One coded matrix per group; the second has no `factor_in`, the third has address 0 and adds nothing."""
 
     signs: list[Tensor]
     factor_out: list[Tensor]
@@ -43,7 +44,7 @@ class Matrices:
 
 
 def check(rows: Rows, device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> None:
-    """Fill the section `kernels`: the greatest error in units of the tolerance."""
+    """Fill the section `kernels` with the greatest errors, in units of the tolerance."""
     for name, dtype in (("sign product", torch.float32), ("sign product, bf16", torch.bfloat16)):
         put(rows, name, max(_product_error(*case, dtype, device) for case in _cases()))
     put(rows, "embedding rows", max(_rows_error(*case, device) for case in _cases()))
@@ -51,7 +52,8 @@ def check(rows: Rows, device: torch.device, lengths: tuple[int, ...] = LENGTHS) 
         rows.explain("kernels", "on CUDA alone; the tests run it interpreted")
         return
     for name, dtype in (("paged attention", torch.float32), ("paged attention, bf16", torch.bfloat16)):
-        both = (lengths, lengths[:2])  # in several parts, and in one
+        # In several parts, and in one.
+        both = (lengths, lengths[:2])
         put(rows, name, max(error for some in both for error in attention_errors(dtype, device, some)))
 
 
@@ -117,7 +119,7 @@ def _poison_others(output: Tensor, ranges: tuple[tuple[int, int], ...]) -> None:
 
 
 def _error(output: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -> float:
-    """The greatest difference over what is allowed of sums of size `scale`; infinite where NaN is misplaced."""
+    """Return the greatest difference over the tolerance for sums of size `scale`; infinite where NaN differs."""
     output, want = output.double(), want.double()
     if not torch.equal(output.isnan(), want.isnan()):
         return float("inf")
@@ -125,7 +127,7 @@ def _error(output: Tensor, want: Tensor, tolerance: float, scale: float = 1.0) -
 
 
 def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...]) -> Iterator[float]:
-    """Of the Triton kernels, over all heads and rules, for sequences of `lengths` keys."""
+    """Yield the errors of the Triton kernels over all heads and rules, for sequences of `lengths` keys."""
     for heads, shared, dim in HEADS:
         generator = torch.Generator(device).manual_seed(2)
         keys, values, span = _cache(shared, dim, lengths, device)
@@ -143,7 +145,7 @@ def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[in
 def _cache(
     shared: int, dim: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, AttentionBatch]:
-    """Keys and values in pages in a random order, NaN wherever no sequence has one."""
+    """Make keys and values in pages in random order, with NaN outside every sequence."""
     generator = torch.Generator(device).manual_seed(3)
     needs = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(needs) + 1, generator=generator, device=device)
@@ -163,7 +165,7 @@ def _cache(
 def _attention(
     query: Tensor, cached: tuple[Tensor, Tensor], span: AttentionBatch, rules: AttentionParams, number: int
 ) -> Tensor:
-    """One token's attention in float64, [heads, dim]."""
+    """Compute one token's attention in float64, [heads, dim]."""
     last = int(span.positions[number, 0])
     first = 0 if rules.window is None else max(0, last - rules.window + 1)
     at = torch.arange(first, last + 1, device=query.device)

@@ -1,4 +1,4 @@
-"""How long a delta takes to its slot, by stage, beside one plain copy and the load of the full checkpoint."""
+"""Time the load of a delta into its slot, by stage, beside one plain copy and the load of the full checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from demo.page_cache import drop
 from server.deltas.resident import ResidentDelta, Slot
 
 SHARD_BYTES = 1 << 30
-ROOM = 5  # shards that must fit before one is written: the disk is not ours alone
-WRITING_S = 60.0  # at most, for the checkpoint: what is not written by then is scaled, and said to be
+# Shards that must fit before one is written; other programs use the disk, too.
+MIN_FREE_SHARDS = 5
+# Time limit for writing the checkpoint. The load of a part is scaled to the whole, with a note.
+WRITING_S = 60.0
 NUM_THREADS = 16
 SECTION = "load"
 
@@ -114,7 +116,7 @@ def _from_disk(
 
 
 def write_delta(path: Path, drawing: Blueprint, host: Tensor) -> ObjectSource:
-    """The delta's bytes behind a header that the stock library reads; no manifest."""
+    """Write the delta's bytes behind a header that safetensors reads, without a manifest."""
     header, digest = encode_header(drawing.entries, {}), ChunkedDigest()
     with path.open("wb") as file:
         for data in (memoryview(header), host.numpy().data):
@@ -125,7 +127,7 @@ def write_delta(path: Path, drawing: Blueprint, host: Tensor) -> ObjectSource:
 
 
 def _checkpoint(rows: Rows, weights: Mapping[str, Tensor], directory: Path) -> dict[str, float]:
-    """Seconds by state of the page cache, of the whole checkpoint."""
+    """Time the load of the whole checkpoint; seconds by state of the page cache."""
     device = next(iter(weights.values())).device
     paths, written = _write_checkpoint(weights, directory)
     total = sum(tensor.nbytes for tensor in weights.values())
@@ -153,7 +155,7 @@ def _checkpoint(rows: Rows, weights: Mapping[str, Tensor], directory: Path) -> d
 
 
 def _load_all(paths: Sequence[Path], device: torch.device) -> None:
-    """All tensors in memory of their own: on a CPU the library maps them only."""
+    """Load all tensors into memory of their own; on a CPU safetensors only maps them."""
     held = []
     for path in paths:
         tensors = load_file(path, device=str(device))
@@ -167,18 +169,19 @@ def _touch(path: Path) -> None:
 
 
 def _write_checkpoint(weights: Mapping[str, Tensor], directory: Path) -> tuple[list[Path], int]:
-    """Shards of the weights, as many as disk and time allow, and their bytes."""
+    """Write as many shards of the weights as disk and time allow; return them and their bytes."""
     paths: list[Path] = []
     written, start = 0, time.perf_counter()
     for number, shard in enumerate(_shards(weights)):
         num_bytes = sum(tensor.nbytes for tensor in shard.values())
-        has_room = shutil.disk_usage(directory).free > ROOM * num_bytes
+        has_room = shutil.disk_usage(directory).free > MIN_FREE_SHARDS * num_bytes
         if not has_room or time.perf_counter() - start > WRITING_S:
             break
         paths.append(directory / f"model-{number:05}.safetensors")
         save_file(shard, paths[-1], metadata={"format": "pt"})
         with paths[-1].open("rb") as file:
-            os.fsync(file.fileno())  # now, so that it counts, and so that its pages can be dropped
+            # Counts as part of writing, and lets its pages be dropped.
+            os.fsync(file.fileno())
         written += num_bytes
     return paths, written
 

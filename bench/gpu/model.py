@@ -1,6 +1,6 @@
-"""A Llama with random weights and random deltas for it, made on the device; nothing is read and nothing parsed.
+"""Make a Llama with random weights and random deltas for it on the device, without files.
 
-Needs no pydantic: a delta is laid out here as the format lays it out, but carries no manifest.
+A delta has the layout of the artifact format and no manifest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from bench.gpu.rows import Sizes
+from bench.gpu.rows import BenchSizes
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE
 from deltastore.format.header import DTYPE_BYTES, TensorEntry
@@ -29,7 +29,7 @@ GAIN = 2.0**-12  # small beside weights of 0.02, so that activations stay what a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blueprint:
-    """Where everything lies in any delta of one base: two scales per matrix, norms whole."""
+    """Layout of the deltas of one base: two scales per matrix, norms whole."""
 
     plan: DeltaPlan
     entries: tuple[TensorEntry, ...]  # in the order of their bytes, padding included
@@ -39,8 +39,8 @@ class Blueprint:
         return self.entries[-1].end
 
 
-def build_model(sizes: Sizes, device: torch.device) -> PreTrainedModel:
-    """A bf16 Llama with Llama 3.1's rotary embedding and weights as they are before training."""
+def build_model(sizes: BenchSizes, device: torch.device) -> PreTrainedModel:
+    """Make a bf16 Llama with Llama 3.1's rotary embedding and transformers' initial weights."""
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
@@ -67,7 +67,7 @@ def build_model(sizes: Sizes, device: torch.device) -> PreTrainedModel:
 
 
 def base_of(model: PreTrainedModel) -> Base:
-    """What the server knows of a loaded base; its fingerprint is made up."""
+    """Describe a model as the server describes a loaded base; the fingerprint is a placeholder."""
     return Base(
         id="random-llama",
         fingerprint=FINGERPRINT,
@@ -99,7 +99,7 @@ def blueprint(shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
 
 
 def fill(memory: Tensor, drawing: Blueprint, seed: int) -> None:
-    """Random signs, scales of one and norms as the base has them, into a slot's bytes."""
+    """Fill a slot's bytes with random signs, scales of one and the base's norms."""
     generator = torch.Generator(memory.device).manual_seed(seed)
     memory[: drawing.device_bytes].random_(0, 256, generator=generator)
     for parts in drawing.plan.matrices.values():
@@ -111,7 +111,7 @@ def fill(memory: Tensor, drawing: Blueprint, seed: int) -> None:
 
 
 def make_resident(slots: list[Slot], drawing: Blueprint) -> list[ResidentDelta]:
-    """A delta of its own in each slot."""
+    """Fill each slot with a delta of its own."""
     for slot in slots:
         fill(slot.memory, drawing, slot.index)
     return [ResidentDelta.in_slot(drawing.plan, slot) for slot in slots]

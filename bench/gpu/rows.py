@@ -1,4 +1,4 @@
-"""The rows of the GPU bench: what is asked, the goal beside it, and the figure once there is one. Measures nothing."""
+"""Rows of the GPU bench's table: names, goals, and figures once they are measured. Measures nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ RESIDENT = 45
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """The model and how much of everything is measured."""
+class BenchSizes:
+    """Sizes of the model and of each measurement."""
 
     layers: int
     hidden: int
@@ -34,8 +34,8 @@ class Sizes:
         return ((tokens, k) for tokens in self.tokens for k in self.variants if k <= tokens)
 
 
-FULL = Sizes(32, 4096, 14336, 32, 8, 128256, (16, 64), (0, 1, 2, 4, 8, 16, 32), 512, (512, 4096), 20)
-SMALL = Sizes(2, 96, 160, 6, 2, 200, (4, 6), (0, 1, 2, 4), 20, (8, 37), 2)
+FULL = BenchSizes(32, 4096, 14336, 32, 8, 128256, (16, 64), (0, 1, 2, 4, 8, 16, 32), 512, (512, 4096), 20)
+SMALL = BenchSizes(2, 96, 160, 6, 2, 200, (4, 6), (0, 1, 2, 4), 20, (8, 37), 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Row:
 
 
 class Rows:
-    """All rows that the bench is to fill, in order."""
+    """All planned rows, in order."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BenchSizes) -> None:
         self._rows = {(row.section, row.name): row for row in _planned(sizes)}
 
     def put(self, section: str, name: str, value: float, met: bool | None = None, note: str = "") -> None:
@@ -70,14 +70,14 @@ class Rows:
         self._rows[section, name] = replace(row, value=value, met=met, note=note)
 
     def explain(self, section: str, reason: str) -> None:
-        """Say why what is not measured in a section is not."""
+        """Note a reason in the rows of a section that are not measured."""
         for key, row in self._rows.items():
             if row.section == section and row.value is None:
                 self._rows[key] = replace(row, note=reason)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a kernel's result was."""
+        """True if a kernel's error exceeded the tolerance."""
         return any(row.section == "kernels" and row.met is False for row in self._rows.values())
 
     def __iter__(self) -> Iterator[Row]:
@@ -88,7 +88,7 @@ class Rows:
         return [asdict(row) for row in self if row.value is not None]
 
 
-def _planned(sizes: Sizes) -> Iterator[Row]:
+def _planned(sizes: BenchSizes) -> Iterator[Row]:
     for name in (
         "sign product",
         "sign product, bf16",
@@ -130,5 +130,5 @@ def _planned(sizes: Sizes) -> Iterator[Row]:
 
 
 def step_limit(num_variants: int) -> float:
-    """How many times the base's step may a step with so many deltas take."""
+    """Return the limit of a step with so many deltas, in units of the base's step."""
     return STEP_SLACK * (1 + num_variants / 16)

@@ -1,4 +1,4 @@
-"""Steps of the model: plain, paged, delta-enabled, with many variants in one batch; prompts; and how many fit."""
+"""Time steps of the model, plain, paged and delta-enabled with many variants in a batch; prompts; and count slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from bench.gpu.model import Blueprint, base_of, make_resident
-from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, Rows, Sizes, step_limit
+from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, BenchSizes, Rows, step_limit
 from bench.gpu.timing import captured, seconds
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.resident import ResidentDelta, arena
@@ -25,11 +25,11 @@ CPU_MEMORY = 64 << 20  # stands in for a device's where there is none
 
 
 @dataclass(slots=True)
-class Stage:
-    """One model as it goes from plain to paged to delta-enabled."""
+class StepBench:
+    """One model, which becomes paged and then delta-enabled."""
 
     model: PreTrainedModel
-    sizes: Sizes
+    sizes: BenchSizes
     device: torch.device
     rows: Rows
     attention: PagedAttention | None = None
@@ -38,12 +38,12 @@ class Stage:
 
     @property
     def pages_each(self) -> int:
-        """Pages of one sequence in a decode step."""
+        """Number of pages of one sequence in a decode step."""
         return self.sizes.context // PAGE_TOKENS + 1
 
     @torch.inference_mode()
     def plain(self) -> dict[int, float]:
-        """The library's own steps and prompts; seconds of a step by its tokens."""
+        """Time transformers' own steps and prompts; return seconds of a step by its tokens."""
         found = {}
         for tokens in self.sizes.tokens:
             ids = self._ids(tokens, self.sizes.context)
@@ -52,7 +52,8 @@ class Stage:
 
             def step(ids: Tensor = ids[:, -1:], cache: DynamicCache = cache) -> None:
                 self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache.crop(-1)  # the new token leaves again
+                # Removes the new token.
+                cache.crop(-1)
 
             found[tokens] = seconds(step, self.device, self.sizes.repeats)
             name = f"{tokens} tokens: plain transformers"
@@ -68,7 +69,7 @@ class Stage:
 
     @torch.inference_mode()
     def page(self) -> dict[int, float]:
-        """Make the model attend to a paged cache; seconds of its step by its tokens, nothing hooked yet."""
+        """Make the model attend to a paged cache; return seconds of a step by its tokens, without hooks."""
         self.attention = PagedAttention(self.model, PAGE_TOKENS)
         self.model(input_ids=self._ids(1, 3), use_cache=False)
         decode_pages = max(self.sizes.tokens) * self.pages_each
@@ -84,7 +85,7 @@ class Stage:
         return found
 
     def fit(self, drawing: Blueprint) -> None:
-        """Hook all layers and take every slot that fits; the first hold deltas from here on."""
+        """Hook all layers, allocate every slot that fits, and fill the first ones with deltas."""
         self.context = attach(self.model, base_of(self.model))
         slot_bytes = int(SLOT_SLACK * drawing.device_bytes)
         slot_bytes += -slot_bytes % 256
@@ -104,7 +105,7 @@ class Stage:
 
     @torch.inference_mode()
     def decode(self) -> dict[int, float]:
-        """Steps with each number of variants; seconds of the base's by its tokens."""
+        """Time steps with each number of variants; return seconds of the base's step by its tokens."""
         base: dict[int, float] = {}
         for tokens, k in self.sizes.compositions():
             if k > len(self.deltas):
@@ -125,7 +126,7 @@ class Stage:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """One prompt at a time, of the base and of a variant."""
+        """Time one prompt at a time, of the base and of a variant."""
         for tokens in self.sizes.prompts:
             for who, delta in (("base", None), ("one variant", self.deltas[0])):
                 pages = list(range(1, 2 + (tokens - 1) // PAGE_TOKENS))
@@ -134,7 +135,7 @@ class Stage:
                     self._put_prompt(tokens, who, forward)
 
     def compare(self, plain: dict[int, float], paged: dict[int, float], base: dict[int, float]) -> None:
-        """How fast the base is on a delta-enabled model, against the same without deltas."""
+        """Compare the base's speed on a delta-enabled model with that of the model without hooks."""
         for tokens, spent in base.items():
             for against, other in (("plain transformers", plain), ("paged, no deltas possible", paged)):
                 speed = other[tokens] / spent
@@ -148,7 +149,7 @@ class Stage:
 
     @contextmanager
     def _decoding(self, tokens: int, num_variants: int) -> Iterator[Callable[[], Tensor]]:
-        """One token of each of `tokens` sequences, shared out among variants."""
+        """Prepare a decode step with one token of each of `tokens` sequences, spread over the variants."""
         each, context = self.pages_each, self.sizes.context
         chunks = [Chunk(context, 1, range(1 + i * each, 1 + (i + 1) * each)) for i in range(tokens)]
         owners = [self.deltas[i * num_variants // tokens] if num_variants else None for i in range(tokens)]
@@ -157,7 +158,7 @@ class Stage:
 
     @contextmanager
     def _running(self, chunks: Sequence[Chunk], batch: DeltaBatch) -> Iterator[Callable[[], Tensor]]:
-        """A pass over `chunks`, whose last tokens' logits are wanted; all that it needs is on the device."""
+        """Prepare a pass over `chunks` that computes their last tokens' logits; its inputs are on the device."""
         assert self.attention is not None
         positions = [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
         ends = torch.tensor([chunk.num_tokens for chunk in chunks]).cumsum(0) - 1

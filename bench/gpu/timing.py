@@ -1,4 +1,4 @@
-"""How long work takes on a device, and whether it can be captured as a CUDA graph. Knows no models."""
+"""Time work on a device, and capture it as a CUDA graph. Knows no models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ WARM_UPS = 3
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of `repeats` runs after a few that do not count; between CUDA events, or on the clock of a CPU."""
+    """Return the median of `repeats` runs after warm-ups, between CUDA events or by a CPU's clock."""
     for _ in range(WARM_UPS if device.type == "cuda" else 1):
         run()
     return median((_between_events if device.type == "cuda" else once)(run, device) for _ in range(repeats))
 
 
 def once(run: Callable[[], object], device: torch.device) -> float:
-    """One run on the clock, until the device has nothing left to do."""
+    """Time one run until the device is idle."""
     settle(device)
     start = time.perf_counter()
     run()
@@ -33,7 +33,7 @@ def settle(device: torch.device) -> None:
 
 
 def captured(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], str]:
-    """`run` as a graph, after warm-ups that make what it keeps; or itself, and why it is none."""
+    """Capture `run` as a CUDA graph after warm-ups; return what replays it and a note, or `run` and the reason."""
     if device.type != "cuda":
         return run, "no graphs on a CPU"
     for _ in range(WARM_UPS):

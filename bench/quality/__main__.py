@@ -1,10 +1,9 @@
-"""How near to its fine-tune is a delta, made by each method, and at what cost?
+"""Measure how near each method's delta comes to its fine-tune, and the cost.
 
-The demo's base and fine-tunes are compressed by the paper's method, by BitDelta's and by ours, as users would do it,
-each in a fresh process. Deltas are judged on text that nothing was fitted to, of the fine-tune's own domain and of the
-base's. The baselines run at three learning rates, and the best on the very text that they are judged on counts.
-With --large there is one pair of 32 million weights instead, less text and fewer methods. Interrupted, it goes on with
---resume.
+The demo's base and fine-tunes are compressed by the paper's method, BitDelta's and ours, through `compress`, each in a
+fresh process. Deltas are evaluated on text that no method was fitted to, of the fine-tune's own domain and of the
+base's. The baselines run at three learning rates; the best on the evaluation text counts. --large measures one pair of
+32 million weights instead, with less text and fewer methods. --resume continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from bench.quality.judge import Judge, Verdict
+from bench.quality.evaluator import Evaluator, Scores
 from bench.quality.runs import (
     BITDELTA,
     ONE_VECTOR,
@@ -39,7 +38,7 @@ from bench.quality.tables import (
     CODED,
     OURS_GENERAL,
     OURS_SELF,
-    Figure,
+    DeltaFigure,
     PairFigures,
     curve_table,
     goal_table,
@@ -53,12 +52,13 @@ from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.train import Models, prepare
 
 PAIRS = ("upper", "reverse", "instruct")
-JUDGED_BUDGETS = (1.0, 1.10)  # with embeddings compressed; the goals ask for these
+# With embeddings compressed; the goals need these.
+GOAL_BUDGETS = (1.0, 1.10)
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """How much is trained, read and tried."""
+class QualityScope:
+    """Sizes of the training and of the text, and the methods that are measured."""
 
     recipe: DemoRecipe = field(default_factory=DemoRecipe)
     amount: Amount = field(default_factory=Amount)
@@ -66,14 +66,16 @@ class Scope:
     paper_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     budgets: tuple[float, ...] = (1.0, 1.10, 1.25, 1.5, 2.0)  # with embeddings compressed
     pairs: tuple[str, ...] = PAIRS
-    runs: tuple[Run, ...] = ()  # these alone, in this order; no other rate or budget is tried then
+    # If not empty, these runs alone, in this order, without other rates and budgets.
+    runs: tuple[Run, ...] = ()
     # Under autocast: faster where the processor multiplies bfloat16, and much slower where it does not.
     bf16_training: bool = False
-    timed: bool = True  # else seconds mean nothing, and no table shows them
+    # False for a machine with other work: tables then have no seconds.
+    timed: bool = True
 
 
-FULL = Scope()
-SMALL = Scope(
+FULL = QualityScope()
+SMALL = QualityScope(
     DemoRecipe(
         BaseRecipe(
             hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1, phases=(Phase(2, 2, 32),), warmup=1
@@ -83,9 +85,9 @@ SMALL = Scope(
     Amount(length=48, samples=20, test_samples=16, test_items=10),
     bitdelta_rates=(1e-3,),
     paper_rates=(3e-4, 1e-3),
-    budgets=JUDGED_BUDGETS,
+    budgets=GOAL_BUDGETS,
 )
-LARGE = Scope(
+LARGE = QualityScope(
     DemoRecipe(
         BaseRecipe(
             hidden=512,
@@ -121,13 +123,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     scope = SMALL if args.small else LARGE if args.large else FULL
     names = args.pairs or scope.pairs
-    disable_progress_bar()  # the model library's; ours are lines
+    disable_progress_bar()
     models = _models(scope, args.work, names)
     work = models.base.parent / f"quality-{scope.amount.samples}x{scope.amount.length}"
     if not args.resume:
         for name in names:
             shutil.rmtree(work / name, ignore_errors=True)
-    without_curve = replace(scope, budgets=JUDGED_BUDGETS)
+    without_curve = replace(scope, budgets=GOAL_BUDGETS)
     pairs = {
         name: Pair.of(models, name, scope if name in args.curve else without_curve, work).measure()
         for name in names
@@ -146,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "quality", device, _document(scope, pairs))
 
 
-def _models(scope: Scope, work: Path, names: Sequence[str]) -> Models:
-    """A base and the fine-tunes of these tasks, trained or found."""
+def _models(scope: QualityScope, work: Path, names: Sequence[str]) -> Models:
+    """Train a base and the fine-tunes of these tasks, or find them."""
     # Autocast's cache would keep the weights of the first step.
     with torch.autocast("cpu", torch.bfloat16, enabled=scope.bf16_training, cache_enabled=False):
         return prepare(work, _say, scope.recipe, names)
@@ -155,35 +157,35 @@ def _models(scope: Scope, work: Path, names: Sequence[str]) -> Models:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """A base and one fine-tune, to be compressed in every way."""
+    """A base and one fine-tune, which every method compresses."""
 
     name: str
     models: Models
-    scope: Scope
+    scope: QualityScope
     work: Path  # deltas, and what was measured of each
-    judge: Judge
+    evaluator: Evaluator
     files: dict[Text, Path]  # calibration text
 
     @classmethod
-    def of(cls, models: Models, name: str, scope: Scope, work: Path) -> Pair:
+    def of(cls, models: Models, name: str, scope: QualityScope, work: Path) -> Pair:
         folder = work / name
         folder.mkdir(parents=True, exist_ok=True)
         task = models.tasks[name]
         texts = write_texts(folder, task, scope.amount)
-        judge = Judge.of(models.base, models.finetunes[name], task, texts, scope.amount)
+        evaluator = Evaluator.of(models.base, models.finetunes[name], task, texts, scope.amount)
         files: dict[Text, Path] = {"in-domain": texts.domain, "general": texts.general}
-        return cls(name, models, scope, folder, judge, files)
+        return cls(name, models, scope, folder, evaluator, files)
 
     def measure(self) -> PairFigures:
-        """Every run, one after the other; those that were measured before are not made again."""
+        """Measure every run, one after the other, except those that were measured before."""
         figures = [self.run(run) for run in self.scope.runs] or self._sweep()
-        return PairFigures(self.judge.of_base(), self.judge.of_finetune(), figures)
+        return PairFigures(self.evaluator.of_base(), self.evaluator.of_finetune(), figures)
 
-    def _sweep(self) -> list[Figure]:
-        """Every method, at each rate and each budget."""
+    def _sweep(self) -> list[DeltaFigure]:
+        """Measure every method at each rate and each budget."""
         scope = self.scope
         papers = [self.run(replace(PAPER, rate=rate)) for rate in scope.paper_rates]
-        best = min(papers, key=lambda figure: figure.verdict.domain.kl).run.rate
+        best = min(papers, key=lambda figure: figure.scores.domain.kl).run.rate
         figures = [self.run(SCALAR)]
         figures += [self.run(replace(BITDELTA, rate=rate)) for rate in scope.bitdelta_rates]
         figures += papers
@@ -192,31 +194,32 @@ class Pair:
         general = replace(PAPER, text="general", rate=best)
         return figures + [self.run(run) for run in (general, OURS_GENERAL, OURS_SELF)]
 
-    def run(self, run: Run) -> Figure:
-        """Make one delta and judge it, or find what was measured of it."""
+    def run(self, run: Run) -> DeltaFigure:
+        """Make one delta and evaluate it, or read its kept result."""
         kept, artifact = self.work / f"{run.name}.json", self.work / f"{run.name}.safetensors"
         if kept.exists():
             document = json.loads(kept.read_text())
-            return Figure(run, Cost(**document["cost"]), Verdict.from_json(document["verdict"]))
+            return DeltaFigure(run, Cost(**document["cost"]), Scores.from_json(document["verdict"]))
         base, finetune = self.models.base, self.models.finetunes[self.name]
         cost = compress_apart(run.config(base, finetune, artifact, self.files, self.scope.amount))
-        figure = Figure(run, cost, self.judge.of_delta(artifact))
+        figure = DeltaFigure(run, cost, self.evaluator.of_delta(artifact))
         whole = artifact.with_suffix(".partial")
-        whole.write_text(json.dumps({"cost": asdict(cost), "verdict": figure.verdict.as_json()}))
-        whole.rename(kept)  # last, so that a result is there whole or not at all
+        whole.write_text(json.dumps({"cost": asdict(cost), "verdict": figure.scores.as_json()}))
+        # Last, so that a reader finds the whole result or none.
+        whole.rename(kept)
         _say(f"{self.name}, {run.name}: {_summary(figure)}")
         return figure
 
 
-def _summary(figure: Figure) -> str:
-    cost, verdict = figure.cost, figure.verdict
+def _summary(figure: DeltaFigure) -> str:
+    cost, scores = figure.cost, figure.scores
     return (
-        f"{cost.artifact_bytes / 1e3:.0f} kB, KL {verdict.domain.kl:.3g} in-domain and {verdict.general.kl:.3g} "
-        f"general, task {verdict.score:.1%}, {cost.seconds:.1f} s"
+        f"{cost.artifact_bytes / 1e3:.0f} kB, KL {scores.domain.kl:.3g} in-domain and {scores.general.kl:.3g} "
+        f"general, task {scores.score:.1%}, {cost.seconds:.1f} s"
     )
 
 
-def _document(scope: Scope, pairs: dict[str, PairFigures]) -> dict[str, Any]:
+def _document(scope: QualityScope, pairs: dict[str, PairFigures]) -> dict[str, Any]:
     settings = {**asdict(scope.amount), "recipe": asdict(scope.recipe), "bf16_training": scope.bf16_training}
     if not scope.timed:
         settings["beside other work on the machine"] = True

@@ -1,6 +1,6 @@
-"""The methods that the quality bench compares, and one compression in a process of its own.
+"""Methods that the quality bench compares, and a compression in a process of its own.
 
-Knows what users can set and what it costs; nothing of how good a delta is.
+Knows settings and costs; nothing of the quality of a delta.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from compressor.pipeline import compress
 from deltastore.base.base import architecture
 
 Text = Literal["none", "self", "in-domain", "general"]  # that a delta is fitted to
-IMPORTED = (  # before the clock starts
+# Before the clock starts.
+IMPORTED = (
     "bench.quality.runs",
     "compressor.fitting.fit",
     "transformers.models.llama.modeling_llama",
@@ -46,7 +47,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its files: no other run has it."""
+        """A unique name for the run's files."""
         rate = f"-{self.rate:g}" if self.solver == "adamw" else ""
         method = self.method.replace(", ", "-").replace(" ", "-")
         return f"{method}-{self.text}{rate}-{self.embeddings}-{self.budget:.2f}"
@@ -54,7 +55,7 @@ class Run:
     def config(
         self, base: Path, finetune: Path, out: Path, files: Mapping[Text, Path], amount: Amount
     ) -> CompressConfig:
-        """What `peraxis compress` would be told.
+        """Return the settings of `peraxis compress`.
 
         Args:
             files: the calibration text of each kind that is a file.
@@ -86,7 +87,7 @@ ONE_VECTOR = Run("ours, one vector each", "in-domain", delta="per-axis")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a delta takes to be made and to be kept."""
+    """Size of a delta, and time and memory of making it."""
 
     artifact_bytes: int
     seconds: float
@@ -94,7 +95,7 @@ class Cost:
 
 
 def compress_apart(config: CompressConfig) -> Cost:
-    """Compress in a fresh process, which has imported all it needs and done nothing else."""
+    """Compress in a fresh process that has done nothing but its imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -102,10 +103,9 @@ def compress_apart(config: CompressConfig) -> Cost:
 
 
 def compress_here(config: CompressConfig) -> Cost:
-    """Compress in this process, with its peak of memory begun anew."""
-    architecture(
-        json.loads((Path(config.base) / "config.json").read_text())
-    )  # makes the library's lazy imports
+    """Compress in this process, and measure the peak of memory from now on."""
+    # Makes the lazy imports of transformers.
+    architecture(json.loads((Path(config.base) / "config.json").read_text()))
     own = os.getpid()
     reset_peak(own)
     before = memory_of(own)["RssAnon"]

@@ -1,7 +1,4 @@
-"""What the quality bench says of its figures: a table per pair, the curve of KL against bytes, and the goals.
-
-Knows figures; makes none.
-"""
+"""Tables of the quality bench: one per pair, the curve of KL against bytes, and the goals. Measures nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.quality.judge import Verdict
+from bench.quality.evaluator import Scores
 from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, UNTRAINED, Cost, Run
 from demo.table import table
 
@@ -20,35 +17,35 @@ HEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One delta."""
+class DeltaFigure:
+    """Cost and scores of one delta."""
 
     run: Run
     cost: Cost
-    verdict: Verdict
+    scores: Scores
 
     def as_json(self) -> dict[str, Any]:
-        return {"run": asdict(self.run), **asdict(self.cost), **self.verdict.as_json()}
+        return {"run": asdict(self.run), **asdict(self.cost), **self.scores.as_json()}
 
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """Every delta of one fine-tune, and what they are read by."""
+    """All deltas of one fine-tune, with the scores of its base and of itself."""
 
-    base: Verdict
-    finetune: Verdict
-    figures: Sequence[Figure]
+    base: Scores
+    finetune: Scores
+    figures: Sequence[DeltaFigure]
 
-    def best(self, run: Run) -> Figure:
-        """Of this run's rates, the one that is nearest to the fine-tune in its own domain."""
-        return min(self._alike(run), key=lambda figure: figure.verdict.domain.kl)
+    def best(self, run: Run) -> DeltaFigure:
+        """Return the rate of this run with the least KL in-domain."""
+        return min(self._alike(run), key=lambda figure: figure.scores.domain.kl)
 
     def has(self, run: Run) -> bool:
-        """Whether it was made, at any rate."""
+        """True if the run was made at any rate."""
         return bool(self._alike(run))
 
-    def shown(self) -> list[Figure]:
-        """The best of each run's rates, in the order of the runs."""
+    def shown(self) -> list[DeltaFigure]:
+        """Return each run at its best rate, in the order of the runs."""
         return [figure for figure in self.figures if figure is self.best(figure.run)]
 
     def as_json(self) -> dict[str, Any]:
@@ -58,19 +55,19 @@ class PairFigures:
             "results": [figure.as_json() for figure in self.figures],
         }
 
-    def _alike(self, run: Run) -> list[Figure]:
+    def _alike(self, run: Run) -> list[DeltaFigure]:
         return [figure for figure in self.figures if replace(figure.run, rate=run.rate) == run]
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """One line that the figures of two runs are held against."""
+class QualityGoal:
+    """A limit for the ratio of two runs' figures."""
 
     name: str
     limit: float
     run: Run
     over: Run
-    ratio: Callable[[Figure, Figure], float]
+    ratio: Callable[[DeltaFigure, DeltaFigure], float]
     at_least: bool = False  # else at most
 
     def is_measured(self, pair: PairFigures) -> bool:
@@ -91,19 +88,19 @@ class Goal:
         return {"goal": self.name, "at_least" if self.at_least else "at_most": self.limit, "pairs": values}
 
 
-def _domain_kl(figure: Figure, over: Figure) -> float:
-    return figure.verdict.domain.kl / over.verdict.domain.kl
+def _domain_kl(figure: DeltaFigure, over: DeltaFigure) -> float:
+    return figure.scores.domain.kl / over.scores.domain.kl
 
 
-def _general_kl(figure: Figure, over: Figure) -> float:
-    return figure.verdict.general.kl / over.verdict.general.kl
+def _general_kl(figure: DeltaFigure, over: DeltaFigure) -> float:
+    return figure.scores.general.kl / over.scores.general.kl
 
 
-def _seconds(figure: Figure, over: Figure) -> float:
+def _seconds(figure: DeltaFigure, over: DeltaFigure) -> float:
     return figure.cost.seconds / over.cost.seconds
 
 
-def _bytes_apart(figure: Figure, other: Figure) -> float:
+def _bytes_apart(figure: DeltaFigure, other: DeltaFigure) -> float:
     return abs(figure.cost.artifact_bytes / other.cost.artifact_bytes - 1)
 
 
@@ -112,22 +109,26 @@ OURS_SELF = replace(OURS, text="self")
 CODED = replace(OURS, embeddings="compress")
 CODED_MORE = replace(CODED, budget=1.10)
 GOALS = (
-    Goal("KL in-domain, ours with one vector / paper", 0.4, ONE_VECTOR, PAPER, _domain_kl),
-    Goal("KL in-domain, ours with one vector / BitDelta", 0.08, ONE_VECTOR, BITDELTA, _domain_kl),
-    Goal("bytes, ours with one vector and paper differ by", 0.01, ONE_VECTOR, PAPER, _bytes_apart),
-    Goal("KL general, ours with one vector / paper", 0.6, ONE_VECTOR, PAPER, _general_kl),
-    Goal("KL general, ours / paper", 0.6, OURS, PAPER, _general_kl),
-    Goal("KL general, ours / paper, fitted to general text", 0.6, OURS_GENERAL, PAPER_GENERAL, _general_kl),
-    Goal("KL in-domain, ours self / paper fitted to general text", 0.2, OURS_SELF, PAPER_GENERAL, _domain_kl),
-    Goal("KL in-domain, ours without training / paper", 1.0, UNTRAINED, PAPER, _domain_kl),
-    Goal("seconds, paper / ours without training", 5.0, PAPER, UNTRAINED, _seconds, at_least=True),
-    Goal("KL in-domain, embeddings compressed / paper", 1.5, CODED, PAPER, _domain_kl),
-    Goal("the same with 10% more bytes", 1.0, CODED_MORE, PAPER, _domain_kl),
+    QualityGoal("KL in-domain, ours with one vector / paper", 0.4, ONE_VECTOR, PAPER, _domain_kl),
+    QualityGoal("KL in-domain, ours with one vector / BitDelta", 0.08, ONE_VECTOR, BITDELTA, _domain_kl),
+    QualityGoal("bytes, ours with one vector and paper differ by", 0.01, ONE_VECTOR, PAPER, _bytes_apart),
+    QualityGoal("KL general, ours with one vector / paper", 0.6, ONE_VECTOR, PAPER, _general_kl),
+    QualityGoal("KL general, ours / paper", 0.6, OURS, PAPER, _general_kl),
+    QualityGoal(
+        "KL general, ours / paper, fitted to general text", 0.6, OURS_GENERAL, PAPER_GENERAL, _general_kl
+    ),
+    QualityGoal(
+        "KL in-domain, ours self / paper fitted to general text", 0.2, OURS_SELF, PAPER_GENERAL, _domain_kl
+    ),
+    QualityGoal("KL in-domain, ours without training / paper", 1.0, UNTRAINED, PAPER, _domain_kl),
+    QualityGoal("seconds, paper / ours without training", 5.0, PAPER, UNTRAINED, _seconds, at_least=True),
+    QualityGoal("KL in-domain, embeddings compressed / paper", 1.5, CODED, PAPER, _domain_kl),
+    QualityGoal("the same with 10% more bytes", 1.0, CODED_MORE, PAPER, _domain_kl),
 )
 
 
-def measured_goals(pairs: Mapping[str, PairFigures], timed: bool = True) -> list[Goal]:
-    """Those whose runs every pair has; without seconds where these were not `timed`."""
+def measured_goals(pairs: Mapping[str, PairFigures], timed: bool = True) -> list[QualityGoal]:
+    """Return the goals whose runs every pair has; without those of seconds unless `timed`."""
     return [
         goal
         for goal in GOALS
@@ -136,7 +137,7 @@ def measured_goals(pairs: Mapping[str, PairFigures], timed: bool = True) -> list
 
 
 def summary_table(pairs: Mapping[str, PairFigures]) -> str:
-    """All pairs in short, a row per method; bytes, seconds and memory are the first pair's."""
+    """Summarize all pairs, a row per method; bytes, seconds and memory are the first pair's."""
     first, *_ = pairs.values()
     head = ["method", "fitted to", *(f"{what}, {name}" for name in pairs for what in ("KL", "task"))]
     rows = []
@@ -160,22 +161,22 @@ def summary_table(pairs: Mapping[str, PairFigures]) -> str:
 
 
 def pair_table(pair: PairFigures, timed: bool = True) -> str:
-    """A row per method; without seconds where these were not `timed`."""
+    """Return one pair's table, a row per method; without seconds unless `timed`."""
     rows = [
-        ["base", "", "", *_verdict(pair.base), "", ""],
-        ["fine-tune", "", "", *_verdict(pair.finetune), "", ""],
+        ["base", "", "", *_score_cells(pair.base), "", ""],
+        ["fine-tune", "", "", *_score_cells(pair.finetune), "", ""],
     ]
     for figure in pair.shown():
         cost = [f"{figure.cost.seconds:.1f}", f"{figure.cost.peak_memory_bytes / 1e6:.0f}"]
         size = f"{figure.cost.artifact_bytes / 1e3:.0f}"
         rate = f", rate {figure.run.rate:g}" if figure.run.solver == "adamw" else ""
-        rows.append([_label(figure.run) + rate, figure.run.text, size, *_verdict(figure.verdict), *cost])
+        rows.append([_label(figure.run) + rate, figure.run.text, size, *_score_cells(figure.scores), *cost])
     columns = [column for column, what in enumerate(HEAD) if timed or what != "s"]
     return table([HEAD[column] for column in columns], [[row[column] for column in columns] for row in rows])
 
 
 def curve_table(pairs: Mapping[str, PairFigures]) -> str:
-    """KL in-domain against bytes: the paper, and ours with everything compressed at each budget."""
+    """Return KL in-domain against bytes: the paper, and ours with everything compressed at each budget."""
     coded = {
         figure.run: None
         for pair in pairs.values()
@@ -191,7 +192,7 @@ def curve_table(pairs: Mapping[str, PairFigures]) -> str:
 
 
 def goal_table(pairs: Mapping[str, PairFigures], timed: bool = True) -> str:
-    """Each goal whose runs were made beside what was reached, met or not."""
+    """Return each goal whose runs were made, with its limit and the ratios reached."""
     rows = []
     for goal in measured_goals(pairs, timed):
         cells = [
@@ -203,11 +204,11 @@ def goal_table(pairs: Mapping[str, PairFigures], timed: bool = True) -> str:
     return table(["goal", "limit", *pairs, ""], rows)
 
 
-def _point(figure: Figure | None) -> tuple[str, str]:
-    """Of a curve."""
+def _point(figure: DeltaFigure | None) -> tuple[str, str]:
+    """Return the cells of one point of the curve."""
     if figure is None:
         return "", ""
-    return f"{figure.cost.artifact_bytes / 1e3:.0f}", f"{figure.verdict.domain.kl:.3g}"
+    return f"{figure.cost.artifact_bytes / 1e3:.0f}", f"{figure.scores.domain.kl:.3g}"
 
 
 def _label(run: Run) -> str:
@@ -219,11 +220,11 @@ def _label(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _verdict(verdict: Verdict) -> list[str]:
-    both = (verdict.domain, verdict.general)
+def _score_cells(scores: Scores) -> list[str]:
+    both = (scores.domain, scores.general)
     return [
         *(f"{fidelity.kl:.3g}" for fidelity in both),
         *(f"{fidelity.agreement:.2%}" for fidelity in both),
         *(f"{fidelity.perplexity:.4g}" for fidelity in both),
-        f"{verdict.score:.1%}",
+        f"{scores.score:.1%}",
     ]

@@ -1,6 +1,6 @@
-"""The text of the quality bench: what deltas are fitted to and, apart from that, what they are judged on.
+"""Text of the quality bench: what deltas are fitted to, and other text for their evaluation.
 
-Files in the forms that `peraxis compress --calibration` reads. Knows tasks and sources; nothing of models or methods.
+Files have the forms that `peraxis compress --calibration` reads. Knows tasks and sources; nothing of models or methods.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any
 from demo.corpus import MAX_FILE_BYTES, read_sources
 from demo.tasks import Item, Split, Task, is_held_out
 
-UNSEEN = ("idlelib", "lib2to3")  # of the standard library; the base has not learned from these
-OWN_PART = 10  # of the sources that the base has seen, one in so many is never calibrated on
-TASK_SEED = 1  # fine-tunes learn items of seed 0
+# Packages of the standard library that the base is not trained on.
+UNSEEN = ("idlelib", "lib2to3")
+# One in so many of the base's training sources is kept out of calibration text.
+OWN_PART = 10
+# Fine-tunes are trained on items of seed 0.
+TASK_SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much text: sequences of one length."""
+    """Amounts of text, in sequences of one length."""
 
     length: int = 192  # tokens
     samples: int = 256  # to fit to, those included that the compressor holds out for its choices
@@ -34,7 +37,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Files for one fine-tune."""
+    """The text files of one fine-tune."""
 
     domain: Path  # items of its task, of words that it learned
     general: Path  # pieces of sources
@@ -61,9 +64,9 @@ def write_texts(directory: Path, task: Task, amount: Amount) -> Texts:
 
 
 def task_records(task: Task, split: Split, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Records of a split's items, enough for sequences of so many tokens in all.
+    """Yield records of a split's items, enough for sequences of so many tokens in all.
 
-    A letter is a token at least. What is cut off the last record of a sequence is lost, hence twice as many.
+    A letter is at least one token. The end of a sequence cuts its last record off, hence twice as many.
     """
     at_a_time = sum(map(is_held_out, task.words))
     items = (item for seed in count(TASK_SEED) for item in task.items(split, at_a_time, seed))
@@ -75,10 +78,10 @@ def task_records(task: Task, split: Split, num_tokens: int) -> Iterator[dict[str
 
 
 def unseen_sources(stdlib: Path | None = None) -> list[bytes]:
-    """Python sources that the demo's base was not trained on; none where the library comes without them.
+    """Return Python sources that the demo's base was not trained on; empty if Python comes without them.
 
     Args:
-        stdlib: another folder than this interpreter's own library.
+        stdlib: a folder to read instead of this interpreter's standard library.
     """
     root = stdlib or Path(sysconfig.get_paths()["stdlib"])
     paths = (path for name in UNSEEN for path in sorted((root / name).rglob("*.py")))
@@ -86,14 +89,14 @@ def unseen_sources(stdlib: Path | None = None) -> list[bytes]:
 
 
 def _record(item: Item) -> dict[str, Any]:
-    """As tools for fine-tuning take it."""
+    """Return an item in the form of fine-tuning data."""
     if item.messages is None:
         return {"prompt": item.prompt, "completion": item.answer}
     return {"messages": [*item.messages, {"role": "assistant", "content": item.answer}]}
 
 
 def _pieces(sources: list[bytes], num_pieces: int, length: int) -> Iterator[dict[str, str]]:
-    """Random pieces of so many letters: with what a tokenizer puts before them, each makes one sequence."""
+    """Yield random pieces of `length` letters; each, with the tokenizer's leading tokens, fills one sequence."""
     text = "\n".join(source.decode("utf-8", "replace") for source in sources)
     rng = random.Random(length)
     for _ in range(num_pieces):

@@ -1,8 +1,8 @@
-"""Does the whole way work at the shapes that users have, and what does it cost?
+"""Measure time, memory and exactness of the whole way, from checkpoint to token, at the shapes of published models.
 
-A checkpoint with a published model's configuration, random weights and a tokenizer of its size goes the way that a
-user's goes: fine-tunes are compressed, published over HTTP, loaded, and asked beside the base; answers are compared
-with merged checkpoints. Random weights say nothing of quality, and everything of time, memory and exactness.
+The checkpoint has a published model's configuration, random weights and a tokenizer of its size. Fine-tunes are
+compressed, published over HTTP, loaded, and queried beside the base; answers are compared with merged checkpoints.
+Random weights say nothing about quality.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fit(args: argparse.Namespace, bench: Bench) -> None:
-    """One fitted compress, which takes long: time and memory, planned and measured."""
+    """Measure one fitted compress, which takes long, beside its plan."""
     stages.compress_fitted(bench, args.samples)
     print(
         f"{bench.model.name}, {bench.model.num_weights / 1e9:.2f}B weights; {describe(torch.device('cpu'))}\n"
@@ -71,7 +71,7 @@ def fit(args: argparse.Namespace, bench: Bench) -> None:
 
 
 def measure(bench: Bench) -> None:
-    """All stages, in the order of a variant's life."""
+    """Run all stages, in the order of a variant's life."""
     stages.read_files(bench)
     stages.compress(bench)
     with stages.started(bench, "serve") as server:

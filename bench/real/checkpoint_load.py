@@ -1,4 +1,4 @@
-"""Load a checkpoint with stock safetensors into memory of its own, shard by shard, and print how long that took."""
+"""Load a checkpoint with safetensors into memory of its own, shard by shard, and print the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with the configurations of published models and random weights. Knows names, shapes and files."""
+"""Write checkpoints with the configurations of published models and random weights. Knows names, shapes and files."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class RealModel:
 
     @classmethod
     def of(cls, name: str, num_layers: int | None = None) -> RealModel:
-        """The configuration `name` of CONFIGS, with fewer layers where `num_layers` is given."""
+        """Make the model `name` of CONFIGS, with fewer layers if `num_layers` is given."""
         config = {
             **CONFIGS[name],
             "dtype": "bfloat16",
@@ -174,7 +174,7 @@ class RealModel:
         return int(self.config["vocab_size"])
 
     def write_base(self, directory: Path) -> Path:
-        """Write the base once: a directory that is there already is complete, because it takes its name last."""
+        """Write the base unless its directory exists; an existing directory is complete, since it is named last."""
         if directory.is_dir():
             return directory
         partial = directory.with_name(f".{directory.name}.part")
@@ -215,7 +215,7 @@ class RealModel:
         write_index(directory, shards)
 
     def _block(self, name: str, number: int, start: int, count: int, finetune: int | None) -> Tensor:
-        """Some elements of one tensor. Each block has its own seed, so that blocks can be drawn in parallel."""
+        """Draw some elements of one tensor; each block has its own seed, so that blocks are drawn in parallel."""
         is_norm = name.endswith("norm.weight")
         std = NORM_STD if is_norm else WEIGHT_STD
         block = start // BLOCK_NUMEL
@@ -231,7 +231,7 @@ class RealModel:
 
 
 def _seed(number: int, block: int, finetune: int) -> int:
-    """A seed for one block of tensor `number`, of the base (0) or of a fine-tune; torch looks at 32 bits of it."""
+    """Return a seed for one block of tensor `number`, of the base (0) or of a fine-tune; torch uses 32 bits of it."""
     if number >= 1 << 9 or block >= 1 << 20 or finetune > MAX_FINETUNES:
         raise ValueError(f"block {block} of tensor {number} of fine-tune {finetune} has no seed of its own")
     return (finetune << 29) + (number << 20) + block

@@ -1,4 +1,4 @@
-"""Compute logits of one text with the delta-aware model, as a step of the engine does: a variant's and the base's."""
+"""Compute a variant's and the base's logits of one text with the delta-aware model, as a step of the engine does."""
 
 from __future__ import annotations
 

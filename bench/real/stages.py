@@ -1,4 +1,4 @@
-"""The stages of the bench, from checkpoint to token. Each runs what users run, and returns its figures."""
+"""Stages of the bench, from checkpoint to token. Each runs the commands of a user, and stores its figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class Bench:
-    """One model's run: where its files are, and what has been measured."""
+    """One model's run: its settings, its files and its figures."""
 
     model: RealModel
     directory: Path  # scratch of this run, on the disk that is measured
@@ -48,7 +48,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Fingerprints are remembered within the run alone."""
+        """Variables that keep the cache of fingerprints within the run."""
         return {"XDG_CACHE_HOME": str(self.directory / "cache")}
 
     def say(self, what: str) -> None:
@@ -82,7 +82,7 @@ def compress(bench: Bench) -> None:
 
 
 def compress_fitted(bench: Bench, num_samples: int) -> None:
-    """Compress one fine-tune fitted to text that it writes itself, beside what `--plan` says that this takes."""
+    """Compress one fine-tune, fitted to text that it generates, beside the prediction of `--plan`."""
     finetune = bench.model.write_finetune(bench.base, bench.directory / "finetune-1", 1)
     command = (
         "compress", "--base", bench.base, "--finetune", finetune, "--out", bench.artifacts[0], "--calibration", "self",
@@ -109,7 +109,7 @@ def _checkpoint_load(directory: Path) -> Figures:
 
 
 def read_files(bench: Bench) -> None:
-    """Read the base's files once, page cache dropped: the floor of every start."""
+    """Read the base's files once, page cache dropped: the lower bound of a server's start."""
     drop(_files(bench.base))
     buffer, start, total = bytearray(4 << 20), time.perf_counter(), 0
     for path in _files(bench.base):
@@ -121,7 +121,7 @@ def read_files(bench: Bench) -> None:
 
 @contextmanager
 def started(bench: Bench, name: str, dtype: str = "bfloat16") -> Iterator[Server]:
-    """A server that started with the page cache dropped; time and memory go to the figures under `name`."""
+    """Start a server with the page cache dropped; store its time and memory in the figures under `name`."""
     drop(_files(bench.base))
     bench.say(f"starting a server in {dtype}")
     flags = ("--dtype", dtype, "--max-gpu-deltas", max(2, bench.num_variants), *bench.flags)
@@ -162,7 +162,7 @@ def publish(bench: Bench, server: Server) -> None:
 
 
 def load(bench: Bench, server: Server) -> None:
-    """Ask variants that are not resident, page cache dropped and warm; copy as many bytes plainly."""
+    """Time loads of variants that are not resident, page cache dropped and warm, and a plain copy of as many bytes."""
     for variant in _names(bench):
         # The first touch of a slot's memory is not the load's.
         server.generate(variant, PROMPT, 1)
@@ -194,7 +194,7 @@ def _cold_start(bench: Bench, server: Server, variant: str, cache: str) -> Figur
 
 
 def _plain_copy(num_bytes: int) -> float:
-    """One copy of bytes that lie in memory, to memory that was never touched."""
+    """Time one copy of bytes to memory that was never touched; median seconds."""
     source = torch.ones(num_bytes, dtype=torch.uint8)
     times = []
     for _ in range(COPY_REPEATS):
@@ -205,7 +205,7 @@ def _plain_copy(num_bytes: int) -> float:
 
 
 def rates(bench: Bench, server: Server) -> None:
-    """Tokens per second of the base, of one variant and of all variants mixed, in turns."""
+    """Measure tokens per second of the base, of one variant and of all variants mixed, in turns."""
     subjects: dict[str, list[str | None]] = {
         "base": [None],
         "one variant": ["v1"],
@@ -228,7 +228,7 @@ def rates(bench: Bench, server: Server) -> None:
 
 
 def _answered(bench: Bench, server: Server, variants: Sequence[str | None], streams: int, turn: int) -> float:
-    """Seconds until all of several requests that were sent at once are answered."""
+    """Send several requests at once; return the seconds until all are answered."""
 
     def ask(number: int) -> dict[str, Any]:
         # Prompts differ from their beginning, so that no prefix is found.
@@ -246,7 +246,7 @@ def _answered(bench: Bench, server: Server, variants: Sequence[str | None], stre
 
 
 def compare_tokens(bench: Bench, num_new: int = 16) -> None:
-    """Greedy tokens of all variants and the base in one batch, against `generate()` on merged float32 checkpoints."""
+    """Compare greedy tokens of all variants and the base in one batch with `generate()` on merged checkpoints."""
     with started(bench, "serve_float32", "float32") as server:
         names = [None, *_names(bench)]
         with ThreadPoolExecutor(len(names)) as threads:
@@ -275,7 +275,7 @@ def _generated(checkpoint: Path, num_new: int) -> list[int]:
 
 
 def compare_logits(bench: Bench) -> None:
-    """KL of the first variant's logits as served in bfloat16 to those of its merged bfloat16 checkpoint."""
+    """Measure the KL of the first variant's logits, served in bfloat16, to those of its merged checkpoint."""
     merged, artifact = bench.directory / "merged", bench.artifacts[0]
     outputs = {name: bench.directory / f"{name}.pt" for name in ("variant", "base", "merged")}
     drop(_files(bench.base))

@@ -1,4 +1,4 @@
-"""The figures of one model as Markdown tables, and the goals they are held against."""
+"""Tables of one model's figures in Markdown, and its goals."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """One figure and its limit."""
+class ServingGoal:
+    """A figure and its limit."""
 
     what: str
     limit: str
@@ -26,7 +26,7 @@ class Goal:
 
 
 def stage_table(figures: Figures) -> str:
-    """Time and memory of each stage."""
+    """Return time and memory of each stage."""
     rows = [
         ("reading the base's files", _s(figures["read_base"]["seconds"]), ""),
         (
@@ -78,7 +78,7 @@ def stage_table(figures: Figures) -> str:
 
 
 def rate_table(figures: Figures) -> str:
-    """Tokens per second by streams."""
+    """Return tokens per second by number of streams."""
     rows = [
         (str(row["streams"]), f"{row['base']:.1f}", f"{row['one variant']:.1f}", f"{row['all variants']:.1f}")
         for row in figures["tokens_per_s"]
@@ -87,7 +87,7 @@ def rate_table(figures: Figures) -> str:
 
 
 def likeness(figures: Figures) -> str:
-    """How near the served model is to merged checkpoints, in a sentence."""
+    """Return a sentence on the differences between the served model and merged checkpoints."""
     if "exact" in figures:
         exact = figures["exact"]
         return (
@@ -103,7 +103,7 @@ def likeness(figures: Figures) -> str:
 
 
 def fit_table(figures: Figures) -> str:
-    """A fitted compress: planned and measured."""
+    """Return the planned and the measured figures of a fitted compress."""
     fit = figures["fit"]
     held_out = fit["fidelity"]["held_out"]
     rows = [
@@ -114,13 +114,13 @@ def fit_table(figures: Figures) -> str:
     return table((f"fitted to {fit['samples']} sequences", "planned", "measured"), rows)
 
 
-def goal_table(goals: Sequence[Goal]) -> str:
+def goal_table(goals: Sequence[ServingGoal]) -> str:
     rows = [(goal.what, goal.limit, goal.reached, "met" if goal.is_met else "not met") for goal in goals]
     return table(("goal", "limit", "reached", ""), rows)
 
 
-def goals(figures: Figures) -> list[Goal]:
-    """The goals of a served model; those of the 8B's artifact hold for all that are smaller, too."""
+def goals(figures: Figures) -> list[ServingGoal]:
+    """Return the goals of a served model; the limit of the 8B's artifact holds for smaller models, too."""
     serve, memory = figures["serve"], figures["serve"]["memory"]
     beside = serve["peak_bytes"] - sum(memory.values())
     load, checkpoint = _median(figures["load_dropped"], "total"), figures["checkpoint_dropped"]["total_s"]
@@ -144,12 +144,12 @@ def goals(figures: Figures) -> list[Goal]:
     ]
 
 
-def _at_most(what: str, reached: float, limit: float) -> Goal:
-    return Goal(what, f"at most {limit:.3g}", f"{reached:.2f}", reached <= limit)
+def _at_most(what: str, reached: float, limit: float) -> ServingGoal:
+    return ServingGoal(what, f"at most {limit:.3g}", f"{reached:.2f}", reached <= limit)
 
 
-def _at_least(what: str, reached: float, limit: float) -> Goal:
-    return Goal(what, f"at least {limit:.3g}", f"{reached:.2f}", reached >= limit)
+def _at_least(what: str, reached: float, limit: float) -> ServingGoal:
+    return ServingGoal(what, f"at least {limit:.3g}", f"{reached:.2f}", reached >= limit)
 
 
 def _median(rows: Sequence[Figures], key: str) -> float:

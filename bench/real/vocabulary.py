@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of any size, trained on the sources of the Python installation, and cached."""
+"""Train a byte-level BPE tokenizer of any size on the sources of the Python installation, and cache it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PAD = "<pad>"
 
 
 def byte_level_bpe(num_tokens: int, cache: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer of `num_tokens` tokens, the same for every call on one machine.
+    """Return a tokenizer of `num_tokens` tokens, the same for every call on one machine.
 
-    Local text gives too few merges for a large vocabulary. What is missing is filled up in one fixed order: trained
-    tokens joined to the bytes and to each other, which real text rarely holds.
+    Local text gives too few merges for a large vocabulary. Pairs of trained tokens, which real text rarely holds, fill
+    it up in a fixed order.
     """
     file = cache / f"tokenizer-{num_tokens}.json"
     if not file.is_file():
@@ -45,7 +45,7 @@ def _trained(num_tokens: int) -> Tokenizer:
 
 
 def _texts() -> Iterator[str]:
-    """Python sources of the standard library and of the installed packages, in the order of their paths."""
+    """Yield Python sources of the standard library and of the installed packages, in the order of their paths."""
     total = 0
     for key in ("stdlib", "purelib"):
         for path in sorted(Path(sysconfig.get_path(key)).rglob("*.py")):

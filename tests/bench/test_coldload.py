@@ -1,4 +1,4 @@
-"""The bench of loads under traffic runs end to end on a tiny model and says what it measured."""
+"""Run the bench of loads under traffic on a tiny model."""
 
 from __future__ import annotations
 

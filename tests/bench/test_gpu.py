@@ -1,4 +1,4 @@
-"""The GPU bench on the CPU: that all of it runs, what it needs, and that its steps could be captured as graphs."""
+"""Run the GPU bench on the CPU, check its requirements, and that its steps can be captured as graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu.__main__ import Run, main
+from bench.gpu.__main__ import SectionRunner, main
 from bench.gpu.check import attention_errors
 from bench.gpu.load import write_delta
 from bench.gpu.model import Blueprint, blueprint, build_model, fill
 from bench.gpu.rows import FULL, SMALL, Rows
-from bench.gpu.steps import Stage
+from bench.gpu.steps import StepBench
 from deltastore.format.plan import one_bit_plan
 from server.kernels import attention_cuda
 from server.model import attention
@@ -79,7 +79,7 @@ def test_without_a_gpu_every_row_says_not_measured(
 
 
 def test_a_section_that_fails_says_why_and_leaves_the_others_alone() -> None:
-    run = Run(Rows(SMALL), minutes=1)
+    run = SectionRunner(Rows(SMALL), minutes=1)
 
     def fails() -> None:
         run.rows.put("fit", "slot", 1.0)
@@ -92,7 +92,7 @@ def test_a_section_that_fails_says_why_and_leaves_the_others_alone() -> None:
 
 
 def test_a_section_that_comes_too_late_is_not_begun() -> None:
-    run = Run(Rows(SMALL), minutes=0)
+    run = SectionRunner(Rows(SMALL), minutes=0)
     run.section(["prefill"], lambda: pytest.fail("begun"))
     assert {row.note for row in run.rows if row.section == "prefill"} == {"out of time"}
 
@@ -131,7 +131,7 @@ def test_the_stock_library_opens_a_synthetic_delta(tmp_path: Path) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts what reaches the device."""
+    """Counts operators that reach the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,12 +148,12 @@ class Calls(TorchDispatchMode):
 def test_a_repeated_step_never_waits_for_the_device(
     num_variants: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither reads a number back nor brings one there, so that a CUDA graph can hold it."""
+    """Copies between host and device would make a CUDA graph impossible."""
     launched: list[Callable[..., None]] = []
     monkeypatch.setattr(attention_cuda, "_launch", lambda *args: launched.append(args[0]))
     monkeypatch.setattr(attention, "_single_token_kernel", lambda kind: attention_cuda)
     with torch.no_grad():
-        stage = Stage(build_model(SMALL, CPU), SMALL, CPU, Rows(SMALL))
+        stage = StepBench(build_model(SMALL, CPU), SMALL, CPU, Rows(SMALL))
         drawing = drawing_of(stage.model)
         stage.page()
         stage.fit(drawing)

@@ -1,4 +1,4 @@
-"""The kernels' bench runs end to end on tiny matrices and says what it measured."""
+"""Run the bench of kernels on tiny matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load bench: that it runs, what it writes, and that its look into the page cache tells the truth."""
+"""Run the load bench at toy size, and check its result and its view of the page cache."""
 
 from __future__ import annotations
 

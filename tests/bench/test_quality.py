@@ -1,4 +1,4 @@
-"""The quality bench: that it runs, what it writes, that its texts are apart, and that it says what is not met."""
+"""Run the quality bench at toy size, and check its result, its texts and its goals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from bench.quality import __main__ as bench
 from bench.quality.__main__ import LARGE, SMALL, main
-from bench.quality.judge import Verdict
+from bench.quality.evaluator import Scores
 from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, SCALAR, UNTRAINED, Cost, Run
 from bench.quality.tables import (
     CODED,
@@ -21,7 +21,7 @@ from bench.quality.tables import (
     OURS_GENERAL,
     OURS_SELF,
     PAPER_GENERAL,
-    Figure,
+    DeltaFigure,
     PairFigures,
     curve_table,
     goal_table,
@@ -36,7 +36,7 @@ WORDS = [first + second + third for first in "bdfgkl" for second in "aeiou" for 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A small run that has ended."""
+    """A finished small run."""
 
     work: Path
     document: dict[str, Any]
@@ -50,7 +50,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def run_small(work: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """The document that it writes and what it prints."""
+    """Run the small bench; return its document and its standard output."""
     out = work / "quality.json"
     return run_bench("--small", "--pairs", PAIR, "--work", str(work), *options, out=out)
 
@@ -170,16 +170,16 @@ def test_unseen_sources_are_those_of_left_out_folders(tmp_path: Path) -> None:
 
 
 def figures(ours: float) -> PairFigures:
-    """Every run with a KL of 1, those of ours with another; at equal bytes and a tenth of the paper's time."""
+    """Make figures: KL 1 for the baselines and `ours` for our runs, equal bytes, a tenth of the paper's time."""
 
-    def figure(run: Run) -> Figure:
+    def figure(run: Run) -> DeltaFigure:
         fidelity = Fidelity(ours if run.solver == "lstsq" else 1.0, 0.9, 5.0, 4.0, 100)
         seconds = 10.0 if run.solver == "adamw" else 1.0
-        return Figure(run, Cost(1000, seconds, 10), Verdict(fidelity, fidelity, 0.5))
+        return DeltaFigure(run, Cost(1000, seconds, 10), Scores(fidelity, fidelity, 0.5))
 
     runs = [SCALAR, BITDELTA, PAPER, UNTRAINED, ONE_VECTOR, OURS, CODED, replace(CODED, budget=1.10)]
     runs += [PAPER_GENERAL, OURS_GENERAL, OURS_SELF]
-    rest = figure(OURS).verdict
+    rest = figure(OURS).scores
     return PairFigures(rest, rest, [figure(run) for run in runs])
 
 
@@ -194,7 +194,7 @@ def test_the_best_rate_of_a_baseline_counts() -> None:
     pair = figures(0.5)
     paper = pair.best(PAPER)
     better = Fidelity(0.25, 0.9, 5.0, 4.0, 100)
-    faster = Figure(replace(PAPER, rate=1e-3), paper.cost, Verdict(better, better, 0.5))
+    faster = DeltaFigure(replace(PAPER, rate=1e-3), paper.cost, Scores(better, better, 0.5))
     both = PairFigures(pair.base, pair.finetune, [*pair.figures, faster])
     assert both.best(PAPER) is faster
     assert paper not in both.shown()

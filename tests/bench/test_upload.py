@@ -1,4 +1,4 @@
-"""The upload bench: that it runs against a real server and writes what it measured."""
+"""Run the upload bench against a real server at toy size."""
 
 from __future__ import annotations
 

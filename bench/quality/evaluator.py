@@ -1,6 +1,6 @@
-"""How good a delta of one fine-tune is: on text that nothing was fitted to, and at its task.
+"""Evaluate deltas of one fine-tune: fidelity on text that no method was fitted to, and the score in its task.
 
-Knows artifacts and what they are compared with; nothing of how they were made.
+Knows artifacts and checkpoints; nothing of how a delta was made.
 """
 
 from __future__ import annotations
@@ -32,79 +32,79 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What is kept of a fine-tune."""
+class Scores:
+    """Fidelity to the fine-tune, and the score in its task."""
 
-    domain: Fidelity  # on text like what the fine-tune learned
-    general: Fidelity  # on text like what the base learned
-    score: float  # share of the task's items that are answered right
+    domain: Fidelity  # on text of the fine-tune's domain
+    general: Fidelity  # on text of the base's domain
+    score: float  # share of the task's items that are correct
 
     def as_json(self) -> dict[str, Any]:
         return {"domain": self.domain.as_json(), "general": self.general.as_json(), "score": self.score}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Verdict:
-        """What `as_json` gave, with its six digits."""
+    def from_json(cls, document: Mapping[str, Any]) -> Scores:
+        """Read the document of `as_json`, which has six digits."""
         return cls(Fidelity(**document["domain"]), Fidelity(**document["general"]), document["score"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exam:
-    """One text, and what the fine-tune predicts on it."""
+class HeldOutText:
+    """One text, and the fine-tune's predictions on it."""
 
     batches: Sequence[Tensor]  # [sequences, tokens] int64 each
     expected: Predictions
 
     @classmethod
-    def of(cls, teacher: Decoder, text: Path, amount: Amount) -> Exam:
+    def of(cls, teacher: Decoder, text: Path, amount: Amount) -> HeldOutText:
         sequences = calibration_text(Calibration(str(text), amount.test_samples, amount.length), teacher)
         batches = batched(sequences, BATCH_TOKENS)
         return cls(batches, Predictions.of(teacher, batches))
 
     def fidelity(self, student: Weights) -> Fidelity:
-        """Of a student in float32."""
+        """Compare a model, computed in float32, with the fine-tune."""
         return compare(
             self.expected, Predictions.of(Decoder(student, CPU, torch.float32), self.batches), self.batches
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Judge:
-    """Of everything that stands for one fine-tune."""
+class Evaluator:
+    """Evaluates the base, the fine-tune and any delta on the same texts and items."""
 
     base: Path
     finetune: Path
     task: Task
     items: list[Item]
-    domain: Exam
-    general: Exam
+    domain: HeldOutText
+    general: HeldOutText
 
     @classmethod
-    def of(cls, base: Path, finetune: Path, task: Task, texts: Texts, amount: Amount) -> Judge:
+    def of(cls, base: Path, finetune: Path, task: Task, texts: Texts, amount: Amount) -> Evaluator:
         teacher = Decoder(Checkpoint.open(finetune), CPU, torch.float32)
         items = task.items("test", amount.test_items)
-        exams = (Exam.of(teacher, text, amount) for text in (texts.domain_test, texts.general_test))
-        return cls(base, finetune, task, items, *exams)
+        held_out = (HeldOutText.of(teacher, text, amount) for text in (texts.domain_test, texts.general_test))
+        return cls(base, finetune, task, items, *held_out)
 
-    def of_delta(self, artifact: Path) -> Verdict:
-        """Fidelity of base and delta in float32; the score is that of the checkpoint that `peraxis merge` writes."""
+    def of_delta(self, artifact: Path) -> Scores:
+        """Measure base and delta in float32, and the score of the checkpoint that `peraxis merge` writes."""
         with Artifact.open(artifact) as opened:
             variant = DeltaModel(Checkpoint.open(self.base), opened)
             domain, general = self.domain.fidelity(variant), self.general.fidelity(variant)
         with tempfile.TemporaryDirectory(prefix="peraxis-quality-") as scratch:
             merged = Path(scratch) / "merged"
             merge(MergeConfig(str(self.base), artifact, merged))
-            return Verdict(domain, general, exact_match(merged, self.task, self.items))
+            return Scores(domain, general, exact_match(merged, self.task, self.items))
 
-    def of_base(self) -> Verdict:
-        """What there was to gain."""
+    def of_base(self) -> Scores:
+        """Evaluate the base, the lower bound."""
         base = Checkpoint.open(self.base)
         longer = base_with_added_rows(pair_up(base, Checkpoint.open(self.finetune)))
         score = exact_match(self.base, self.task, self.items)
-        return Verdict(self.domain.fidelity(longer), self.general.fidelity(longer), score)
+        return Scores(self.domain.fidelity(longer), self.general.fidelity(longer), score)
 
-    def of_finetune(self) -> Verdict:
-        """What there is to keep."""
+    def of_finetune(self) -> Scores:
+        """Evaluate the fine-tune, the upper bound."""
         itself = Checkpoint.open(self.finetune)
         score = exact_match(self.finetune, self.task, self.items)
-        return Verdict(self.domain.fidelity(itself), self.general.fidelity(itself), score)
+        return Scores(self.domain.fidelity(itself), self.general.fidelity(itself), score)

@@ -199,12 +199,12 @@ class Pair:
         kept, artifact = self.work / f"{run.name}.json", self.work / f"{run.name}.safetensors"
         if kept.exists():
             document = json.loads(kept.read_text())
-            return DeltaFigure(run, Cost(**document["cost"]), Scores.from_json(document["verdict"]))
+            return DeltaFigure(run, Cost(**document["cost"]), Scores.from_json(document["scores"]))
         base, finetune = self.models.base, self.models.finetunes[self.name]
         cost = compress_apart(run.config(base, finetune, artifact, self.files, self.scope.amount))
         figure = DeltaFigure(run, cost, self.evaluator.of_delta(artifact))
         whole = artifact.with_suffix(".partial")
-        whole.write_text(json.dumps({"cost": asdict(cost), "verdict": figure.scores.as_json()}))
+        whole.write_text(json.dumps({"cost": asdict(cost), "scores": figure.scores.as_json()}))
         # Last, so that a reader finds the whole result or none.
         whole.rename(kept)
         _say(f"{self.name}, {run.name}: {_summary(figure)}")

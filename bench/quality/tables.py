@@ -149,8 +149,8 @@ def summary_table(pairs: Mapping[str, PairFigures]) -> str:
             cell
             for each in own
             for cell in (
-                f"{each.verdict.domain.kl:.2g} / {each.verdict.general.kl:.2g}",
-                f"{each.verdict.score:.1%}",
+                f"{each.scores.domain.kl:.2g} / {each.scores.general.kl:.2g}",
+                f"{each.scores.score:.1%}",
             )
         ]
         cost = (f"{figure.cost.artifact_bytes / 1e3:.0f}", f"{figure.cost.seconds:.0f}")

@@ -19,7 +19,7 @@ FP16_STEP = 2.0**-11  # half a unit in the last place of a normal FP16 number, r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InMemory:
-    """A difference that lies in memory."""
+    """A difference in memory."""
 
     values: Tensor  # [out, in] float32
 
@@ -32,7 +32,7 @@ class InMemory:
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Differences as fine-tunes have them: rows and columns of unequal size."""
+    """Differences with rows and columns of unequal magnitude, as fine-tunes have them."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.rand(shape[0], 1, generator=generator) + 0.1
     return (
@@ -58,19 +58,18 @@ def test_scalar_is_the_mean_size_of_the_difference(shape: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("axis", "across"), [("out", 1), ("in", 0)])
-def test_per_axis_scales_are_means_across_the_other_axis(
-    shape: tuple[int, int], axis: str, across: int
-) -> None:
+@pytest.mark.parametrize(("axis", "dim"), [("out", 1), ("in", 0)])
+def test_per_axis_scales_are_means_across_the_other_axis(shape: tuple[int, int], axis: str, dim: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    unequal = torch.rand(shape[1 - across], generator=generator) + 0.01  # one axis has all the structure
+    # One axis explains nearly all magnitudes.
+    unequal = torch.rand(shape[1 - dim], generator=generator) + 0.01
     difference = torch.randn(shape, generator=generator).sign() * (
         unequal[:, None] if axis == "out" else unequal
     )
     difference += 0.01 * torch.randn(shape, generator=generator)
     coded = code_matrix(InMemory(difference), "per-axis")
     assert coded.delta.axis == axis
-    means = difference.double().abs().mean(across, keepdim=True)
+    means = difference.double().abs().mean(dim, keepdim=True)
     expected = torch.where(difference > 0, 1.0, -1.0) * means
     torch.testing.assert_close(coded.delta.dense().double(), expected, rtol=FP16_STEP, atol=0)
 
@@ -80,8 +79,8 @@ def test_per_axis_takes_the_axis_that_errs_less(seed: int) -> None:
     difference = drawn(23, 41, seed=seed)
     sign, size = difference.double().sign(), difference.double().abs()
     errors = {
-        axis: relative_error(difference, sign * size.mean(across, keepdim=True))
-        for axis, across in (("out", 1), ("in", 0))
+        axis: relative_error(difference, sign * size.mean(dim, keepdim=True))
+        for axis, dim in (("out", 1), ("in", 0))
     }
     coded = code_matrix(InMemory(difference), "per-axis")
     assert coded.delta.axis == min(errors, key=lambda axis: errors[axis])

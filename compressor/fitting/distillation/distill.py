@@ -2,7 +2,7 @@
 
 Steps a `Student` toward `TeacherTargets`; independent of where text and deltas come from. One batch goes forward block
 by block, keeping the input of each, and backward block by block, computing each anew; so memory holds one block and a
-batch's hidden states, whatever the model's size. A matrix's signs move as soon as its gradient is complete, so that one
+batch's hidden states, for a model of any size. A matrix's signs move as soon as its gradient is complete, so that one
 matrix at a time has one.
 """
 

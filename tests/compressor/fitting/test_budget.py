@@ -1,4 +1,4 @@
-"""Bytes over one bit per weight: what upgrades gain, which of them are bought, and what that takes."""
+"""Bytes over one bit per weight: the gain and size of upgrades, and the choice of those to buy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.compressor.helpers.fitting import (
     coded,
     dense64,
     ids_of,
-    lesson_of,
     pairs_of,
     random_delta,
     student_of,
+    targets_of,
     weights_with,
 )
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
@@ -36,7 +36,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def upgraded(delta: MatrixDelta, planes: int, rank: int) -> MatrixDelta:
-    """With more in it, of the size of what is there."""
+    """A delta with further planes and a residual of its own magnitude."""
     shape = (delta.out_features, delta.in_features)
     more = random_delta(shape, delta.axis, planes, rank, size=float(delta.dense().std()))
     return MatrixDelta((*delta.planes, *more.planes[1:]), more.left, more.right)
@@ -57,7 +57,7 @@ def test_gains_are_those_of_whole_models_with_one_upgrade_each(
         for name in (*BLOCK_MATRICES, *outside)
     }
     student, batches = student_of(models, deltas), [ids_of(seed, 2, 10, 261) for seed in range(2)]
-    gains = measure(student, lesson_of(models, batches), upgrades)
+    gains = measure(student, targets_of(models, batches), upgrades)
     whole, plain = Whole(models), {name: dense64(delta) for name, delta in deltas.items()}
 
     def divergence(own: Mapping[str, MatrixDelta]) -> float:
@@ -69,16 +69,16 @@ def test_gains_are_those_of_whole_models_with_one_upgrade_each(
     for (name, number), gain in gains.items():
         expected = before - divergence({name: upgrades[name][number]})
         assert gain == pytest.approx(expected, abs=1e-3 * before)
-        assert abs(expected) > 0.01 * before  # so that the last line could fail
+        assert abs(expected) > 0.01 * before  # so that the comparison above can fail
 
 
 def test_what_no_forward_reaches_gains_nothing(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
     deltas = coded(pairs_of(models))
-    student, lesson = student_of(models, deltas), lesson_of(models, [ids_of(1, 1, 6)])
+    student, targets = student_of(models, deltas), targets_of(models, [ids_of(1, 1, 6)])
     student.deltas["beside"] = student.deltas[HEAD]
     upgrades = {"beside": [upgraded(deltas[HEAD], 2, 0)]}
-    assert measure(student, lesson, upgrades) == {("beside", 0): 0.0}
+    assert measure(student, targets, upgrades) == {("beside", 0): 0.0}
 
 
 def choices() -> tuple[dict[str, MatrixDelta], dict[str, list[MatrixDelta]]]:

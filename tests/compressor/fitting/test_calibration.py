@@ -1,4 +1,4 @@
-"""Calibration text: what each source gives, and one clear line for each that gives none."""
+"""Calibration text: the sequences of each source, and a one-line error for each that has none."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_data_set_is_streamed_as_far_as_it_is_needed(models: Path, monkeypatch
 
 
 def _library(load_dataset: Any) -> Any:
-    """As much of the datasets library as is used; it needs a network to be tried itself."""
+    """A stand-in for the parts of datasets that are used; the real package needs a network."""
     return SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=RuntimeError))
 
 
@@ -169,7 +169,7 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(models: Path, monkeypatch
 def test_a_data_set_without_the_library_says_what_to_install(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what makes an import fail
+    monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
     with pytest.raises(UsageError, match=r"pip install 'peraxis\[eval\]'"):
         text_of(models, "c4")
 

@@ -1,4 +1,4 @@
-"""Deltas fitted to text, through the whole pipeline: fidelity, what is told of it, and what is refused before work."""
+"""Deltas fitted to text, through the whole pipeline: their fidelity, its report, and refusals before any work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WIDE = 1 << 20  # input features for which layers take all the text that there i
 
 
 def measured(models: TinyModels, delta: Path, calibration: Calibration) -> dict[str, float | int]:
-    """The fidelity of an artifact on the text that nothing was fitted to."""
+    """Return the fidelity of an artifact on the text that nothing was fitted to."""
     teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
     _, held = held_out(calibration_text(calibration, teacher))
     with Artifact.open(delta) as artifact:
@@ -51,7 +51,7 @@ def measured(models: TinyModels, delta: Path, calibration: Calibration) -> dict[
 
 
 def unchanged(tensors: dict[str, Tensor], base: Path) -> None:
-    """The first block as the base has it."""
+    """Give the first block the base's weights."""
     checkpoint = Checkpoint.open(base)
     tensors.update({name: checkpoint.read(name) for name in tensors if ".layers.0." in name})
 
@@ -147,13 +147,13 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
 ) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     digests = [compressed(models, tmp_path / "0", training=Training(SELF, distill_epochs=0)).digest]
-    monkeypatch.setattr(least_squares, "SCALE_RATE", 10.0)  # steps that only do harm
+    monkeypatch.setattr(least_squares, "SCALE_RATE", 10.0)  # so that every step does harm
     wild = compressed(models, tmp_path / "wild", training=Training(SELF, distill_epochs=2, learn_signs=False))
     with Artifact.open(tmp_path / "0") as one, Artifact.open(tmp_path / "wild") as other:
         for name, spec in wild.manifest.tensors.items():
             if spec.codec == "onebit":
                 assert torch.equal(one.onebit(name).dense(), other.onebit(name).dense())
-    assert wild.digest not in digests  # it says how it was made
+    assert wild.digest not in digests  # because the manifest holds the settings
 
 
 def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
@@ -168,12 +168,12 @@ def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
 
 
 def adapted(models: TinyModels, directory: Path) -> Path:
-    """A LoRA adapter of the base."""
+    """Save a LoRA adapter of the base."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(models.base)
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's, of what the library calls old
+        warnings.simplefilter("ignore")  # peft calls deprecated parts of transformers
         get_peft_model(model, config).save_pretrained(str(directory))
     return directory
 
@@ -227,7 +227,7 @@ def test_the_command_says_what_it_reached(tmp_path: Path, capsys: pytest.Capture
 
 
 def refused(models: TinyModels, kind: type[PeraxisError], **config: Any) -> str:
-    """The message of the one error; no file is left."""
+    """Return the error's message; check that it is one line and that no file is left."""
     out = models.base.parent / "out" / "delta"
     out.parent.mkdir()
     settings: dict[str, Any] = {"training": OURS, **config}
@@ -253,10 +253,8 @@ def test_nan_is_refused_by_tensor_before_any_file_is_left(side: str, name: str, 
 def test_inputs_that_overflow_are_refused_by_the_layer_that_reads_them(models: TinyModels) -> None:
     def overflow(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.0.post_attention_layernorm.weight"].fill_(1e25)
-        for name in (
-            "gate_proj",
-            "up_proj",
-        ):  # which let none of it pass, so that the model's answers are numbers
+        # Zero weights let none of it pass, so that the model's logits are finite.
+        for name in ("gate_proj", "up_proj"):
             tensors[f"model.layers.0.mlp.{name}.weight"].zero_()
 
     rewrite(models.finetunes[0], overflow)

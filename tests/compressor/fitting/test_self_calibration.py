@@ -1,4 +1,4 @@
-"""Text that the fine-tune writes itself: drawn from its own distribution, and the same for the same seed."""
+"""Text sampled from the fine-tune: drawn from its own distribution, and the same for the same seed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_same_seed_gives_the_same_text_and_another_gives_another(models: Pat
 def test_tokens_are_drawn_from_the_distribution_of_the_library_s_own_forward(
     num_resident: int, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each draw lies where its noise falls in the probabilities, cumulated, that the whole model gives."""
+    """Compare each draw's noise with the cumulated probabilities of the whole model."""
     monkeypatch.setattr(GenerationPlan, "of", lambda *_: GenerationPlan(num_resident, 5))
     prompts = torch.randint(0, 256, (12, 2), generator=seeded(1))
     text = sample(open_decoder(models / "base"), prompts, 60, seeded(2))
@@ -73,9 +73,8 @@ def test_draws_are_as_frequent_as_they_are_probable() -> None:
     assert observed[3] == 0
     kept = expected > 0
     chi_squared = ((observed - expected)[kept] ** 2 / expected[kept]).sum()
-    assert (
-        chi_squared < 36.2
-    )  # of 18 degrees of freedom one in a hundred is above 34.8, and the seed is fixed
+    # With 18 degrees of freedom one in a hundred is above 34.8; the seed is fixed.
+    assert chi_squared < 36.2
 
 
 def test_the_ends_of_the_noise_draw_tokens_that_can_be_drawn() -> None:

@@ -1,4 +1,4 @@
-"""What tests of fitting share: students, lessons, and oracles that run whole models in float64."""
+"""Students, teacher targets, and oracles that run whole models in float64, for tests of fitting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.compressor.helpers.compressing import SINGLE
 from tests.compressor.helpers.decoders import CPU, make_model
 from tests.helpers.tiny_models import TinyModels
 
-LATER_NAMES = {"embed_out.weight": "lm_head.weight"}  # of the library's modules, other than in checkpoints
+# By the name in checkpoints, the name of the module in transformers.
+LATER_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -42,13 +43,13 @@ def ids_of(seed: int, sequences: int, tokens: int, below: int = 259) -> Tensor:
 def random_delta(
     shape: tuple[int, int], axis: Axis = "both", planes: int = 1, rank: int = 0, size: float = 0.1
 ) -> MatrixDelta:
-    """Arbitrary signs and uneven scales, some of them negative."""
+    """A delta of random signs and uneven scales, some of them negative."""
 
     def plane(number: int) -> OneBit:
         signs = pack_signs(normal(10 * number, *shape))
         out = size * normal(10 * number + 1, *((1,) if axis == "scalar" else shape[:1]))
-        across = 1 + 0.5 * normal(10 * number + 2, shape[1])
-        scales = (None if axis == "in" else out, across if axis in ("in", "both") else None)
+        scale_in = 1 + 0.5 * normal(10 * number + 2, shape[1])
+        scales = (None if axis == "in" else out, scale_in if axis in ("in", "both") else None)
         return OneBit.from_scales(signs, shape[1], *scales)
 
     first = tuple(plane(number) for number in range(planes))
@@ -68,8 +69,8 @@ def dense64(delta: MatrixDelta) -> Tensor:
             ]
         ).double()
         out = torch.ones(1) if plane.scale_out is None else plane.scale_out
-        across = torch.ones(1) if plane.scale_in is None else plane.scale_in
-        total += plane.gain * out.double()[:, None] * signs * across.double()
+        scale_in = torch.ones(1) if plane.scale_in is None else plane.scale_in
+        total += plane.gain * out.double()[:, None] * signs * scale_in.double()
     if delta.left is not None and delta.right is not None:
         total += delta.left.double() @ delta.right.double()
     return total
@@ -91,7 +92,7 @@ def with_experts(architecture: str, directory: Path, noise: float = 0.2) -> Tiny
 
 
 def pairs_of(models: TinyModels, *, embeddings: bool = True) -> dict[str, TensorPair]:
-    """The matrices to code, by name."""
+    """Return the matrices to code, by name."""
     both = pair_up(Checkpoint.open(models.base), Checkpoint.open(models.finetunes[0]))
     return {
         pair.name: pair for pair in both.tensors if is_matrix(pair.name, pair.shape, embeddings=embeddings)
@@ -106,7 +107,7 @@ def coded(pairs: Mapping[str, TensorPair], method: Method = "both") -> dict[str,
 def student_of(
     models: TinyModels, deltas: Mapping[str, MatrixDelta] | None = None, *, relative: bool = True
 ) -> Student:
-    """With deltas of `both` axes from weights alone, where nothing else is given."""
+    """A student with `deltas`, by default those of `both` axes from weights alone."""
     pairs = pairs_of(models)
     own = coded(pairs) if deltas is None else deltas
     pairs = {name: pair for name, pair in pairs.items() if name in own}
@@ -114,14 +115,14 @@ def student_of(
     return Student(Checkpoint.open(models.finetunes[0]), pairs, trainable, CPU)
 
 
-def lesson_of(models: TinyModels, batches: Sequence[Tensor]) -> TeacherTargets:
-    """What the first fine-tune makes of ids ``[sequences, tokens]``."""
+def targets_of(models: TinyModels, batches: Sequence[Tensor]) -> TeacherTargets:
+    """Return the first fine-tune's targets on ids ``[sequences, tokens]``."""
     teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
     return TeacherTargets(batches, last_hiddens(teacher, batches), teacher, teacher.load_head())
 
 
 class Whole:
-    """The fine-tune as the library has it, in float64, some of whose weights are given with each call."""
+    """The fine-tune in transformers and float64; each call can replace some of its weights."""
 
     def __init__(self, models: TinyModels) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(models.finetunes[0], dtype=torch.float64)
@@ -130,7 +131,7 @@ class Whole:
         setattr(self.model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
 
     def logits(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """``[sequences, tokens, vocabulary]``; a tied head is not named."""
+        """Return logits ``[sequences, tokens, vocabulary]``; `weights` does not name a tied head."""
         own = {LATER_NAMES.get(name, name): weight for name, weight in (weights or {}).items()}
         output = torch.func.functional_call(self.model, own, (), {"input_ids": ids})
         logits: Tensor = output.logits

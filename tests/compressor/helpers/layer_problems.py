@@ -58,6 +58,6 @@ def pull_of(case: Drawn, ridge: float) -> float:
 def pulled_loss(
     case: Drawn, delta: Tensor, ridge: float
 ) -> Tensor:  # [..., out] float64, of delta [..., out, in]
-    """What signs are chosen by: each row's loss and its pull toward the true delta."""
+    """Return each row's loss plus its pull toward the true delta, by which signs are chosen."""
     lost = (case.residual - case.x @ delta.mT).square().sum(-2)
     return lost + pull_of(case, ridge) * (delta - case.problem.delta).square().sum(-1)

@@ -1,4 +1,4 @@
-"""The paper's formulas in float64: AdamW, a layer's scales (Algorithm 5), and what is minimised."""
+"""The paper's formulas in float64: AdamW, the loss of a layer, and the training of its scales (Algorithm 5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compressor.fitting.paper.scale_training import (
     ScaleTrainingSettings,
 )
 
-BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # what AdamW has where nobody says otherwise
+BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's defaults
 
 
 @dataclass
@@ -37,7 +37,7 @@ class AdamW64:
 
 
 def coded(signs: Tensor, scale: Tensor, axis: PaperAxis) -> Tensor:  # [out, in] float64
-    """v o B, from a mask and scales."""
+    """Return v o B, from a mask and scales."""
     return torch.where(signs, 1.0, -1.0).double() * (scale[:, None] if axis == "out" else scale)
 
 
@@ -49,7 +49,7 @@ def squared_error(layer: FrozenLayer, scale: Tensor, axis: PaperAxis, x: Tensor,
 def trained_scales(
     layer: FrozenLayer, init: Tensor, axis: PaperAxis, cache: ActivationCache, settings: ScaleTrainingSettings
 ) -> Tensor:
-    """Algorithm 5."""
+    """Return the scales that Algorithm 5 trains."""
     scale, optimizer = init.double(), AdamW64()
     starts = range(0, len(cache.x), settings.batch_rows)
     num_steps = settings.epochs * len(starts)

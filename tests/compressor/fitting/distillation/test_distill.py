@@ -1,4 +1,4 @@
-"""Distillation: gradients against autograd through whole models in float64, and what steps do to a student."""
+"""Distillation: gradients against autograd through whole models in float64, and the effect of steps."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.compressor.helpers.fitting import (
     Whole,
     coded,
     ids_of,
-    lesson_of,
     pairs_of,
     random_delta,
     student_of,
+    targets_of,
     weights_with,
 )
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
@@ -52,8 +52,8 @@ def models(tmp_path: Path) -> TinyModels:
     return make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
 
 
-def lesson(models: TinyModels) -> TeacherTargets:
-    return lesson_of(models, [ids_of(seed, 2, 12) for seed in range(4)])
+def targets(models: TinyModels) -> TeacherTargets:
+    return targets_of(models, [ids_of(seed, 2, 12) for seed in range(4)])
 
 
 def leaves_of(student: Student) -> list[Tensor]:
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 ) -> None:
     models = make_pair(architecture, tmp_path, changes=(Change(added_tokens=2, noise=0.2),))
     student, ids = student_of(models), ids_of(3, 2, 12, 261)
-    Distillation(student, lesson_of(models, [ids]), ONCE[loss]).epoch(0)
+    Distillation(student, targets_of(models, [ids]), ONCE[loss]).epoch(0)
     scales, dense = {}, {}
     for name, delta in coded(student.pairs).items():
         plane = delta.planes[0]
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 
 def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
     student, training = student_of(models), Training(Calibration("self"))
-    run = Distillation(student, lesson(models), DistillSettings("kl", 2, 0.01, sign_rate=0.003))
+    run = Distillation(student, targets(models), DistillSettings("kl", 2, 0.01, sign_rate=0.003))
     for epoch in range(2):
         run.epoch(epoch)
 
@@ -112,15 +112,15 @@ def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
 
 
 def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models: TinyModels) -> None:
-    """Also those of a tied embedding, whose gradient comes in two parts."""
+    """Covers a tied embedding, too, whose gradient comes in two parts."""
     tied = make_pair("qwen2", models.base.parent / "tied", changes=(Change(noise=0.2),))
     for own in (models, tied):
         ids = [ids_of(1, 2, 12)]
         student, other = student_of(own), student_of(own)
         recipe = DistillSettings("kl", 1, 0.0, sign_rate=0.05, signs_from=0)
-        Distillation(student, lesson_of(own, ids), recipe).epoch(0)
+        Distillation(student, targets_of(own, ids), recipe).epoch(0)
         other.release_signs()
-        list(distill._backward(other, lesson_of(own, ids), 0, "kl"))
+        list(distill._backward(other, targets_of(own, ids), 0, "kl"))
         for name, delta in other.trained.items():
             (latents,) = delta.latents()
             assert latents.gradient is not None
@@ -140,10 +140,10 @@ def test_logits_are_there_for_some_tokens_at_a_time(
     for numel in (1 << 24, 5 * 259, 1):
         monkeypatch.setattr(distill, "LOGITS_NUMEL", numel)
         student = student_of(models)
-        Distillation(student, lesson(models).first(2), ONCE["kl"]).epoch(0)
+        Distillation(student, targets(models).first(2), ONCE["kl"]).epoch(0)
         gradients = [leaf.grad for leaf in leaves_of(student) if leaf.grad is not None]
         found.append(
-            (torch.cat([gradient.flatten() for gradient in gradients]), divergence(student, lesson(models)))
+            (torch.cat([gradient.flatten() for gradient in gradients]), divergence(student, targets(models)))
         )
     for gradient, kl in found[1:]:
         assert torch.allclose(gradient, found[0][0], rtol=1e-3, atol=1e-4 * float(found[0][0].abs().max()))
@@ -152,11 +152,11 @@ def test_logits_are_there_for_some_tokens_at_a_time(
 
 def test_divergence_falls_on_the_text_that_is_learnt(models: TinyModels) -> None:
     student = student_of(models)
-    found = [divergence(student, lesson(models))]
-    run = Distillation(student, lesson(models), DistillSettings("kl", 4, 0.01, sign_rate=0.003))
+    found = [divergence(student, targets(models))]
+    run = Distillation(student, targets(models), DistillSettings("kl", 4, 0.01, sign_rate=0.003))
     for epoch in range(4):
         run.epoch(epoch)
-        found.append(divergence(student, lesson(models)))
+        found.append(divergence(student, targets(models)))
     assert found == sorted(found, reverse=True)
     assert found[-1] < 0.8 * found[0]
 
@@ -170,7 +170,7 @@ def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path
     found = []
     for resumed in (False, True):
         student = student_of(models, deltas)
-        run, begun = Distillation(student, lesson(models), SIGNS), 0
+        run, begun = Distillation(student, targets(models), SIGNS), 0
         if resumed:
             run.restore(store.load_state("end"))
             begun = ends
@@ -188,7 +188,7 @@ def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path
 def test_signs_move_only_from_their_epoch_on(models: TinyModels) -> None:
     student = student_of(models)
     begun = {name: delta.dense().sign() for name, delta in student.stored().items()}
-    run = Distillation(student, lesson(models), SIGNS)
+    run = Distillation(student, targets(models), SIGNS)
     moved = []
     for epoch in range(SIGNS.epochs):
         run.epoch(epoch)
@@ -202,7 +202,7 @@ def test_signs_move_only_from_their_epoch_on(models: TinyModels) -> None:
 def test_without_a_rate_of_their_own_signs_stay(models: TinyModels) -> None:
     student = student_of(models)
     begun = {name: delta.planes[0].signs for name, delta in student.stored().items()}
-    run = Distillation(student, lesson(models), DistillSettings("kl", 2, 0.01))
+    run = Distillation(student, targets(models), DistillSettings("kl", 2, 0.01))
     for epoch in range(2):
         run.epoch(epoch)
     for name, delta in student.stored().items():
@@ -212,7 +212,7 @@ def test_without_a_rate_of_their_own_signs_stay(models: TinyModels) -> None:
 @pytest.mark.parametrize("cosine", [True, False])
 def test_rates_fall_as_half_a_cosine_over_all_steps(models: TinyModels, cosine: bool) -> None:
     recipe = DistillSettings("kl", 2, 0.01, cosine=cosine, sign_rate=0.02)
-    run, rates = Distillation(student_of(models), lesson(models), recipe), []
+    run, rates = Distillation(student_of(models), targets(models), recipe), []
     for epoch in range(2):
         run.epoch(epoch, lambda: rates.append([group.param_groups[0]["lr"] for group in run._optimizers]))
     parts = [(1 + math.cos(math.pi * step / 8)) / 2 if cosine else 1.0 for step in range(8)]
@@ -223,7 +223,7 @@ def test_rates_fall_as_half_a_cosine_over_all_steps(models: TinyModels, cosine: 
 def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, seen = Distillation(student_of(models), lesson(models), DistillSettings("kl", 3, 0.01)), list[int]()
+    run, seen = Distillation(student_of(models), targets(models), DistillSettings("kl", 3, 0.01)), list[int]()
     learn = distill._backward
 
     def look(student: Student, text: TeacherTargets, number: int, loss: Loss) -> Iterator[str]:
@@ -243,7 +243,7 @@ def test_each_epoch_takes_every_batch_once_in_an_order_of_its_own(
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_divergence_is_the_kl_that_fidelity_measures(architecture: str, tmp_path: Path) -> None:
     models = make_pair(architecture, tmp_path, changes=(Change(added_tokens=2, noise=0.2),))
-    student, text = student_of(models), lesson(models)
+    student, text = student_of(models), targets(models)
     weights = Overlay(
         Checkpoint.open(models.finetunes[0]),
         lambda name: (
@@ -255,7 +255,7 @@ def test_divergence_is_the_kl_that_fidelity_measures(architecture: str, tmp_path
     expected = fidelity(text.teacher, Decoder(weights, CPU, torch.float32), text.batches).kl
     assert divergence(student, text) == pytest.approx(expected, rel=1e-4)
     for seed in (1, 2):
-        part = lesson_of(models, [ids_of(seed, 2, 12)])
+        part = targets_of(models, [ids_of(seed, 2, 12)])
         assert divergence(student, part) == pytest.approx(
             fidelity(part.teacher, Decoder(weights, CPU, torch.float32), part.batches).kl, rel=1e-4
         )

@@ -1,4 +1,4 @@
-"""The student: whole models in float64 against its blocks, whatever is tied, scaled, added, resident or an expert."""
+"""The student: its blocks against whole models in float64, with tied, scaled, added, resident and expert weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.compressor.helpers.fitting import (
     coded,
     dense64,
     ids_of,
-    lesson_of,
     pairs_of,
     random_delta,
     student_of,
+    targets_of,
     weights_with,
     with_experts,
 )
@@ -78,9 +78,9 @@ def test_every_matrix_of_a_dense_model_trains(shape: str, tmp_path: Path) -> Non
 
 
 def learnt(models: TinyModels, num_resident: int) -> list[Tensor]:
-    student, lesson = student_of(models), lesson_of(models, [ids_of(2, 2, 9), ids_of(3, 2, 9)])
+    student, targets = student_of(models), targets_of(models, [ids_of(2, 2, 9), ids_of(3, 2, 9)])
     student._num_resident = num_resident
-    run = Distillation(student, lesson, DistillSettings("kl", 2, 0.01, sign_rate=0.02, signs_from=0))
+    run = Distillation(student, targets, DistillSettings("kl", 2, 0.01, sign_rate=0.02, signs_from=0))
     for epoch in range(2):
         run.epoch(epoch)
     assert len(student._resident) == num_resident
@@ -124,20 +124,20 @@ def test_experts_and_their_routers_keep_their_deltas_while_the_rest_trains(
     architecture: str, tmp_path: Path
 ) -> None:
     models = with_experts(architecture, tmp_path)
-    student, lesson = student_of(models), lesson_of(models, [ids_of(2, 2, 9)])
-    # In this version of the library neither is a linear layer.
+    student, targets = student_of(models), targets_of(models, [ids_of(2, 2, 9)])
+    # In this version of transformers neither is a linear layer.
     fixed = {name for name in student.pairs if ".experts." in name or name.endswith(".gate.weight")}
     assert sum(".experts." in name for name in fixed) == 2 * 4 * 3  # blocks, experts, matrices of one
     assert student.trained.keys() == student.pairs.keys() - fixed
     before = student.stored()
-    first = divergence(student, lesson)
-    run = Distillation(student, lesson, DistillSettings("kl", 4, 0.01, sign_rate=0.01))
+    first = divergence(student, targets)
+    run = Distillation(student, targets, DistillSettings("kl", 4, 0.01, sign_rate=0.01))
     for epoch in range(4):
         run.epoch(epoch)
     after = student.stored()
     for name in student.pairs:
         assert torch.equal(before[name].dense(), after[name].dense()) == (name not in student.trained)
-    assert divergence(student, lesson) < 0.9 * first
+    assert divergence(student, targets) < 0.9 * first
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
@@ -174,13 +174,13 @@ def test_the_fidelity_of_a_model_with_experts_is_that_of_the_merged_one(
 ) -> None:
     models = with_experts(architecture, tmp_path)
     deltas = coded(pairs_of(models))
-    lesson = lesson_of(models, [ids_of(5, 2, 12)])
+    targets = targets_of(models, [ids_of(5, 2, 12)])
     compressed(models, tmp_path / "delta")
     merge(MergeConfig(str(models.base), tmp_path / "delta", tmp_path / "merged", "float32"))
     with torch.no_grad():
         target, got = (
-            whole_model(path)(input_ids=lesson.batches[0]).logits.double().log_softmax(-1)
+            whole_model(path)(input_ids=targets.batches[0]).logits.double().log_softmax(-1)
             for path in (models.finetunes[0], tmp_path / "merged")
         )
     expected = float((target.exp() * (target - got)).sum(-1).mean())
-    assert divergence(student_of(models, deltas), lesson) == pytest.approx(expected, rel=1e-3)
+    assert divergence(student_of(models, deltas), targets) == pytest.approx(expected, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A delta that trains: its weights and gradients against float64, and its way back to the stored form."""
+"""A delta in training: its weights and gradients against float64, and its stored form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltastore.format.signs import pack_signs, unpack_signs
 from tests.compressor.helpers.decoders import CPU
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
 
-SHAPE = (12, 19)  # two and three eighths bytes of signs
+SHAPE = (12, 19)  # rows of 2 3/8 bytes of signs
 IDS = torch.tensor([7, 0, 11, 4])
 FORMS = pytest.mark.parametrize(("planes", "rank"), [(1, 0), (2, 0), (1, 3), (2, 3)])
 
@@ -39,16 +39,16 @@ def test_its_weights_are_those_of_the_stored_delta(
 
 
 class Oracle:
-    """A delta of float64 leaves, written from the formula: planes, then a residual."""
+    """A delta of float64 leaves by the formula: planes, then a residual."""
 
     def __init__(self, delta: MatrixDelta) -> None:
-        self.outs, self.acrosses, self.signs = [], [], []
+        self.scales_out, self.scales_in, self.signs = [], [], []
         for plane in delta.planes:
             unit = plane.gain if plane.scale_out is None else 1.0
-            self.outs.append(
+            self.scales_out.append(
                 None if plane.scale_out is None else _leaf(plane.scale_out.double() * plane.gain)
             )
-            self.acrosses.append(None if plane.scale_in is None else _leaf(plane.scale_in.double() * unit))
+            self.scales_in.append(None if plane.scale_in is None else _leaf(plane.scale_in.double() * unit))
             self.signs.append(_leaf(unpack_signs(plane.signs, plane.in_features).double()))
         self.left, self.right = (
             None if part is None else _leaf(part.double()) for part in (delta.left, delta.right)
@@ -56,9 +56,9 @@ class Oracle:
 
     def dense(self) -> Tensor:
         total = torch.zeros(SHAPE, dtype=torch.float64)
-        for signs, out, across in zip(self.signs, self.outs, self.acrosses, strict=True):
-            down = torch.ones(1) if out is None else out
-            total = total + down[:, None] * signs * (torch.ones(1) if across is None else across)
+        for signs, scale_out, scale_in in zip(self.signs, self.scales_out, self.scales_in, strict=True):
+            expanded = torch.ones(1) if scale_out is None else scale_out
+            total = total + expanded[:, None] * signs * (torch.ones(1) if scale_in is None else scale_in)
         return total if self.left is None or self.right is None else total + self.left @ self.right
 
 
@@ -87,15 +87,15 @@ def test_gradients_of_every_part_are_those_of_autograd(
         gradient = normal(seed, *SHAPE)[rows]
         trainable.collect(gradient.clone(), rows)
         torch.autograd.backward(oracle.dense()[rows], gradient.double())
-    for plane, out, across, signs in zip(
-        trainable.planes, oracle.outs, oracle.acrosses, oracle.signs, strict=True
+    for plane, scale_out, scale_in, signs in zip(
+        trainable.planes, oracle.scales_out, oracle.scales_in, oracle.signs, strict=True
     ):
-        agree(plane.scale_out, out)
-        agree(plane.scale_in, across)
+        agree(plane.scale_out, scale_out)
+        agree(plane.scale_in, scale_in)
         assert plane.latents is not None
         assert plane.latents.gradient is not None
         assert signs.grad is not None
-        assert near(plane.latents.gradient, signs.grad)  # straight through: the sign's own gradient
+        assert near(plane.latents.gradient, signs.grad)  # straight-through: the sign's own gradient
     agree(trainable.left, oracle.left)
     agree(trainable.right, oracle.right)
 
@@ -111,7 +111,7 @@ def test_what_did_not_move_is_stored_as_it_was(axis: Axis, planes: int, rank: in
         assert (stored.axis, stored.num_planes, stored.rank) == (axis, planes, rank)
         for own, plane in zip(stored.planes, delta.planes, strict=True):
             assert torch.equal(own.signs, plane.signs)
-        assert near(stored.dense(), dense64(delta), 2**-9)  # of FP16, each vector rounded once more
+        assert near(stored.dense(), dense64(delta), 2**-9)  # each FP16 vector is rounded once more
         if axis != "both":
             assert torch.equal(stored.dense(), delta.dense())
     if rank:
@@ -173,7 +173,7 @@ def test_a_step_leaves_neither_gradient_nor_float32_behind_and_what_was_stored_a
     trainable.release_signs(difference)
     (latents,) = trainable.latents()
     optimizer = SGD([latents.leaf], lr=1.0)
-    trainable.step_signs(optimizer)  # there is nothing to move by yet
+    trainable.step_signs(optimizer)  # without a gradient
     assert torch.equal(trainable.dense().sign(), kept.sign())
     trainable.collect(normal(4, *SHAPE))
     trainable.step_signs(optimizer)
@@ -241,4 +241,4 @@ def test_all_arithmetic_is_on_the_device_that_it_is_given(axis: Axis) -> None:
         assert latents.leaf.device == elsewhere
         assert latents.gradient is not None
         assert latents.gradient.device == elsewhere
-        assert latents.values.device == CPU  # of which there are too many for a device
+        assert latents.values.device == CPU  # because they are too many for a device

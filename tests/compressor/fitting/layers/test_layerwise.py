@@ -1,4 +1,4 @@
-"""Calibrated deltas, through the pipeline: nearer the fine-tune than weights alone, and the same every time."""
+"""Calibrated deltas, through the pipeline: nearer the fine-tune than weights alone, and reproducible."""
 
 from __future__ import annotations
 

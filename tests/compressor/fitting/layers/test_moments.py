@@ -28,7 +28,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def hooked_inputs(model: Any, weight: str) -> Tensor:  # [tokens, in] float64
-    """What the layer of a weight reads in the whole model."""
+    """Return the inputs of a weight's layer in the whole model."""
     seen: list[Tensor] = []
     module = model.get_submodule(weight.removesuffix(".weight"))
     hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
@@ -39,7 +39,7 @@ def hooked_inputs(model: Any, weight: str) -> Tensor:  # [tokens, in] float64
 
 
 def entering(path: Path, index: int) -> tuple[Decoder, list[Tensor]]:
-    """A decoder and what enters one of its blocks."""
+    """Return a decoder and the inputs of one of its blocks."""
     decoder = open_decoder(path)
     hiddens = decoder.embed(BATCHES)
     for before in range(index):
@@ -75,7 +75,7 @@ def test_moments_of_a_block_are_those_of_hooks_on_whole_models(pair: list[Path])
         assert_moments(moments(read[group[0].path], own), *inputs)
 
 
-def test_looking_on_advances_as_if_nobody_looked(pair: list[Path]) -> None:
+def test_recording_inputs_does_not_change_the_outputs(pair: list[Path]) -> None:
     decoder, hiddens = entering(pair[0], 0)
     expected = [hidden.clone() for hidden in hiddens]
     block = decoder.load_block(0)

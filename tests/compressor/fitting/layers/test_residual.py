@@ -1,4 +1,4 @@
-"""What a coding leaves undone: the problem that remains, and its best low-rank answer, against float64."""
+"""The problem that a coding leaves, and its best low-rank solution, against float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 300
 
 
 def inputs() -> Tensor:
-    """Of very unequal directions, so that weighting by them counts."""
+    """Inputs of very unequal directions, so that weighting by them matters."""
     return normal(1, COUNT, SHAPE[1]) @ (normal(2, SHAPE[1], SHAPE[1]) * torch.logspace(0, -2, SHAPE[1]))
 
 
@@ -28,7 +28,7 @@ def problem_of(delta: Tensor, targets: Tensor) -> Problem:
 
 
 def drifted(delta: Tensor) -> Problem:
-    """Targets that are not only the delta's doing."""
+    """A problem whose targets are the delta's outputs and noise."""
     return problem_of(delta, inputs() @ delta.T + 0.1 * normal(3, COUNT, SHAPE[0]))
 
 
@@ -52,7 +52,7 @@ def test_losses_of_what_remains_add_up() -> None:
 
 
 def best_factors(problem: Problem, rank: int) -> Tensor:
-    """The float64 solution: the ridge's target, whitened, cut off behind `rank` singular values, whitened back."""
+    """The float64 solution: the ridge's target whitened, truncated to `rank` singular values, and whitened back."""
     pull = problem.ridge_pull(RIDGE)
     damped = problem.gram.double() + pull * torch.eye(SHAPE[1], dtype=torch.float64)
     target = (problem.cross.double() + pull * problem.delta.double()) @ torch.linalg.inv(damped)
@@ -82,12 +82,13 @@ def test_the_residual_is_the_best_of_its_rank(rank: int) -> None:
     best, none = ridge_loss(problem, expected), ridge_loss(problem, torch.zeros(SHAPE))
     assert best < none
     assert ridge_loss(problem, got) - best < 0.01 * (none - best)
-    if rank == 1:  # well apart from the next one, so that the factors themselves are decided
+    # The first singular value is well apart from the second, so the factors themselves are decided.
+    if rank == 1:
         assert float((got - expected).norm()) < 0.02 * float(expected.norm())
 
 
 def test_inputs_decide_what_the_residual_keeps() -> None:
-    """A large part that no input ever reaches is left out for a small one that counts."""
+    """A large part without inputs is left out for a small part with inputs."""
     delta = 0.7 * normal(6, 40, 1) @ normal(7, 1, 56)
     delta[:, 28:] = normal(8, 40, 1) @ normal(9, 1, 28)
     own = normal(1, COUNT, 56)
@@ -108,7 +109,7 @@ def test_the_same_problem_gives_the_same_residual_whatever_was_drawn_before() ->
     torch.manual_seed(2)
     assert all(torch.equal(one, other) for one, other in zip(first, low_rank(problem, 3), strict=True))
     torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), following)  # and draws nothing from others
+    assert torch.equal(torch.rand(1), following)  # the global generator is untouched
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 2816), (92, 64), (2, 3)])
@@ -123,9 +124,9 @@ def test_a_second_plane_and_a_residual_each_lower_the_loss(axis: Axis) -> None:
     problem = drifted(normal(5, *SHAPE))
     first = solve(problem, axis)
     dense = torch.where(first.signs, 1.0, -1.0)
-    for scale, down in ((first.scale_out, True), (first.scale_in, False)):
+    for scale, is_out in ((first.scale_out, True), (first.scale_in, False)):
         if scale is not None:
-            dense = dense * (scale[:, None] if down else scale)
+            dense = dense * (scale[:, None] if is_out else scale)
     left = remaining(problem, dense)
     assert solve(left, axis).loss < 0
     assert layer_loss(left, torch.mm(*(factor.float() for factor in low_rank(left, 4)))) < 0

@@ -26,7 +26,7 @@ SHAPES = [(7, 5), (5, 9), (1, 6), (6, 1), (1, 1), (3, 70)]
 
 
 def least_squares(case: Drawn, parts: Tensor) -> Tensor:
-    """The vector of least loss, by a design matrix over all outputs; `parts`: each entry's delta, ``[k, out, in]``."""
+    """Return the vector ``[k]`` of least loss, from the delta of each of its entries, `parts` ``[k, out, in]``."""
     outputs = torch.einsum("ni,koi->nok", case.x, parts).reshape(-1, len(parts))
     solution: Tensor = torch.linalg.lstsq(outputs, case.residual.reshape(-1, 1)).solution
     return solution[:, 0]

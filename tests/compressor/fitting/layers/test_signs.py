@@ -1,4 +1,4 @@
-"""Signs against the textbook's error feedback, and against all signs of small matrices."""
+"""Signs against GPTQ's published error feedback, and against all signs of small matrices."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def feedback_oracle(case: Drawn, levels: Tensor, ridge: float) -> Tensor:
 @pytest.mark.parametrize("ridge", [0.01, 0.3])
 def test_error_feedback_is_that_of_the_textbook_at_any_width(width: int, ridge: float) -> None:
     case = drawn(7, width)
-    down, across = normal(1, 7).float(), normal(2, width).float()  # negative ones, too
-    refined = refine_signs(case.problem, case.problem.delta > 0, down, across, ridge)
-    assert torch.equal(refined, feedback_oracle(case, torch.outer(down, across).double(), ridge))
+    scale_out, scale_in = normal(1, 7).float(), normal(2, width).float()  # negative ones, too
+    refined = refine_signs(case.problem, case.problem.delta > 0, scale_out, scale_in, ridge)
+    assert torch.equal(refined, feedback_oracle(case, torch.outer(scale_out, scale_in).double(), ridge))
 
 
 def test_on_inputs_without_correlation_refined_signs_are_the_deltas_own() -> None:
@@ -98,10 +98,10 @@ def test_enough_sweeps_leave_no_single_flip_that_pays(monkeypatch: pytest.Monkey
 def test_under_a_scale_of_zero_signs_stay_as_they_were() -> None:
     case = drawn(5, 9)
     signs = normal(1, 5, 9) > 0
-    down, across = torch.ones(5), torch.ones(9)
-    down[2] = across[4] = 0
+    scale_out, scale_in = torch.ones(5), torch.ones(9)
+    scale_out[2] = scale_in[4] = 0
     for choose in (refine_signs, descend_signs):
-        chosen = choose(case.problem, signs, down, across)
+        chosen = choose(case.problem, signs, scale_out, scale_in)
         assert torch.equal(chosen[2], signs[2])
         assert torch.equal(chosen[:, 4], signs[:, 4])
         assert not torch.equal(chosen, signs)

@@ -100,7 +100,7 @@ def test_the_first_round_of_signs_is_feedback_and_then_flips() -> None:
 def test_no_problem_is_solved_worse_than_by_its_own_signs(
     out_features: int, in_features: int, rows: int, seed: int, axis: Axis
 ) -> None:
-    """H is singular where rows are fewer than inputs, and half of the differences are zero."""
+    """Covers a singular H, with fewer rows than inputs, and differences of which half are zero."""
     x, residual = normal(seed, rows, in_features), normal(seed + 1, rows, out_features)
     delta = normal(seed + 2, out_features, in_features).clamp(min=0).float()
     problem = Problem(delta, (x.T @ x).float(), (residual.T @ x).float(), rows)

@@ -50,7 +50,7 @@ class LayerRun:
 
     @property
     def names(self) -> list[str]:
-        """Linear layers in the order in which inputs reach them."""
+        """Names of linear layers in the order in which inputs reach them."""
         return sorted(
             (name for name in self.pairs if ".layers." in name),
             key=lambda name: (name.split(".")[2], ORDER.index(name.split(".")[-2])),
@@ -88,7 +88,7 @@ def run_stage(
 
 
 def io_of(whole: Whole, name: str, weights: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """What a linear layer reads and, its bias aside, gives on all the text: ``[tokens, features]``."""
+    """Return a linear layer's inputs and its outputs less the bias on all text, each ``[tokens, features]``."""
     module, read, given = whole.model.get_submodule(name.removesuffix(".weight")), [], []
 
     def look(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
@@ -164,7 +164,7 @@ def test_axes_and_scales_are_those_of_the_algorithms_in_float64(
 
 @dataclass
 class Judged:
-    """One candidate."""
+    """One candidate of `EndLoss`."""
 
     name: str
     delta: OneBit
@@ -172,7 +172,7 @@ class Judged:
 
 
 class Recording(EndLoss):
-    """Keeps what it judged."""
+    """An end loss that records its candidates."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

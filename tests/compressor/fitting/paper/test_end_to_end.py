@@ -21,18 +21,19 @@ from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import Axis, OneBit
 from deltastore.format.signs import pack_signs, unpack_signs
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
-from tests.compressor.helpers.fitting import Whole, ids_of, lesson_of, pairs_of, student_of, weights_with
+from tests.compressor.helpers.fitting import Whole, ids_of, pairs_of, student_of, targets_of, weights_with
 from tests.compressor.helpers.paper_oracle import DECAY, AdamW64
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 BATCHES = [ids_of(seed, 2, 10) for seed in range(3)]
-RATE, LARGE_DECAY = 1e-3, 5.0  # so that a few steps, and their decay, count beside what float32 rounds
+# So large that the steps and their decay stand out from float32 rounding.
+RATE, LARGE_DECAY = 1e-3, 5.0
 METHODS: Mapping[str, tuple[Axis, ...]] = {"per-axis": ("out", "in"), "scalar": ("scalar",)}
 
 
 @dataclass
 class Scaled:
-    """A matrix's signs, and the one vector or number that trains."""
+    """A matrix's signs, and the vector or number that trains."""
 
     signs: Tensor  # [out, in] float64
     axis: Axis
@@ -43,7 +44,7 @@ class Scaled:
 
 
 def begun(pairs: Mapping[str, TensorPair], axes: tuple[Axis, ...]) -> dict[str, MatrixDelta]:
-    """Mean magnitudes of the differences, one axis after the other."""
+    """Deltas whose scales are mean magnitudes of the differences, on `axes` in turn."""
     deltas = {}
     for number, (name, pair) in enumerate(pairs.items()):
         axis, difference = axes[number % len(axes)], pair.block(slice(0, pair.shape[0]))
@@ -80,7 +81,7 @@ def gradients(
 def trained(
     models: TinyModels, deltas: Mapping[str, MatrixDelta], recipe: DistillSettings
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By matrix, scales before and after Algorithm 2, batches in the order of each epoch's own permutation."""
+    """By matrix, scales before and after Algorithm 2, with batches in each epoch's own order."""
     pairs, whole = pairs_of(models), Whole(models)
     state = {name: scaled(delta) for name, delta in deltas.items()}
     first = {name: own.scale for name, own in state.items()}
@@ -109,7 +110,7 @@ def test_scales_are_those_of_adamw_through_the_whole_model_in_float64(
     deltas = begun(pairs_of(models), METHODS[method])
     recipe = DistillSettings("squared", epochs, RATE, cosine=False, weight_decay=LARGE_DECAY)
     student = student_of(models, deltas, relative=False)
-    run = Distillation(student, lesson_of(models, BATCHES), recipe)
+    run = Distillation(student, targets_of(models, BATCHES), recipe)
     for epoch in range(epochs):
         run.epoch(epoch)
     for name, (before, expected) in trained(models, deltas, recipe).items():
@@ -131,7 +132,7 @@ def test_gradients_of_early_scalars_flow_through_the_deltas_of_later_layers(tmp_
     pairs, whole = pairs_of(models), Whole(models)
     deltas = begun(pairs, ("scalar",))
     student = student_of(models, deltas, relative=False)
-    Distillation(student, lesson_of(models, BATCHES[:1]), DistillSettings("squared", 1, 0.0)).epoch(0)
+    Distillation(student, targets_of(models, BATCHES[:1]), DistillSettings("squared", 1, 0.0)).epoch(0)
     expected = gradients(whole, pairs, {name: scaled(delta) for name, delta in deltas.items()}, BATCHES[0])
     shallow = without_delta_paths(whole, pairs, deltas, "model.layers.0.mlp.up_proj.weight")
     for name, gradient in expected.items():
@@ -145,7 +146,7 @@ def test_gradients_of_early_scalars_flow_through_the_deltas_of_later_layers(tmp_
 def without_delta_paths(
     whole: Whole, pairs: Mapping[str, TensorPair], deltas: Mapping[str, MatrixDelta], name: str
 ) -> Tensor:
-    """The gradient that is left where what a linear layer's delta gives is cut off from what the layer reads."""
+    """Return the gradient of one scalar when no gradient flows through the deltas of later layers."""
     linears = [key for key in pairs if "embed" not in key]
     plain = {key: scaled(delta).dense() for key, delta in deltas.items()}
     weights = weights_with(pairs, plain | {key: torch.zeros(pairs[key].shape) for key in linears})

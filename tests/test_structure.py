@@ -1,10 +1,12 @@
-"""The shape of the repository: who may import whom, and how long a file may be."""
+"""Check the structure of the repository: imports, sizes, names, docstrings and assertions."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,39 @@ PACKAGES = {
 LAYERS = ["kernels", "deltas", "model", "text", "engine", "api"]  # inside server, the lowest first
 ABOVE_LAYERS = {"app", "cli", "process", "__main__"}
 MAX_LINES = 400
+MAX_FILES = 16  # Python files of one folder, without its __init__.py
+ROOMS = (
+    "bench/gpu", "bench/quality", "bench/real",
+    "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
+    "deltastore/base", "deltastore/format", "deltastore/registry",
+    "server/api", "server/deltas", "server/engine", "server/engine/scheduling", "server/kernels", "server/model",
+    "server/text",
+)  # fmt: skip
 
 
 def python_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+def production_files() -> list[Path]:
+    return [*python_files(*PACKAGES, "bench"), ROOT / "peraxis.py"]
+
+
+def all_files() -> list[Path]:
+    return [*production_files(), *python_files("tests")]
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file; a package's is that of its folder."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def nodes_of(path: Path, *kinds: type[ast.AST]) -> list[ast.AST]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
 def imported_names(source: str, module: str) -> set[str]:
-    """Every dotted name that `source`, the text of `module`, imports anywhere, also inside functions."""
+    """Return every dotted name that `source`, the text of `module`, imports anywhere, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -44,13 +71,13 @@ def imports_of(path: Path) -> set[str]:
 
 
 def server_layer(name: str) -> str | None:
-    """The part of server that a dotted name lies in; None for a name outside."""
+    """Return the layer or module of server that a dotted name lies in; None for a name outside."""
     parts = name.split(".")
     return parts[1] if parts[0] == "server" and len(parts) > 1 else None
 
 
 def may_import(importer: str, imported: str) -> bool:
-    """True for a lower layer; and for modules beside the layers, which all but kernels may import."""
+    """True for lower layers, and for modules beside the layers, which all but kernels may import."""
     if importer == imported or importer in ABOVE_LAYERS:
         return True
     if importer in LAYERS and imported in LAYERS:
@@ -81,10 +108,9 @@ def test_a_package_imports_only_the_packages_it_may(package: str) -> None:
 
 
 def test_only_the_app_and_the_api_know_the_web_framework() -> None:
-    files = [*python_files(*PACKAGES, "bench"), ROOT / "peraxis.py"]
     found = {
         str(path.relative_to(ROOT))
-        for path in files
+        for path in production_files()
         if any(name.split(".")[0] in {"fastapi", "starlette"} for name in imports_of(path))
     }
     assert all(name == "server/app.py" or name.startswith("server/api/") for name in found), found
@@ -107,6 +133,57 @@ def test_the_registry_side_of_deltastore_needs_no_torch() -> None:
 
 
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
-    files = [*python_files(*PACKAGES, "bench", "tests"), ROOT / "peraxis.py"]
-    too_long = {path.name: n for path in files if (n := len(path.read_text().splitlines())) > MAX_LINES}
+    too_long = {path.name: n for path in all_files() if (n := len(path.read_text().splitlines())) > MAX_LINES}
     assert not too_long
+
+
+def test_packages_have_their_rooms_and_no_folder_is_crowded() -> None:
+    files = Counter(path.parent for path in all_files() if path.name != "__init__.py" and path.parent != ROOT)
+    assert not [room for room in ROOMS if not files[ROOT / room]]
+    assert not {str(folder): number for folder, number in files.items() if number > MAX_FILES}
+
+
+def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
+    folders = {path.parent for path in python_files(*(f"tests/{name}" for name in (*PACKAGES, "bench")))}
+    assert not [
+        folder for folder in folders - {folder for folder in folders if folder.name == "helpers"}
+        if not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()
+    ]  # fmt: skip
+
+
+def cycle_in(imports: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a cycle, the first one twice; empty if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle
+    return []
+
+
+def test_a_cycle_of_imports_is_found() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_no_modules_import_each_other_in_a_cycle() -> None:
+    """Imports inside functions and for types count, too."""
+    modules = {module_name(path): path for path in all_files()}
+
+    def imported(path: Path) -> set[str]:
+        # A name that is no module belongs to the module before its last dot.
+        names = {name if name in modules else name.rpartition(".")[0] for name in imports_of(path)}
+        return names & modules.keys() - {module_name(path)}
+
+    cycle = cycle_in({name: imported(path) for name, path in modules.items()})
+    assert not cycle, " -> ".join(cycle)
+
+
+def test_a_class_name_is_used_once() -> None:
+    names = Counter(
+        node.name
+        for path in production_files()
+        for node in nodes_of(path, ast.ClassDef)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, number in names.items() if number > 1]

@@ -1,4 +1,4 @@
-"""The commands `peraxis compress` and `peraxis merge`: options in, one call, the result out."""
+"""The commands `peraxis compress` and `peraxis merge`: parse options, make a config, call one function, print."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from tqdm import tqdm
 
 from deltastore.errors import UsageError
 
+# For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
     from compressor.pipeline import CompressResult
     from compressor.planning.requirements import Requirements
 
-SAMPLES, PAPER_RATE = 256, 1e-4  # where the user gives none
+SAMPLES, PAPER_RATE = 256, 1e-4
+# Defaults of the options that calibration text needs, that lstsq reads and that adamw reads.
+TEXT_OPTIONS = {"--samples": SAMPLES, "--seed": 0, "--distill-epochs": None, "--resume": False}
+LSTSQ_OPTIONS = {"--no-refine-signs": True, "--no-learn-signs": True}
+ADAMW_OPTIONS = {"--rate": PAPER_RATE, "--cosine": False, "--axis-loss": "layer", "--with-scalar": False}
 FITTING, PAPER = "Fitting to text", "The paper's recipe"
 
 app = typer.Typer(no_args_is_help=True)
@@ -149,28 +154,28 @@ def compress(
 
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
+    values = {
+        "--samples": samples,
+        "--seed": seed,
+        "--distill-epochs": distill_epochs,
+        "--resume": resume,
+        "--no-refine-signs": refine_signs,
+        "--no-learn-signs": learn_signs,
+        "--rate": rate,
+        "--cosine": cosine,
+        "--axis-loss": axis_loss,
+        "--with-scalar": with_scalar,
+    }
+    _check_options(calibration, solver, budget, values)
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
     from compressor.config import CompressConfig
-    from compressor.fitting.calibration import Calibration  # imported when needed: torch takes seconds
+    from compressor.fitting.calibration import Calibration
     from compressor.fitting.training import Training
     from compressor.pipeline import compress as run
     from compressor.pipeline import plan as run_plan
 
-    paper = {
-        "--rate": rate != PAPER_RATE,
-        "--cosine": cosine,
-        "--axis-loss": axis_loss != "layer",
-        "--with-scalar": with_scalar,
-    }
-    ours = {"--no-refine-signs": not refine_signs, "--no-learn-signs": not learn_signs}
-    text = {
-        "--samples": samples != SAMPLES,
-        "--seed": seed != 0,
-        "--distill-epochs": distill_epochs is not None,
-        "--resume": resume,
-    }
     training = None
     if calibration != "none":
-        _refuse_idle(*(("adamw", paper) if solver == "lstsq" else ("lstsq", ours)))
         training = Training(
             Calibration(calibration, samples, seed=seed),
             solver=solver,
@@ -184,14 +189,6 @@ def compress(
             axis_loss=axis_loss,
             with_scalar=with_scalar,
         )
-    elif budget != 1.0 or solver != "lstsq":
-        raise UsageError(
-            "--budget and --solver adamw need calibration text: give --calibration self or a file"
-        )
-    elif idle := [option for option, is_given in {**text, **ours, **paper}.items() if is_given]:
-        raise UsageError(
-            f"{idle[0]} does nothing without calibration text: give --calibration self or a file"
-        )
     config = CompressConfig(
         base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
     )
@@ -202,13 +199,13 @@ def compress(
     if result.artifact_bytes > result.full_bytes:
         print(
             f"warning: {out}: {_size(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
-            f"({_size(result.full_bytes)}), because what is no matrix is stored whole: nothing is saved by it",
+            f"({_size(result.full_bytes)}), because tensors that are no matrices are stored whole",
             file=sys.stderr,
         )
     if as_json:
         _print_json(result.as_json())
-        return
-    _print_compressed(result)
+    else:
+        _print_compressed(result)
 
 
 @app.command()
@@ -227,7 +224,8 @@ def merge(
 
     Example: peraxis merge --base BASE --delta tuned.safetensors --out tuned-1bit
     """
-    from compressor.convert.merge import MergeConfig  # imported when needed: torch takes seconds
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.convert.merge import MergeConfig
     from compressor.convert.merge import merge as run
 
     result = run(MergeConfig(base, delta, out, dtype, progress))
@@ -237,13 +235,27 @@ def merge(
     print(f"{result.out}: {result.num_files} files of weights, {_size(result.size_bytes)} in {result.dtype}")
 
 
-def _refuse_idle(solver: str, given: Mapping[str, bool]) -> None:
-    """Refuse options that only `solver` reads, so that nobody takes the result for what they asked for."""
-    if idle := [option for option, is_given in given.items() if is_given]:
-        raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {solver} with it")
+def _check_options(calibration: str, solver: str, budget: float, values: Mapping[str, object]) -> None:
+    """Refuse options that would have no effect, instead of ignoring them."""
+    defaults: dict[str, object] = {**TEXT_OPTIONS, **LSTSQ_OPTIONS, **ADAMW_OPTIONS}
+    given = [option for option, default in defaults.items() if values[option] != default]
+    if calibration == "none":
+        if budget != 1.0 or solver != "lstsq":
+            raise UsageError(
+                "--budget and --solver adamw need calibration text: give --calibration self or a file"
+            )
+        if given:
+            raise UsageError(
+                f"{given[0]} does nothing without calibration text: give --calibration self or a file"
+            )
+        return
+    unread, reader = (ADAMW_OPTIONS, "adamw") if solver == "lstsq" else (LSTSQ_OPTIONS, "lstsq")
+    if idle := [option for option in given if option in unread]:
+        raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {reader} with it")
 
 
 def _print_plan(requirements: Requirements, as_json: bool) -> None:
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
     from compressor.planning.rendering import requirements_as_json, requirements_lines
 
     if as_json:
@@ -265,9 +277,8 @@ def _print_compressed(result: CompressResult) -> None:
     print(
         f"{len(manifest.tensors)} tensors changed, {result.num_unchanged} as in the base; method {manifest.method}"
     )
-    if (
-        worst is not None and "held_out" not in manifest.fidelity
-    ):  # which says more, and text lets weights err
+    # Figures on held-out text say more, and fitting to text raises the weight error.
+    if worst is not None and "held_out" not in manifest.fidelity:
         print(
             f"weight error {manifest.fidelity['weight_error']:.4f} of the difference's norm, "
             f"at most {errors[worst]:.4f} ({worst})"

@@ -1,8 +1,7 @@
-"""One Hugging Face decoder run block by block: weights are read when a block is loaded and go when the caller drops it.
+"""Run a Hugging Face decoder block by block; a block's weights are in memory from `load_block` until they are dropped.
 
-Knows modules, names and hidden states; nothing of deltas. The model's own code runs, cut open at its list of decoder
-layers: the frame, everything outside the blocks, says what enters the first block, what each block is called with
-beside hidden states, and what follows the last one.
+Knows modules, names and hidden states; must not know deltas. The model's own code runs. The frame, which is everything
+outside the blocks, gives the first block's input, the other arguments of each block, and what follows the last block.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ PROBE_TOKENS = 3
 class BlockLinear:
     """A linear layer of a block."""
 
-    name: str  # of its weight, as the checkpoint calls it
-    path: str  # in the block, for `get_submodule`
+    name: str  # of its weight in the checkpoint
+    path: str  # of the module in the block
 
 
 class Decoder:
-    """A causal language model of which a caller holds as many blocks as it likes; the frame alone is always there.
+    """A causal language model of which only the frame stays in memory; the caller loads and drops blocks.
 
-    Everything is computed on `device` in `dtype`; hidden states in lists stay where the caller keeps them. Gradients
-    flow through `run`, `finish` and `logits` where the caller lets them; weights do not ask for any.
+    Everything is computed on `device` in `dtype`; hidden states in lists stay on the caller's device. Gradients flow
+    through `run`, `finish` and `logits`; weights require none.
     """
 
     def __init__(self, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
         """Build the frame, without embedding and head.
 
         Raises:
-            CheckpointError: the library builds no model with a list of decoder layers from it, or tensors do not fit.
+            CheckpointError: transformers builds no model with a list of decoder layers from it, or tensors do not fit.
         """
         self.weights, self.device, self.dtype = weights, device, dtype
         self._skeleton = skeleton_of(weights, dtype)
@@ -51,12 +50,12 @@ class Decoder:
         self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
         self._map = WeightMap.of(self._skeleton, weights)
         self._frame = Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
-        # Of one shape alone, because masks can be large.
+        # Cached for one shape, because masks can be large.
         self._calls_of: tuple[tuple[int, int], list[Call]] | None = None
 
     @property
     def config(self) -> Any:
-        """The library's configuration of this model, not to be changed or given to another model."""
+        """The transformers configuration of this model; do not change it or give it to another model."""
         return self._skeleton.config
 
     @property
@@ -70,26 +69,26 @@ class Decoder:
 
     @property
     def embedding_name(self) -> str | None:
-        """The input embedding's tensor as the checkpoint calls it."""
+        """The input embedding's name in the checkpoint."""
         return self._map.stored_name(f"{self._embedding}.weight")
 
     @property
     def head_name(self) -> str | None:
-        """The head's tensor as the checkpoint calls it; the embedding's where they are tied."""
+        """The head's name in the checkpoint; the embedding's if they are tied."""
         return self._map.stored_name(f"{self._head}.weight")
 
     @torch.no_grad()
     def embed(self, batches: Sequence[Tensor], keep: torch.dtype | None = None) -> list[Tensor]:
-        """What enters the first block, for batches of ids ``[sequences, tokens]``. Holds the embedding meanwhile.
+        """Return the first block's input for batches of ids ``[sequences, tokens]``; loads the embedding meanwhile.
 
         Args:
-            keep: the dtype of what is returned, and so of what `advance` makes of it; None is the model's.
+            keep: the dtype of the result, which `advance` keeps; None is the model's.
 
         Returns:
             ``[sequences, tokens, hidden]`` for each batch, on the CPU.
 
         Raises:
-            CheckpointError: a model whose blocks read more of the ids than hidden states.
+            CheckpointError: a model whose blocks read the ids beside hidden states.
         """
         hiddens = []
         with self._filled(self._frame.model.get_input_embeddings(), self._embedding):
@@ -100,19 +99,20 @@ class Decoder:
                 hiddens.append(entry.to("cpu", keep or self.dtype))
         return hiddens
 
-    def enter(self, rows: Tensor, places: Tensor) -> Tensor:
-        """What enters the first block, from some rows ``[used, hidden]`` of the embedding; differentiable.
+    def enter(self, rows: Tensor, row_index: Tensor) -> Tensor:
+        """Return the first block's input from some rows ``[used, hidden]`` of the embedding; differentiable.
 
         Args:
-            places: ``[sequences, tokens]`` int64: the row of each token.
+            row_index: ``[sequences, tokens]`` int64: the row of each token.
         """
         embedding = copy.deepcopy(self._skeleton.get_input_embeddings())
-        embedding.padding_idx = None  # an id, and not a place
-        embedded = torch.func.functional_call(embedding, {"weight": rows}, (places,))
+        # An id, while this embedding is indexed by row.
+        embedding.padding_idx = None
+        embedded = torch.func.functional_call(embedding, {"weight": rows}, (row_index,))
         return self._frame.enter(inputs_embeds=embedded)[0]
 
     def load_block(self, index: int) -> nn.Module:
-        """A block in memory of its own, which goes when the caller lets go of it.
+        """Load a block; the decoder keeps no reference to it.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape than the configuration says.
@@ -122,12 +122,12 @@ class Decoder:
         return block
 
     def block_bytes(self, index: int) -> int:
-        """What the parameters of a block take in memory."""
+        """Return the bytes of a block's parameters in memory."""
         block = layers_of(self._skeleton, self._blocks)[index]
         return sum(parameter.numel() * self.dtype.itemsize for parameter in block.parameters())
 
     def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """What leaves block `index` for one batch ``[sequences, tokens, hidden]``."""
+        """Return the output of block `index` for one batch ``[sequences, tokens, hidden]``."""
         hidden = hidden.to(self.device, self.dtype)
         args, kwargs = self._calls(hidden)[index]
         output = block(hidden, *args, **kwargs)
@@ -137,12 +137,12 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, block: nn.Module, index: int, hiddens: list[Tensor]) -> None:
-        """Run every batch through a block, in place; each stays where it was, in its own dtype."""
+        """Run every batch through a block, in place; each keeps its device and dtype."""
         for number, hidden in enumerate(hiddens):
             hiddens[number] = self.run(block, index, hidden).to(hidden.device, hidden.dtype)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """From what leaves the last block to the last hidden states, which the head reads."""
+        """Return the last hidden states, which the head reads, from the last block's output."""
         return self._frame.finish(hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
@@ -152,28 +152,28 @@ class Decoder:
             hiddens[number] = self.finish(hidden).to(hidden.device, hidden.dtype)
 
     def load_head(self) -> nn.Linear:
-        """The output head, in memory of its own like a block. It reads the last hidden states."""
+        """Load the output head; the decoder keeps no reference to it."""
         head = copy.deepcopy(self._skeleton.get_output_embeddings())
         assert isinstance(head, nn.Linear)
         self._map.fill(head, self._head, self._like())
         return head
 
     def logits(self, head: nn.Module, last_hidden: Tensor) -> Tensor:
-        """Logits ``[sequences, tokens, vocabulary]``, with what the model does to them after its head."""
+        """Return logits ``[sequences, tokens, vocabulary]``, with what the model does to them after its head."""
         return self._frame.logits(head, last_hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
     def linears(self, block: nn.Module, index: int) -> list[list[BlockLinear]]:
-        """The block's linear layers in groups that read the same input, in the order in which the forward reaches them.
+        """Return the block's linear layers in groups that read the same input, in the order of the forward.
 
-        Left out is what has no moments of its own: weights that the checkpoint stores otherwise (experts that the
-        library fuses), and layers that a forward does not call exactly once with every token.
+        Leaves out layers without moments of their own: those that the checkpoint stores in another form (experts that
+        transformers fuses), and those that a forward does not call exactly once with every token.
         """
         paths: dict[nn.Module, str] = {
             module: path for path, module in block.named_modules() if isinstance(module, nn.Linear)
         }
         shape = (1, PROBE_TOKENS, self.config.get_text_config().hidden_size)
-        seen = _Seen()
+        seen = _InputRecorder()
         hooks = [module.register_forward_pre_hook(seen) for module in paths]
         try:
             self.run(block, index, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
@@ -184,13 +184,13 @@ class Decoder:
         for module, inputs in seen.inputs.items():
             name = self._map.stored_name(f"{self._blocks}.{index}.{paths[module]}.weight")
             if len(inputs) == 1 and inputs[0].shape[:-1].numel() == PROBE_TOKENS and name is not None:
-                place = inputs[0].untyped_storage().data_ptr(), inputs[0].storage_offset()
-                groups.setdefault(place, []).append(BlockLinear(name, paths[module]))
+                address = inputs[0].untyped_storage().data_ptr(), inputs[0].storage_offset()
+                groups.setdefault(address, []).append(BlockLinear(name, paths[module]))
         return list(groups.values())
 
     @torch.no_grad()
     def input_of(self, block: nn.Module, index: int, path: str, hidden: Tensor) -> Tensor:
-        """What one of the block's linear layers reads for one batch, ``[tokens, in]``; the forward stops there."""
+        """Return the input ``[tokens, in]`` of one linear layer of the block for one batch; the forward stops there."""
         hook = block.get_submodule(path).register_forward_pre_hook(_stop)
         try:
             self.run(block, index, hidden)
@@ -198,13 +198,13 @@ class Decoder:
             return reached.inputs.flatten(0, -2)
         finally:
             hook.remove()
-        raise AssertionError(f"block {index} never calls {path}")
+        raise RuntimeError(f"block {index} never calls {path}")
 
     @torch.no_grad()
     def advance_and_record(
         self, block: nn.Module, index: int, paths: Sequence[str], hiddens: list[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """`advance`, and what linear layers at `paths` read meanwhile, ``[tokens, in]`` per batch, on the CPU."""
+        """`advance`, and return the inputs ``[tokens, in]`` of the linear layers at `paths`, per batch, on the CPU."""
         seen: dict[str, list[Tensor]] = {path: [] for path in paths}
         hooks = [
             block.get_submodule(path).register_forward_pre_hook(
@@ -220,10 +220,10 @@ class Decoder:
         return seen
 
     def streaming_model(self, num_resident: int) -> Any:
-        """The whole model as the library has it, KV cache and all, whose blocks are read when they are called.
+        """Return the whole transformers model, which reads each block when it is called.
 
         Args:
-            num_resident: how many of them, from the first on, then stay in memory.
+            num_resident: how many blocks, from the first on, stay in memory afterwards.
         """
         model = self._outside_blocks()
         resident: dict[int, nn.Module] = {}
@@ -241,13 +241,13 @@ class Decoder:
         return forward
 
     def _outside_blocks(self, without: Sequence[str] = ()) -> Any:
-        """A copy of the skeleton with everything outside the blocks loaded."""
+        """Return a copy of the skeleton with everything outside the blocks loaded."""
         model = copy.deepcopy(self._skeleton)
         self._map.fill(model, "", self._like(), without=[self._blocks, *without])
         return model
 
     def _calls(self, hidden: Tensor) -> list[Call]:
-        """What each block is called with beside hidden states of this shape: positions and masks."""
+        """Return each block's arguments beside hidden states of this shape: positions and masks."""
         shape = (hidden.shape[0], hidden.shape[1])
         if self._calls_of is None or self._calls_of[0] != shape:
             with torch.no_grad():
@@ -256,7 +256,7 @@ class Decoder:
 
     @contextmanager
     def _filled(self, module: nn.Module, path: str) -> Iterator[None]:
-        """A module of the frame with its weights, which go when the block ends."""
+        """Load a module of the frame and drop its weights when the context ends."""
         empty = dict(module.named_parameters(recurse=False))
         self._map.fill(module, path, self._like())
         try:
@@ -276,8 +276,8 @@ class Decoder:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
-    """A hook that keeps the inputs of modules, in the order of the first call of each."""
+class _InputRecorder:
+    """A hook that records the inputs of modules, in the order of the first call of each."""
 
     inputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
 
@@ -286,7 +286,7 @@ class _Seen:
 
 
 class _Reached(Exception):
-    """Ends a block's forward at the layer whose input was asked for."""
+    """Ends a block's forward at the layer whose input is wanted."""
 
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether nested arguments are equal, tensors by value."""
+    """True if nested arguments are equal, tensors by value."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):

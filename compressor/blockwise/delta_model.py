@@ -1,6 +1,6 @@
-"""The model that a base and a delta make, one tensor at a time: its names, shapes, values and configuration.
+"""Present a base with a delta as the weights of one model: names, shapes, values and configuration.
 
-Writes nothing and runs nothing; an artifact is believed, so check it first.
+Reads one tensor at a time; must not run a model or write files. The artifact must have passed `check_artifact`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from deltastore.format.artifact import Artifact
 from deltastore.format.header import parse_json
 from deltastore.format.manifest import GENERATION_FILE
 
-if TYPE_CHECKING:  # brings the model library, which takes seconds
+# For types alone, because it imports transformers, which takes seconds.
+if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights
 
-BLOCK_NUMEL = 1 << 22  # of a matrix that is added up at a time
+BLOCK_NUMEL = 1 << 22  # weights of a matrix that are added at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaModel:
-    """A base with a delta over it, as weights that a decoder can be built from."""
+    """A base plus a delta, as weights that a decoder can be built from."""
 
     base: Checkpoint
     artifact: Artifact
 
     @property
     def path(self) -> Path:
-        """What messages call it."""
+        """The artifact's path, for messages."""
         return self.artifact.path
 
     @property
     def config(self) -> dict[str, Any]:
-        """The base's, with the variant's ties, vocabulary and token ids.
+        """The base's configuration with the fine-tune's ties, vocabulary and token ids.
 
         Raises:
             ArtifactError: the delta's generation config is no JSON object.
@@ -60,27 +61,26 @@ class DeltaModel:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By name, in layer order, the base's tensor that each is taken from; a head only where it is not tied."""
+        """The base's tensor behind each name, in layer order; a head only if it is not tied."""
         names = {name for name in self.base.tensors if not is_computed(name)} - {self.base.head_name}
         if not self.artifact.manifest.tied and (self.base.head_name or self.base.embedding_name):
             names.add(self._head())
         return {name: self.source(name) for name in sorted(names, key=layer_order)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one of the variant's tensors, added rows included."""
+        """Return a tensor's shape, with added rows."""
         spec = self.artifact.manifest.tensors.get(name)
         return self.source(name).shape if spec is None else tuple(spec.shape)
 
     def source(self, name: str) -> StoredTensor:
-        """The base's tensor that one of the variant's is taken from: a tied base has its embedding for a head."""
+        """Return the base's tensor behind `name`; a tied base has its embedding for a head."""
         spec = self.artifact.manifest.tensors.get(name)
         if spec is not None and spec.against is not None:
             return self.base.tensors[spec.against]
-        assert name in self.base.tensors or self.base.embedding_name is not None
         return self.base.tensors[name if name in self.base.tensors else str(self.base.embedding_name)]
 
     def read(self, name: str) -> Tensor:
-        """A tensor's values: coded ones in float32, which rounds them once, others as they are stored."""
+        """Return a tensor's values: coded ones in float32, others in their stored dtype."""
         spec, source = self.artifact.manifest.tensors.get(name), self.source(name)
         if spec is None:
             return self.base.read(source.name)
@@ -95,15 +95,11 @@ class DeltaModel:
         return weight
 
     def _head(self) -> str:
-        """What the head is called, also where the base has none and the variant's is the base's embedding unchanged."""
+        """Return the head's name, also if the base has none and the fine-tune's equals the base's embedding."""
         candidates = [self.base.head_name, *self.artifact.manifest.tensors]
         stored = (name for name in candidates if name is not None and name.endswith(HEAD_SUFFIXES))
-        beside = (
-            "embed_out.weight"
-            if str(self.base.embedding_name).endswith("embed_in.weight")
-            else "lm_head.weight"
-        )
-        return next(stored, beside)
+        is_neox = str(self.base.embedding_name).endswith("embed_in.weight")
+        return next(stored, "embed_out.weight" if is_neox else "lm_head.weight")
 
 
 def base_with_added_rows(pairs: Pairs) -> Weights:
@@ -127,7 +123,7 @@ def finetune_with_own_head(pairs: Pairs) -> Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FinetuneWithOwnHead:
-    """A fine-tune whose head is its embedding, under the name that the base's has."""
+    """A fine-tune with tied weights, whose head also has the name of the base's."""
 
     finetune: Checkpoint
     head: TensorPair
@@ -150,11 +146,12 @@ class _FinetuneWithOwnHead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _BaseWithAddedRows:
-    """A base with the rows that a fine-tune adds to its embedding, and to its head where it has one of its own."""
+    """A base with the rows that a fine-tune adds to its embedding, and to its head if that is not tied."""
 
     base: Checkpoint
     longer: Mapping[str, TensorPair]
-    tied: bool  # compared once: where a tied head is stored, all of it is read
+    # Kept, because `is_tied` reads all of a stored head.
+    tied: bool
 
     @property
     def path(self) -> Path:

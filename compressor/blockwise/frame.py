@@ -1,6 +1,6 @@
-"""A model of the library cut open at its list of decoder layers: the skeleton without weights, and what is around it.
+"""Run what surrounds the decoder layers of a transformers model, and build the model without weights.
 
-Knows the library's modules; nothing of checkpoints' tensors.
+Knows modules of transformers; must not know a checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from compressor.blockwise.weights import Weights
 from deltastore.errors import CheckpointError
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with beside hidden states
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # a layer's arguments without hidden states
 
 
 class Frame:
-    """A model whose layers pass hidden states on and note what else they were given."""
+    """A model whose layers pass hidden states through and record their other arguments."""
 
     def __init__(self, model: Any, blocks: str) -> None:
         self.model = model
-        self._body = model.get_submodule(blocks.rpartition(".")[0])  # the module that calls the layers
+        # The module that calls the layers.
+        self._body = model.get_submodule(blocks.rpartition(".")[0])
         self._calls: list[Call] = []
         self._entry: Tensor | None = None
-        self._exit: Tensor | None = None  # what the last layer gives instead
+        # Returned by the last layer in place of its input.
+        self._exit: Tensor | None = None
         layers = layers_of(model, blocks)
         for layer in layers:
             # On the object, because the model's code reads attributes of its layers.
-            layer.forward = self._looker_on(is_last=layer is layers[-1])
+            layer.forward = self._recording_forward(is_last=layer is layers[-1])
 
     def enter(self, **inputs: Tensor) -> tuple[Tensor, list[Call]]:
-        """What the first layer is given, and what each is called with beside it."""
+        """Return the first layer's hidden states and the other arguments of each layer."""
         self._calls, self._entry = [], None
         self._body(**inputs, use_cache=False)
         entry, calls, self._entry, self._calls = self._entry, self._calls, None, []
@@ -44,6 +46,7 @@ class Frame:
         return entry, calls
 
     def finish(self, hidden: Tensor) -> Tensor:
+        """Return the last hidden states from the last layer's output."""
         self._exit = hidden
         try:
             last: Tensor = self._body(inputs_embeds=hidden, use_cache=False).last_hidden_state
@@ -52,13 +55,15 @@ class Frame:
         return last
 
     def logits(self, head: nn.Module, last_hidden: Tensor) -> Tensor:
+        """Return the model's logits with `head` for its output head."""
+
         def replace(module: nn.Module, args: Any, output: Any) -> None:
             output.last_hidden_state = last_hidden
 
         hook = self._body.register_forward_hook(replace)
         empty = self.model.get_output_embeddings()
         self.model.set_output_embeddings(head)
-        # One token's body, because its output is replaced, and rows may be more than a model has positions.
+        # One token is enough, because its output is replaced; there may be more rows than positions.
         stand_in = torch.zeros_like(last_hidden[:1, :1])
         try:
             logits: Tensor = self.model(inputs_embeds=stand_in, use_cache=False).logits
@@ -68,7 +73,7 @@ class Frame:
             self._entry, self._calls = None, []
         return logits
 
-    def _looker_on(self, is_last: bool) -> Callable[..., Tensor]:
+    def _recording_forward(self, is_last: bool) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             hidden: Tensor = args[0] if args else kwargs.pop("hidden_states")
             if self._entry is None:
@@ -80,15 +85,20 @@ class Frame:
 
 
 def skeleton_of(weights: Weights, dtype: torch.dtype) -> Any:
-    """The model with its parameters on the meta device and its buffers as its own code computes them."""
-    settings = json.loads(json.dumps(weights.config))  # a copy, because the library changes what it is given
+    """Return the model with parameters on the meta device and buffers as its own code computes them.
+
+    Raises:
+        CheckpointError: transformers builds no model from the configuration.
+    """
+    # A copy, because transformers changes its argument.
+    settings = json.loads(json.dumps(weights.config))
     hook = nn.modules.module.register_module_parameter_registration_hook(_to_meta)
     try:
         config = AutoConfig.for_model(**settings)
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{weights.path}: the library builds no model from it: {reason}") from error
+        raise CheckpointError(f"{weights.path}: transformers builds no model from it: {reason}") from error
     finally:
         hook.remove()
     return model.eval().requires_grad_(False)
@@ -99,6 +109,11 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
 
 
 def layers_path(model: Any, path: Path) -> str:
+    """Return the path of the list of decoder layers in a model.
+
+    Raises:
+        CheckpointError: there is no such list.
+    """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

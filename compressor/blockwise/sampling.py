@@ -1,7 +1,7 @@
-"""Text that a model writes itself: many sequences at a time, at temperature 1, with its KV cache.
+"""Sample text from a model: groups of sequences at temperature 1, with the model's KV cache.
 
-Knows a decoder and token ids; nothing of tokenizers. Draws are decided by noise that is made before the first of them,
-one number per token, so that they do not depend on how sequences are grouped.
+Knows a decoder and token ids; must not know tokenizers. All noise is drawn beforehand, one number per token, so the
+text does not depend on how sequences are grouped.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from deltastore.errors import CheckpointError
 from deltastore.host_memory import available_bytes
 
 MAX_GROUP = 256  # sequences that are sampled together
-DRAWN_ROWS = 32  # whose distributions are summed up at a time, in float64
-MEMORY_PART = 0.4  # of what is free for blocks, and as much for the KV cache
+DRAWN_ROWS = 32  # distributions that are cumulated at a time, in float64
+MEMORY_PART = 0.4  # of free memory for blocks, and the same for the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """What fits memory while a model samples."""
+    """How many blocks and sequences fit into memory while a model generates."""
 
     num_resident_blocks: int
     group_size: int  # sequences generated together
 
     @classmethod
     def of(cls, decoder: Decoder, length: int, free_bytes: int) -> GenerationPlan:
-        """All blocks if they fit, else as many as do beside the one that is being read.
+        """Keep all blocks if they fit, else as many as fit beside the one that is being read.
 
-        Groups are powers of two, so that a little more or less memory does not change what float rounding makes.
+        Groups are powers of two, so that small differences in free memory do not change float rounding.
         """
         part = int(MEMORY_PART * free_bytes)
         blocks = [decoder.block_bytes(index) for index in range(decoder.num_blocks)]
@@ -54,10 +54,10 @@ def sample(
     """Continue prompts to `length` tokens each, end-of-text tokens and what follows them included.
 
     Args:
-        on_tokens: told how many tokens were drawn, each time.
+        on_tokens: called with the number of tokens of each draw.
 
     Raises:
-        CheckpointError: the model gives no distribution, NaN for instance, or has no KV cache.
+        CheckpointError: logits that are not finite, or a model without a KV cache.
     """
     noise = torch.rand(len(prompts), length - prompts.shape[1], generator=generator, dtype=torch.float64)
     plan = GenerationPlan.of(decoder, length, free_bytes(decoder.device))
@@ -77,7 +77,7 @@ def sample(
 
 
 def kv_bytes(decoder: Decoder) -> int:
-    """Of the KV cache, per token; more than it takes where layers keep a window only or share heads in other ways."""
+    """Return an upper bound on the KV cache's bytes per token: windows and shared heads may need less."""
     config = decoder.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -99,7 +99,7 @@ def _continue(
     ids: Tensor,  # [sequences, tokens]
     noise: Tensor,  # [sequences, draws] float64
     on_tokens: Callable[[int], Any] | None,
-) -> Tensor:  # [sequences, tokens + draws]; -1 where there was no distribution
+) -> Tensor:  # [sequences, tokens + draws]; -1 where the logits were not finite
     cache, pieces = None, [ids]
     for column in noise.to(ids.device).T:
         output = model(
@@ -115,7 +115,7 @@ def _continue(
 
 
 class _NoCache(Exception):
-    """The model keeps its past otherwise."""
+    """The model returned no KV cache."""
 
 
 def _refusal(decoder: Decoder) -> CheckpointError:
@@ -128,8 +128,8 @@ def _refusal(decoder: Decoder) -> CheckpointError:
 def draw(
     logits: Tensor,  # [rows, vocabulary]
     noise: Tensor,  # [rows] float64, in [0, 1)
-) -> Tensor:  # [rows] int64; -1 where the logits are no distribution
-    """One id per row: the first whose cumulated probability is above the row's noise."""
+) -> Tensor:  # [rows] int64; -1 where the logits are not finite
+    """Draw one id per row: the first whose cumulated probability exceeds the row's noise."""
     drawn = []
     for first in range(0, len(logits), DRAWN_ROWS):
         rows = slice(first, first + DRAWN_ROWS)

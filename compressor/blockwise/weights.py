@@ -1,7 +1,7 @@
-"""From stored tensors to a model's parameters, one part of the model at a time. Knows names, and runs nothing.
+"""Load stored tensors into a model's parameters, one part of the model at a time. Knows names; must not run a model.
 
-A checkpoint may name tensors otherwise than the model does, and hold experts one by one that the model has in one
-parameter; both are put right by the library's own rules, as `from_pretrained` does.
+A checkpoint may use other names than the model and hold experts singly that the model has in one parameter. Both are
+converted by the rules of transformers, as in `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deltastore.errors import CheckpointError
 
 
 class Weights(Protocol):
-    """What a model is built from: a checkpoint, or one some of whose tensors are others."""
+    """Weights of a model: a checkpoint, or one with some tensors replaced."""
 
     @property
     def path(self) -> Path: ...
@@ -45,12 +45,11 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlay:
-    """A checkpoint some of whose tensors are others: the fine-tune, with matrices as its delta gives them so far."""
+    """A checkpoint with some tensors replaced, such as a fine-tune with the matrices that its delta gives so far."""
 
     checkpoint: Weights
-    replacement: Callable[
-        [str], Tensor | None
-    ]  # of a tensor by name, in the checkpoint's shape; None: its own
+    # By name, a tensor of the checkpoint's shape; None keeps the checkpoint's.
+    replacement: Callable[[str], Tensor | None]
 
     @property
     def path(self) -> Path:
@@ -71,22 +70,21 @@ class Overlay:
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """What one parameter, or the parameters that one conversion gives, are made from."""
+    """The stored tensors behind one parameter, or behind the parameters of one conversion."""
 
     converter: WeightConverter | None
-    tensors: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # name, and the converter's pattern it matches
+    # Name, and the converter's pattern that it matches.
+    tensors: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightMap:
-    """Where every parameter of a model comes from."""
+    """The stored tensors of every parameter of a model."""
 
     model: PreTrainedModel  # its parameters may be on the meta device
     weights: Weights
-    sources: Mapping[str, _Source]  # by parameter, or by the first of those that a conversion gives
-    tied: Mapping[str, str]  # parameters that need not be stored, and the ones that they are then
+    sources: Mapping[str, _Source]  # by parameter, or by the first parameter of a conversion
+    tied: Mapping[str, str]  # the parameter that each tied parameter shares its tensor with
 
     @classmethod
     def of(cls, model: PreTrainedModel, weights: Weights) -> WeightMap:
@@ -96,7 +94,8 @@ class WeightMap:
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         known, prefix = model.state_dict(), model.base_model_prefix
         sources: dict[str, _Source] = {}
-        for name in sorted(weights.tensors, key=dot_natural_key):  # experts by number, as they are stacked
+        # In natural order, because experts are stacked by number.
+        for name in sorted(weights.tensors, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:
                 target, pattern = name, None
@@ -106,16 +105,16 @@ class WeightMap:
         return cls(model, weights, sources, dict(model.all_tied_weights_keys))
 
     def stored_name(self, parameter: str) -> str | None:
-        """The tensor that a parameter is, as the checkpoint calls it; None where it is made of several."""
+        """Return the checkpoint's name of a parameter; None if it is converted from several tensors."""
         source = self.sources.get(parameter) or self.sources.get(self.tied.get(parameter, ""))
         return source.tensors[0][0] if source is not None and source.converter is None else None
 
     def fill(self, module: nn.Module, path: str, like: Tensor, without: Sequence[str] = ()) -> None:
-        """Give `module`, which stands at `path` in the model, the stored values of its parameters and buffers.
+        """Load the parameters and buffers of `module`, which is at `path` in the model.
 
         Args:
-            like: has the device that all of them shall be on, and the dtype of those that are floats.
-            without: paths in the model whose parameters stay as they are.
+            like: gives their device, and the dtype of floats.
+            without: paths in the model whose parameters are not loaded.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape than the configuration says.
@@ -136,7 +135,7 @@ class WeightMap:
         _move_buffers(module, like.device)
 
     def _read(self, target: str, like: Tensor) -> dict[str, Tensor]:
-        """The values of a parameter, or of all those that come out of its conversion."""
+        """Return the values of a parameter, or of all parameters of its conversion, by name."""
         source = self.sources[target]
         if source.converter is None:
             return {target: self._read_stored(source.tensors[0][0], like)}
@@ -158,8 +157,9 @@ class WeightMap:
             raise CheckpointError(
                 f"{self.weights.path}: parameter {full!r} is not there: fetch the checkpoint again"
             )
+        # A buffer that transformers computes.
         if value is None:
-            return  # a buffer that this version of the library computes
+            return
         if value.shape != own.shape:
             raise CheckpointError(
                 f"{self.weights.path}: tensor {full!r} has shape {tuple(value.shape)} and the model that config.json "
@@ -169,7 +169,7 @@ class WeightMap:
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers that the library computes, in the dtype in which it does."""
+    """Move the buffers that transformers computes; they keep their dtype."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:

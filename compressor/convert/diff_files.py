@@ -1,6 +1,6 @@
-"""A `.pt` file with somebody else's one-bit delta, opened without running any of it: coded modules, whole parameters.
+"""Open a `.pt` file of BitDelta or the per-axis paper's code, and unpack its modules. No code in the file runs.
 
-Knows what BitDelta and the paper's code call their tensors and how they pack signs; nothing of bases or artifacts.
+Knows the keys of both and how they pack signs; must not know bases or artifacts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deltastore.format.validate import LARGEST_SCALE
 Kind = Literal["bitdelta", "per-axis"]
 WORD_BITS = 32
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# What a damaged pickle or zip file raises in torch's restricted reader.
+# Raised by torch's restricted reader for a damaged pickle or zip file.
 UNREADABLE = (
     OSError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, EOFError, ArithmeticError,
     zipfile.BadZipFile,
@@ -30,46 +30,47 @@ UNREADABLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a coded module's two tensors are called, and what its coefficients stand along."""
+class CodedForm:
+    """Key endings of a coded module's two tensors, and the axis of its coefficients."""
 
     axis: Literal["scalar", "in", "out"]
-    mask: str  # endings of keys
-    coeff: str
+    mask: str  # key ending
+    coeff: str  # key ending
 
 
-# The paper's `row` is one per input: its code transposes the weight. Where a module has both, the first is in force
-# (its Algorithm 7).
-FORMS: Mapping[Kind, tuple[Form, ...]] = {
-    "bitdelta": (Form("scalar", ".mask", ".coeff"),),
-    "per-axis": (Form("in", ".mask_row", ".coeff_row"), Form("out", ".mask_col", ".coeff_col")),
+# The paper's `row` is one per input, because its Algorithm 6 transposes the weight. If a module has both, the first is
+# applied, as in its Algorithm 7.
+FORMS: Mapping[Kind, tuple[CodedForm, ...]] = {
+    "bitdelta": (CodedForm("scalar", ".mask", ".coeff"),),
+    "per-axis": (CodedForm("in", ".mask_row", ".coeff_row"), CodedForm("out", ".mask_col", ".coeff_col")),
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedModule:
-    """One linear module's delta as the file holds it."""
+    """One linear module's delta as stored in the file."""
 
     path: Path
     module: str
-    form: Form
+    form: CodedForm
     mask: Tensor  # [in / 32, out] int32; bit i of word j is input 32j + i, a set bit is +1
     coeff: Tensor  # one, [in] or [out], any float dtype
 
     @property
     def mask_key(self) -> str:
-        """As messages call it."""
+        """The file and key of the mask, for messages."""
         return f"{self.path}: {shown(self.module + self.form.mask)}"
 
     @property
     def coeff_key(self) -> str:
+        """The file and key of the coefficients, for messages."""
         return f"{self.path}: {shown(self.module + self.form.coeff)}"
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Check dtypes and shapes against the weight's `shape` ``[out, in]``; reads no values.
 
         Raises:
-            CheckpointError: the first that does not fit.
+            CheckpointError: a dtype or shape that does not fit.
         """
         if len(shape) != 2:
             raise CheckpointError(
@@ -98,10 +99,10 @@ class CodedModule:
             )
 
     def delta(self) -> OneBit:
-        """In our own packing and scales; `check` has passed.
+        """Return the delta in the artifact's packing; `check` must have passed.
 
-        A word's four bytes, the lowest first, are our packing of its 32 inputs, so turning the matrix of words is all
-        there is to do. Coefficients become FP16 times a power of two, within 2^-11 of themselves.
+        The four bytes of a word, lowest first, are the artifact's packing of its 32 inputs, so the words are only
+        transposed. Coefficients become FP16 times a power of two, with a relative error of at most 2^-11.
 
         Raises:
             CheckpointError: a coefficient that is NaN, infinite or beyond any delta's.
@@ -120,7 +121,7 @@ class CodedModule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiffFile:
-    """What the file holds, by the names of checkpoints' tensors."""
+    """The content of a file by checkpoint tensor name."""
 
     path: Path
     coded: Mapping[str, CodedModule]
@@ -128,21 +129,21 @@ class DiffFile:
 
     @classmethod
     def open(cls, path: Path, kind: Kind) -> DiffFile:
-        """Load a file that `torch.save` wrote, tensors alone, and sort its keys. Its bytes are mapped, not read.
+        """Load a file that `torch.save` wrote, tensors only, and sort its keys. The file is memory-mapped.
 
         Raises:
-            CheckpointError: no such file, a damaged one, one that needs code to be loaded, one that holds anything
-                but named tensors, or a module that is not complete.
+            CheckpointError: no such file, a damaged one, one that needs code to be loaded, one that holds more than
+                named tensors, or a module that is not complete.
         """
         tensors = _tensors(path)
-        parts: dict[str, _Parts] = {}
+        parts: dict[str, _ModuleTensors] = {}
         whole: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             module = _part_of(key, kind, path)
             if module is None:
                 whole[key] = _parameter(key, tensor, path)
             else:
-                parts.setdefault(module, _Parts()).tensors[key] = tensor
+                parts.setdefault(module, _ModuleTensors()).tensors[key] = tensor
         coded = {f"{module}.weight": some.coded(path, module, kind) for module, some in parts.items()}
         if twice := coded.keys() & whole.keys():
             raise CheckpointError(
@@ -158,8 +159,8 @@ SAVE_AGAIN = "save a dict of plain tensors on the CPU with torch.save"
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """The tensors of one module."""
+class _ModuleTensors:
+    """The tensors of one module, by key."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -178,7 +179,7 @@ class _Parts:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """The file's dictionary, and nothing but named tensors in it."""
+    """Load the file and check that it is a dict of named tensors."""
     content = _load(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: it holds a {type(content).__name__} and no dict: {SAVE_AGAIN}")
@@ -191,7 +192,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> Any:
-    """Whatever the file holds. Mapped, because torch then clamps what a hostile file says of its own sizes."""
+    """Load the file. Memory-mapped, because torch then bounds the sizes that a hostile file claims."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file: give --diff the .pt file of a delta")
     try:
@@ -199,7 +200,7 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: it holds more than tensors, and loading that could run a stranger's code: {SAVE_AGAIN}"
+            f"{path}: it holds more than tensors, and loading that could run code from the file: {SAVE_AGAIN}"
         ) from error
     except UNREADABLE as error:
         raise CheckpointError(
@@ -211,15 +212,15 @@ def _load(path: Path) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is numbers in ordinary memory: nothing sparse, quantised, nested or without data."""
+    """True for a dense CPU tensor with data: not sparse, quantised, nested or on the meta device."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         return False
-    ordinary = value.layout == torch.strided and value.device.type == "cpu"
-    return ordinary and not (value.is_quantized or value.is_nested or value.is_neg())
+    is_dense = value.layout == torch.strided and value.device.type == "cpu"
+    return is_dense and not (value.is_quantized or value.is_nested or value.is_neg())
 
 
 def _part_of(key: str, kind: Kind, path: Path) -> str | None:
-    """The module that a key belongs to, or None for a parameter of its own."""
+    """Return the module of a mask's or coefficient's key; None for a whole parameter."""
     for own, forms in FORMS.items():
         for ending in (ending for form in forms for ending in (form.mask, form.coeff)):
             if not key.endswith(ending):

@@ -1,4 +1,7 @@
-"""A base and a delta as one stock Hugging Face checkpoint: reads both in row blocks, a kernel adds, `shards` writes."""
+"""Merge a base and a delta into one Hugging Face checkpoint.
+
+Reads both in row blocks; `merge_kernel.py` adds them and `shards.py` writes the result.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from compressor.blockwise.delta_model import DeltaModel
+from compressor.convert.merge_kernel import merge_delta
 from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.io.outputs import check_free_disk, check_not_an_input
 from compressor.io.pairs import is_finite
@@ -39,7 +43,7 @@ DTYPES: Mapping[str, DtypeName] = {"BF16": "bfloat16", "F16": "float16", "F32": 
 
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
-    """What to merge and where to."""
+    """Settings of one merge."""
 
     base: str  # a directory or a hub id
     delta: Path
@@ -50,7 +54,7 @@ class MergeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """What was written."""
+    """A written checkpoint."""
 
     out: Path
     dtype: DtypeName
@@ -67,12 +71,12 @@ class MergeResult:
 
 
 def merge(config: MergeConfig) -> MergeResult:
-    """Write the variant as `save_pretrained` would: base in float32 plus delta, rounded once to the output's dtype.
+    """Write base plus delta as `save_pretrained` would; sums are float32, rounded once to the output's dtype.
 
     Raises:
         ArtifactError, BaseMismatch: an artifact that is malformed, or made from another base.
-        StorageFull: no room at `out`.
-        UsageError: an `out` that is there already, or cannot be written.
+        StorageFull: too little free disk at `out`.
+        UsageError: an `out` that exists already, or cannot be written.
     """
     check_not_an_input(config.out, {"--base": config.base, "--delta": config.delta})
     base = Checkpoint.open(checkpoint_directory(config.base))
@@ -80,14 +84,14 @@ def merge(config: MergeConfig) -> MergeResult:
         check_artifact(artifact)
         check_base(artifact, identify_base(base, config.progress))
         dtype = config.dtype or _own_dtype(base)
-        merged = _Merged(DeltaModel(base, artifact), getattr(torch, dtype))
+        merged = _MergedModel(DeltaModel(base, artifact), getattr(torch, dtype))
         shards = split_into_shards(merged.outputs())
         size_bytes = sum(shard.num_bytes for shard in shards)
         files = merged.files()
         needed = size_bytes + sum(map(len, files.values()))
         _check_out(config.out, needed)
         with (
-            _appearing(config.out, needed) as directory,
+            _renamed_at_end(config.out, needed) as directory,
             byte_progress(size_bytes, config.out.name, config.progress) as bar,
         ):
             for shard in shards:
@@ -99,26 +103,26 @@ def merge(config: MergeConfig) -> MergeResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Merged:
+class _MergedModel:
     """The merged model's tensors and files."""
 
-    variant: DeltaModel
+    model: DeltaModel
     dtype: torch.dtype
 
     @property
     def base(self) -> Checkpoint:
-        return self.variant.base
+        return self.model.base
 
     @property
     def artifact(self) -> Artifact:
-        return self.variant.artifact
+        return self.model.artifact
 
     def outputs(self) -> list[OutputTensor]:
-        """Every tensor, in layer order; the head only where it is not the embedding."""
-        return [self._output(name) for name in self.variant.tensors]
+        """Return every tensor in layer order; a head only if it is not tied."""
+        return [self._output(name) for name in self.model.tensors]
 
     def blocks(self, output: OutputTensor) -> Iterator[Tensor]:
-        """The values of one tensor, in blocks from first to last."""
+        """Yield the values of one tensor in row blocks."""
         for block in self._merged(output):
             if self.dtype == torch.float16 and not is_finite(block):
                 raise UsageError(
@@ -127,14 +131,12 @@ class _Merged:
             yield block
 
     def _merged(self, output: OutputTensor) -> Iterator[Tensor]:
-        from compressor.convert.merge_kernel import merge_delta  # imported when needed: it brings a compiler
-
         spec = self.artifact.manifest.tensors.get(output.name)
         if spec is not None and spec.codec == "whole":
             for part in self.artifact.blocks(self.artifact.header.tensors[output.name]):
                 yield part.to(self.dtype)
             return
-        source = self.variant.source(output.name)
+        source = self.model.source(output.name)
         if spec is None:
             for rows in row_blocks(source.shape, BLOCK_NUMEL):
                 yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
@@ -159,20 +161,21 @@ class _Merged:
         return {"config.json": config.encode() + b"\n", **files}
 
     def _config(self) -> dict[str, Any]:
-        config = self.variant.config
+        config = self.model.config
         config["dtype"] = str(self.dtype).removeprefix("torch.")
-        if "torch_dtype" in config:  # the key of older versions of the library
+        # The key of older versions of transformers.
+        if "torch_dtype" in config:
             config["torch_dtype"] = config["dtype"]
         return config
 
     def _output(self, name: str) -> OutputTensor:
-        source = self.variant.source(name)
+        source = self.model.source(name)
         dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
-        return OutputTensor(name, dtype, self.variant.shape(name))
+        return OutputTensor(name, dtype, self.model.shape(name))
 
 
 def _own_dtype(base: Checkpoint) -> DtypeName:
-    """The dtype of most of the base's weights."""
+    """Return the dtype of most of the base's weights."""
     sizes = dict.fromkeys(DTYPES, 0)
     for stored in base.tensors.values():
         if stored.dtype in sizes:
@@ -189,11 +192,11 @@ def _check_out(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def _appearing(out: Path, needed: int) -> Iterator[Path]:
-    """A directory beside `out` that takes its name when the block ends, and is removed when it fails.
+def _renamed_at_end(out: Path, needed: int) -> Iterator[Path]:
+    """Yield a directory beside `out` that is renamed to `out` when the context ends, and removed if it fails.
 
     Raises:
-        StorageFull: there was no room for all of the `needed` bytes that the block would write.
+        StorageFull: the disk became full before all `needed` bytes were written.
         UsageError: nothing can be written beside `out`.
     """
     try:
@@ -203,7 +206,8 @@ def _appearing(out: Path, needed: int) -> Iterator[Path]:
     try:
         yield partial
         partial.chmod(0o755)
-        os.replace(partial, out)  # last, so that a reader finds the whole checkpoint or none
+        # Last, so that a reader finds the whole checkpoint or none.
+        os.replace(partial, out)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,8 +1,8 @@
-"""Base weights plus a coded delta, rounded once: numba on the CPU, one pass over memory for one plane. Knows no files.
+"""Add a coded delta to base weights and round once, with numba on the CPU in one pass over memory. Knows no files.
 
-Bit for bit what `MatrixDelta.dense` added to the base in float32 gives. The inner loop is written as vectors of LLVM's
-intermediate language, because the compiler does not see by itself that packed signs are a vector mask; LLVM lowers
-them for any processor. Call it from one thread: numba's fallback threading layer ends the process on concurrent calls.
+Equal bit for bit to adding `MatrixDelta.dense` to the base in float32. The inner loop is LLVM vector code, because
+numba does not turn packed signs into a vector mask by itself; LLVM lowers it for any processor. Call it from one
+thread: numba's fallback threading layer ends the process on concurrent calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from deltastore.format.matrix import MatrixDelta
 from deltastore.format.onebit import OneBit
 
 LANES = 32  # 64 bytes of 16-bit weights
-PREFETCH_BYTES = (
-    4096  # how far ahead of itself a row is asked for; without it the kernel takes half as long again
-)
+# Distance of the prefetch in a row; without it the kernel takes 1.5 times as long.
+PREFETCH_BYTES = 4096
 
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -34,7 +33,7 @@ BITS = {
     torch.float16: (torch.uint16, I16),
     torch.float32: (torch.uint32, I32),
 }
-BF16_NAN = 0x7FC0  # what torch rounds NaN to
+BF16_NAN = 0x7FC0  # torch's rounding of NaN
 
 Vector = Any  # an LLVM value; llvmlite has no types of its own
 
@@ -50,7 +49,8 @@ def merge_delta(
         merge_rows(base, delta.planes[0], rows, out)
         return
     first, _, _ = rows.indices(delta.out_features)
-    for block in row_blocks(tuple(base.shape)):  # so small that the sum stays in a core's cache
+    # Blocks are so small that their sum stays in a core's cache.
+    for block in row_blocks(tuple(base.shape)):
         own = slice(first + block.start, first + block.stop)
         # Minus zero plus any number is that number, zeros of both signs too.
         total = torch.full(base[block].shape, -0.0)
@@ -66,10 +66,16 @@ def merge_rows(
     rows: slice,  # of the delta; as many as `base` has
     out: Tensor,  # [rows, in] any of the three; may be `base`
 ) -> None:
-    """Write ``base + delta`` of some rows of one plane into `out`, both contiguous."""
-    assert base.is_contiguous()
-    assert out.is_contiguous()
-    assert base.shape == out.shape
+    """Write ``base + delta`` of some rows of one plane into `out`.
+
+    Raises:
+        ValueError: `base` or `out` is not contiguous, or their shapes differ.
+    """
+    # The kernel computes addresses, so it would write outside of its arrays.
+    if not base.is_contiguous() or not out.is_contiguous() or base.shape != out.shape:
+        raise ValueError(
+            f"base {tuple(base.shape)} and out {tuple(out.shape)} must be contiguous and of one shape"
+        )
     scale_in = torch.ones(delta.in_features) if delta.scale_in is None else delta.scale_in.float()
     _kernel(base.dtype, out.dtype)(
         base.view(BITS[base.dtype][0]).numpy(),
@@ -82,7 +88,7 @@ def merge_rows(
 
 @cache
 def _kernel(source: torch.dtype, target: torch.dtype) -> Callable[..., None]:
-    """The compiled loop for one pair of dtypes; compiling takes about a second."""
+    """Compile the loop for one pair of dtypes, in about a second."""
     merge_lanes, merge_one = _step(source, target, LANES), _step(source, target, 1)
     source_bytes, target_bytes = source.itemsize, target.itemsize
 
@@ -122,7 +128,7 @@ def _kernel(source: torch.dtype, target: torch.dtype) -> Callable[..., None]:
 
 
 def _step(source: torch.dtype, target: torch.dtype, lanes: int) -> Any:
-    """A numba function over addresses that merges `lanes` neighbours of one row.
+    """Return a numba function over addresses that merges `lanes` neighbours of one row.
 
     Its last argument is the bit at which their signs begin; it is 0 for more than one lane.
     """
@@ -134,7 +140,7 @@ def _step(source: torch.dtype, target: torch.dtype, lanes: int) -> Any:
             _prefetch(b, b.add(base, I64(PREFETCH_BYTES)))
             weights = _load(b, base, BITS[source][1], lanes, source.itemsize)
             scales = _load(b, scale_in, F32, lanes, 4)
-            # As `dense` has it: (sign * out) * in. A sign commutes with rounding, so it may come last.
+            # The order of `dense` is (sign * out) * in; a sign commutes with rounding, so it may come last.
             size = b.bitcast(b.fmul(scales, _splat(b, scale_out, F32, lanes)), _vector(I32, lanes))
             flipped = b.xor(size, _constant(I32, 1 << 31, lanes))
             delta = b.select(_mask(b, signs, bit, lanes), size, flipped)
@@ -151,7 +157,7 @@ def _step(source: torch.dtype, target: torch.dtype, lanes: int) -> Any:
 
 
 def _mask(b: Any, signs: Vector, bit: Vector, lanes: int) -> Vector:
-    """One bit per lane, set where the sign is +1."""
+    """Emit one bit per lane, set where the sign is +1."""
     if lanes == 1:
         byte = b.load(b.inttoptr(signs, I8.as_pointer()))
         return b.bitcast(b.trunc(b.lshr(byte, b.trunc(bit, I8)), I1), _vector(I1, 1))
@@ -161,7 +167,7 @@ def _mask(b: Any, signs: Vector, bit: Vector, lanes: int) -> Vector:
 
 
 def _widen(b: Any, weights: Vector, source: torch.dtype, lanes: int) -> Vector:
-    """Stored bits as float32, exactly."""
+    """Emit the exact conversion of stored bits to float32."""
     if source == torch.bfloat16:
         shifted = b.shl(b.zext(weights, _vector(I32, lanes)), _constant(I32, 16, lanes))
         return b.bitcast(shifted, _vector(F32, lanes))
@@ -171,7 +177,7 @@ def _widen(b: Any, weights: Vector, source: torch.dtype, lanes: int) -> Vector:
 
 
 def _narrow(b: Any, values: Vector, target: torch.dtype, lanes: int) -> Vector:
-    """float32 rounded to nearest, ties to even, as stored bits."""
+    """Emit the rounding of float32 to stored bits, to nearest with ties to even."""
     bits = b.bitcast(values, _vector(I32, lanes))
     if target == torch.bfloat16:
         odd = b.and_(b.lshr(bits, _constant(I32, 16, lanes)), _constant(I32, 1, lanes))
@@ -188,9 +194,8 @@ def _prefetch(b: Any, address: Vector) -> None:
     pointer = I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     prefetch = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
-    b.call(
-        prefetch, [b.inttoptr(address, pointer), I32(0), I32(3), I32(1)]
-    )  # data, to be read, kept in all caches
+    # A read, kept in all caches, of data.
+    b.call(prefetch, [b.inttoptr(address, pointer), I32(0), I32(3), I32(1)])
 
 
 def _load(b: Any, address: Vector, element: Any, lanes: int, align: int) -> Vector:

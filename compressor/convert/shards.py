@@ -1,4 +1,4 @@
-"""Stock sharded safetensors files, written from blocks as they come. Knows names and sizes, not what values mean."""
+"""Write sharded safetensors files block by block, as transformers lays them out. Knows names and sizes only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor to be written."""
+    """The name, dtype and shape of a tensor to write."""
 
     name: str
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors' name, such as BF16
     shape: tuple[int, ...]
 
     @property
@@ -32,7 +32,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShard:
-    """One file and its tensors in order."""
+    """One safetensors file and its tensors in order."""
 
     file: str
     outputs: Sequence[OutputTensor]
@@ -45,7 +45,7 @@ class CheckpointShard:
 def split_into_shards(
     outputs: Iterable[OutputTensor], max_bytes: int = MAX_SHARD_BYTES
 ) -> list[CheckpointShard]:
-    """Share tensors out to files of at most `max_bytes`, or of one tensor that is larger, named as the library does."""
+    """Split tensors into files of at most `max_bytes`, or of one larger tensor, named as transformers does."""
     groups: list[list[OutputTensor]] = [[]]
     num_bytes = 0  # of the last group
     for output in outputs:
@@ -66,9 +66,9 @@ def write_shard(
     directory: Path,
     shard: CheckpointShard,
     blocks: Callable[[OutputTensor], Iterable[Tensor]],  # of one tensor, in order
-    written: Callable[[int], object],  # told the bytes of each block
+    on_bytes: Callable[[int], object],  # called with the bytes of each block
 ) -> None:
-    """Write one file, a block at a time."""
+    """Write one file, a block at a time; `blocks` yields those of one tensor."""
     entries, position = [], 0
     for output in shard.outputs:
         entries.append(
@@ -80,11 +80,11 @@ def write_shard(
         for output in shard.outputs:
             for block in blocks(output):
                 file.write(block.contiguous().view(-1).view(torch.uint8).numpy().data)
-                written(block.nbytes)
+                on_bytes(block.nbytes)
 
 
 def write_index(directory: Path, shards: Sequence[CheckpointShard]) -> None:
-    """Say which tensor is in which file, where there is more than one."""
+    """Write the index of tensors by file, if there is more than one file."""
     if len(shards) > 1:
         weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
         total = sum(shard.num_bytes for shard in shards)

@@ -1,4 +1,4 @@
-"""The command `peraxis eval`: options in, one call, a table out."""
+"""The command `peraxis eval`: parse options, evaluate one delta, print a table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from deltastore.errors import UsageError, shown
 
+# For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
     from compressor.evaluate.evaluation import Evaluation
     from compressor.evaluate.fidelity import Fidelity
@@ -62,7 +63,8 @@ def evaluate(
     names = () if tasks is None else tuple(tasks.split(","))
     if not all(names):
         raise UsageError(f"--tasks {tasks!r}: give names or .yaml files with a comma between two")
-    from compressor.evaluate.evaluation import EvalConfig  # imported when needed: torch takes seconds
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.evaluate.evaluation import EvalConfig
     from compressor.evaluate.evaluation import evaluate as run
 
     result = run(EvalConfig(base, finetune, delta, text, samples, names, progress))

@@ -1,6 +1,6 @@
-"""How well a delta stands for its fine-tune: fidelity on text and scores in tasks, of the base and of the delta.
+"""Measure base and delta against the fine-tune: fidelity on text, and scores in tasks.
 
-The base's distance from the fine-tune is the scale by which the delta's is read.
+The base's distance from the fine-tune is the scale for the delta's.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from deltastore.progress import identify_base, progress_bar
 if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights
 
-BATCH_TOKENS = 4096  # that one forward sees
-SEED = 0x5EED  # of text sampled here; other than that on which a delta is likely to have been fitted
+BATCH_TOKENS = 4096  # tokens of one forward
+SEED = 0x5EED  # of sampled text; not the default of `compress`, so the delta was not fitted to the same text
 MODELS = ("base", "finetune", "delta")
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """What to evaluate, and on what."""
+    """Settings of one evaluation."""
 
     base: str  # a directory or a hub id
     finetune: str  # the same, or an adapter's
     delta: Path
-    text: str  # as Calibration's source
+    text: str  # a source of `Calibration`
     samples: int
     tasks: tuple[str, ...] = ()
     progress: bool = False
@@ -53,17 +53,17 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How far base and delta are from the fine-tune."""
+    """Distances of base and delta from the fine-tune."""
 
     base: Fidelity
     delta: Fidelity
     num_sequences: int
-    foreign: tuple[str, ...]  # tensors that the delta carries whole and that are not the fine-tune's
+    foreign: tuple[str, ...]  # tensors that the delta carries whole and that differ from the fine-tune's
     scores: Mapping[str, Mapping[str, Score]]  # by task, then by MODELS
 
     @property
     def kept(self) -> float | None:
-        """By KL, the share of the way from base to fine-tune that the delta goes; None where those two agree."""
+        """``1 - KL(delta) / KL(base)``; None if base and fine-tune agree."""
         return 1 - self.delta.kl / self.base.kl if self.base.kl else None
 
     def as_json(self) -> dict[str, Any]:
@@ -81,15 +81,15 @@ class Evaluation:
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
-    """Measure base and delta against the fine-tune, in float32, a block of a model at a time; tasks load models whole.
+    """Measure base and delta against the fine-tune, in float32 and block by block; tasks load whole models.
 
-    A base whose vocabulary the fine-tune has made longer is measured with the fine-tune's added rows.
+    A base with a shorter vocabulary is measured with the fine-tune's added rows.
 
     Raises:
         ArtifactError, BaseMismatch: a delta that is malformed, or made from another base.
         CheckpointError: checkpoints that are no pair, or not this delta's; a model that cannot be run.
-        StorageFull: no room for the merged model, which tasks need.
-        UsageError: text or tasks that cannot be had.
+        StorageFull: too little disk for the merged model, which tasks need.
+        UsageError: text or tasks that cannot be loaded.
     """
     base = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base) as finetune:
@@ -97,7 +97,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
-    """With base and fine-tune at hand."""
     base, finetune = map(Checkpoint.open, directories)
     pairs = pair_up(base, finetune)
     with Artifact.open(config.delta) as artifact:
@@ -106,7 +105,7 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
         variant = DeltaModel(base, artifact)
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None
-        with _telling_of_text():
+        with _errors_of_text():
             students = (base_with_added_rows(pairs), variant)
             num_sequences, (of_base, of_delta) = _measure(finetune, students, config)
         foreign = tuple(_foreign(pairs, artifact))
@@ -117,7 +116,7 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
 def _measure(
     finetune: Checkpoint, students: Sequence[Weights], config: EvalConfig
 ) -> tuple[int, list[Fidelity]]:
-    """How many sequences of text there were, and the students' fidelity on them."""
+    """Return the number of sequences of text and the students' fidelity on them."""
     if config.text == "none":
         raise UsageError("--text none: give a .txt or .jsonl file, a data set's name, or self")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +140,7 @@ def _measure(
 
 
 def _check_finetune(pairs: Pairs, variant: DeltaModel) -> None:
-    """The delta could have been made from this fine-tune."""
+    """Refuse a delta that cannot have been made from this fine-tune."""
     where, finetune = variant.artifact.where, pairs.finetune.path
     remedy = "give the fine-tune that it was made from"
     if pairs.tied != variant.artifact.manifest.tied:
@@ -156,7 +155,7 @@ def _check_finetune(pairs: Pairs, variant: DeltaModel) -> None:
 
 
 def _foreign(pairs: Pairs, artifact: Artifact) -> Iterator[str]:
-    """Tensors that are in the delta as they are, and in the fine-tune otherwise: it may be another one's delta."""
+    """Yield tensors that the delta carries whole and that differ from the fine-tune's."""
     for pair in pairs.tensors:
         spec = artifact.manifest.tensors.get(pair.name)
         if spec is not None and spec.codec == "whole":
@@ -168,7 +167,7 @@ def _foreign(pairs: Pairs, artifact: Artifact) -> Iterator[str]:
 def _scores(tasks: Tasks, directories: Sequence[Path], config: EvalConfig) -> dict[str, dict[str, Score]]:
     with tempfile.TemporaryDirectory(prefix="peraxis-eval-") as scratch:
         merged = Path(scratch) / "delta"
-        with _telling_of_scratch():
+        with _errors_of_scratch():
             merge(MergeConfig(config.base, config.delta, merged))
         by_model = []
         with progress_bar(len(MODELS), "tasks", "model", config.progress) as bar:
@@ -182,8 +181,8 @@ def _scores(tasks: Tasks, directories: Sequence[Path], config: EvalConfig) -> di
 
 
 @contextmanager
-def _telling_of_text() -> Iterator[None]:
-    """Text comes from calibration's sources and models run as it runs them; their errors name an option of compress."""
+def _errors_of_text() -> Iterator[None]:
+    """Name --text in errors of calibration's code, which name options of `compress`."""
     try:
         yield
     except UsageError as error:
@@ -196,8 +195,8 @@ def _telling_of_text() -> Iterator[None]:
 
 
 @contextmanager
-def _telling_of_scratch() -> Iterator[None]:
-    """The merged model lies where nobody chose an --out."""
+def _errors_of_scratch() -> Iterator[None]:
+    """Name TMPDIR in errors of `merge`, whose output here is a temporary directory."""
     try:
         yield
     except StorageFull as error:

@@ -1,6 +1,6 @@
-"""What base, fine-tune and delta write after the same text, for people to read side by side.
+"""Continue the same text with base, fine-tune and delta, greedily, for people to compare.
 
-Knows decoders and the fine-tune's tokenizer; nothing of pages. The likeliest token is taken each time.
+Knows decoders and the fine-tune's tokenizer; must not know model cards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from deltastore.format.header import parse_json
 
-if TYPE_CHECKING:  # brings the model library, which takes seconds
+# For types alone, because it imports transformers, which takes seconds.
+if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights
 
 PROMPT_TOKENS = 48
@@ -26,7 +27,7 @@ NEW_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and how each model goes on. Special tokens are there as text; other text is as it was decoded."""
+    """A prompt and each model's continuation, decoded with special tokens."""
 
     prompt: str
     base: str
@@ -35,7 +36,7 @@ class Example:
 
 
 def examples(
-    base: Weights,  # with the fine-tune's vocabulary, as `base_as_variant` gives it
+    base: Weights,  # from `base_with_added_rows`, so that it has the fine-tune's vocabulary
     finetune: Checkpoint,
     delta: Weights,
     texts: Sequence[Tensor],  # [tokens] int64 each, valid for the fine-tune
@@ -43,17 +44,18 @@ def examples(
 ) -> list[Example]:
     """Continue the first half of each text, at most 48 tokens of it, by up to 40 tokens, one model after the other.
 
-    A continuation ends with the fine-tune's end-of-text token. Blocks stay in memory as far as there is room, else they
-    are read again for every token.
+    A continuation ends with the fine-tune's end-of-text token. Blocks that do not fit into memory are read again for
+    every token.
 
     Returns:
-        one example per text; none where the fine-tune has no tokenizer.
+        One example per text; none if the fine-tune has no tokenizer.
 
     Raises:
         CheckpointError: a tokenizer that cannot be loaded, a model that cannot be run or whose logits are not finite.
     """
     if not texts or not tokenizer_files(finetune):
         return []
+    # Deferred, because both import transformers, which takes seconds.
     from compressor.blockwise.decoder import Decoder
     from compressor.io.tokenizer import load_tokenizer
 
@@ -72,7 +74,8 @@ def examples(
 
 @torch.no_grad()
 def _continued(decoder: Any, prompts: Tensor, ends: frozenset[int]) -> list[list[int]]:
-    """The new ids of each prompt ``[sequences, tokens]``, up to and with the first end."""
+    """Return the new ids of each prompt of ``[sequences, tokens]``, up to and including the first end token."""
+    # Deferred, because it imports transformers, which takes seconds.
     from compressor.blockwise.sampling import GenerationPlan, free_bytes
 
     length = prompts.shape[1] + NEW_TOKENS
@@ -99,7 +102,7 @@ def _continued(decoder: Any, prompts: Tensor, ends: frozenset[int]) -> list[list
 
 
 def _continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """The new text; decoded with the prompt where that is possible, because a decoder may drop a leading space."""
+    """Return the new text, decoded together with the prompt if possible: a tokenizer may drop a leading space."""
     before, text = _decoded(tokenizer, prompt), _decoded(tokenizer, prompt + new)
     return text[len(before) :] if text.startswith(before) else _decoded(tokenizer, new)
 

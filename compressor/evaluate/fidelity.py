@@ -1,7 +1,7 @@
-"""How near one model's predictions are to another's on given text: KL divergence, agreement, perplexity.
+"""Compare the predictions of two models on given text: KL divergence, agreement, perplexity.
 
-Knows decoders, hidden states and logits; nothing of deltas, files or where text comes from. Logits are large and so are
-there for some tokens at a time; what is kept of a model's run is its last hidden states.
+Knows decoders, hidden states and logits; must not know deltas, files or the source of text. Logits are large, so a
+model's last hidden states are kept and logits are computed for some tokens at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from compressor.io.row_blocks import row_blocks
 from deltastore.errors import CheckpointError
 
-if TYPE_CHECKING:  # brings the model library, which takes seconds
+# For types alone, because it imports transformers, which takes seconds.
+if TYPE_CHECKING:
     from compressor.blockwise.decoder import Decoder
 
-LOGITS_NUMEL = 1 << 25  # that one model's head gives at a time: 128 MiB
-DOUBLES_NUMEL = 1 << 21  # of them, that are looked at in float64 at a time
-LARGEST_LOSS = 700.0  # whose perplexity is still a finite number
+LOGITS_NUMEL = 1 << 25  # logits of one model computed at a time: 128 MiB
+DOUBLES_NUMEL = 1 << 21  # logits compared in float64 at a time
+LARGEST_LOSS = 700.0  # its perplexity is still finite
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """What is lost when a model stands for its fine-tune."""
+    """Distance of a model from its fine-tune on text."""
 
     kl: float  # nats per token: mean over positions of KL(fine-tune || model) of the next token's distributions
     agreement: float  # share of positions whose most likely next token is the same
@@ -47,7 +48,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """What a model predicts on some batches: its last hidden states, and the head that makes logits of them."""
+    """A model's last hidden states on some batches, and the head that maps them to logits."""
 
     decoder: Decoder
     head: nn.Module
@@ -62,7 +63,7 @@ class Predictions:
         return cls(decoder, decoder.load_head(), hiddens)
 
     def logits(self, batch: int, sequence: int, tokens: slice) -> Tensor:  # [tokens, vocabulary]
-        """For some tokens of one sequence.
+        """Return the logits of some tokens of one sequence.
 
         Raises:
             CheckpointError: they are not finite.
@@ -81,7 +82,7 @@ class Predictions:
 def last_hiddens(
     decoder: Decoder, batches: Sequence[Tensor], on_block: Callable[[], object] = lambda: None
 ) -> list[Tensor]:
-    """The last hidden states ``[sequences, tokens, hidden]`` of each batch of ids, on the CPU; one block at a time.
+    """Return the last hidden states ``[sequences, tokens, hidden]`` of each batch of ids, on the CPU, block by block.
 
     Raises:
         CheckpointError: a model that cannot be run block by block, or a tensor that does not fit it.
@@ -95,7 +96,7 @@ def last_hiddens(
 
 
 def fidelity(teacher: Decoder, student: Decoder, batches: Sequence[Tensor]) -> Fidelity:
-    """How near `student` is to `teacher` on batches of ids ``[sequences, tokens]`` that are valid for both.
+    """Return the fidelity of `student` to `teacher` on batches of ids ``[sequences, tokens]`` that are valid for both.
 
     Raises:
         CheckpointError: a model that cannot be run block by block, or whose logits are not finite.
@@ -105,7 +106,7 @@ def fidelity(teacher: Decoder, student: Decoder, batches: Sequence[Tensor]) -> F
 
 @torch.no_grad()
 def compare(teacher: Predictions, student: Predictions, batches: Sequence[Tensor]) -> Fidelity:
-    """The fidelity of predictions on the same batches, whose vocabularies are the same.
+    """Return the fidelity of predictions on the same batches, over one vocabulary.
 
     KL(p || q) = sum over tokens of p log(p / q), in float64 from the logits on; perplexity is the exponential of the
     mean of -log q(next token).
@@ -118,7 +119,7 @@ def compare(teacher: Predictions, student: Predictions, batches: Sequence[Tensor
     for batch, ids in enumerate(batches):
         for sequence, tokens in _chunks(ids, vocabulary):
             ours = student.logits(batch, sequence, tokens)
-            # Of the last token there is nothing to come.
+            # The last token of a sequence has no target.
             sums.add(
                 teacher.logits(batch, sequence, tokens),
                 ours,
@@ -128,7 +129,7 @@ def compare(teacher: Predictions, student: Predictions, batches: Sequence[Tensor
 
 
 def rounded(value: float) -> float:
-    """Six digits: more of them depend on the order of sums, which differs between machines."""
+    """Round to six digits: further ones depend on the order of sums, which differs between machines."""
     return float(f"{value:.6g}")
 
 
@@ -147,7 +148,7 @@ class _Sums:
         self,
         teacher: Tensor,  # [tokens, vocabulary] logits
         student: Tensor,  # [tokens, vocabulary] logits
-        targets: Tensor,  # [tokens or one less] int64: the ids that came
+        targets: Tensor,  # [tokens or one less] int64: the next ids
     ) -> None:
         targets = targets.to(teacher.device)
         for rows in row_blocks(tuple(teacher.shape), DOUBLES_NUMEL):
@@ -163,7 +164,8 @@ class _Sums:
 
     def fidelity(self) -> Fidelity:
         return Fidelity(
-            kl=max(0.0, self.kl / self.num_tokens),  # which rounding alone makes negative
+            # Rounding can make a KL of zero negative.
+            kl=max(0.0, self.kl / self.num_tokens),
             agreement=self.num_agreeing / self.num_tokens,
             perplexity=_perplexity(self.loss / self.num_targets),
             perplexity_finetune=_perplexity(self.loss_finetune / self.num_targets),
@@ -176,7 +178,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _chunks(ids: Tensor, vocabulary: int) -> Iterator[tuple[int, slice]]:
-    """Each sequence of a batch and runs of its tokens, of which a head gives logits at once."""
+    """Yield the index of each sequence of a batch and slices of tokens whose logits are computed at once."""
     num_sequences, length = ids.shape
     step = max(1, LOGITS_NUMEL // vocabulary)
     for sequence in range(num_sequences):

@@ -1,6 +1,6 @@
-"""Benchmark tasks of lm-evaluation-harness: finds them by name or file, and scores one model directory on them.
+"""Score model directories on tasks of lm-evaluation-harness, zero-shot and without a chat template.
 
-Knows the harness, an optional library, and nothing of deltas. Zero-shot, without a chat template.
+Knows lm_eval, which is optional; must not know deltas.
 """
 
 from __future__ import annotations
@@ -19,27 +19,23 @@ import torch
 
 from deltastore.errors import CheckpointError, UsageError
 
-PAPER = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")  # its Table 1
+PAPER = ("arc_challenge", "arc_easy", "hellaswag", "piqa", "winogrande")  # Table 1 of the paper
 FILE_SUFFIXES = (".yaml", ".yml")
-MAIN_METRICS = ("acc_norm", "acc")  # whichever of them a task has first, else its own first
-BATCH_SIZE = 8  # requests that one forward sees
-BOOTSTRAPS = 1000  # for the standard errors of metrics that are no means
-NOISY = (
-    "lm_eval",
-    "datasets",
-    "huggingface_hub",
-    "transformers",
-)  # loggers that write beside an error of ours
-# What the harness raises for tasks that it cannot make or run: it has no exceptions of its own.
+MAIN_METRICS = ("acc_norm", "acc")  # the first of them that a task has, else its first
+BATCH_SIZE = 8  # requests of one forward
+BOOTSTRAPS = 1000  # for standard errors of metrics that are no means
+# Loggers that would write beside the one error line.
+NOISY = ("lm_eval", "datasets", "huggingface_hub", "transformers")
+# Raised by lm_eval, which has no exceptions of its own, for tasks that it cannot load or run.
 UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model reached in one task, or in a group of them."""
+    """Metrics of one model in one task or group of tasks."""
 
-    metric: str  # the one that people quote
-    metrics: Mapping[str, float]  # all of them; `NAME_stderr` is the standard error of `NAME`
+    metric: str  # the main one
+    metrics: Mapping[str, float]  # `NAME_stderr` is the standard error of `NAME`
 
     @property
     def value(self) -> float:
@@ -48,20 +44,20 @@ class Score:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """Tasks with their data, ready to be scored on model after model."""
+    """Loaded tasks with their data, to score several models on."""
 
     names: tuple[str, ...]
-    loaded: Any  # as the harness's TaskManager gives them
+    loaded: Any  # from lm_eval's TaskManager
 
     @classmethod
     def load(cls, names: Sequence[str]) -> Tasks:
         """Find tasks and fetch their data.
 
         Args:
-            names: of the harness's own tasks and groups, YAML files of one's own, or `paper` for the paper's five.
+            names: tasks and groups of lm_eval, paths of YAML files, or `paper` for the paper's five.
 
         Raises:
-            UsageError: the harness is not installed, no such task, a file that is none, data that cannot be had.
+            UsageError: lm_eval is not installed, no such task, an invalid file, or data that cannot be fetched.
         """
         _harness("lm_eval")
         wanted = [name for given in names for name in (PAPER if given == "paper" else (given,))]
@@ -76,7 +72,7 @@ class Tasks:
         return cls(tuple(wanted), merged)
 
     def score(self, directory: Path, progress: bool = False) -> dict[str, Score]:
-        """Scores by task or group, of a checkpoint loaded whole in its own dtype.
+        """Score a checkpoint, loaded whole in its own dtype, by task or group.
 
         Raises:
             CheckpointError: a model or tokenizer that cannot be loaded.
@@ -121,7 +117,7 @@ def _is_file(name: str) -> bool:
 
 
 def _model(directory: Path) -> Any:
-    """The harness's wrapper of a checkpoint, on a GPU where there is one."""
+    """Return lm_eval's wrapper of a checkpoint, on a GPU if there is one."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -132,13 +128,13 @@ def _model(directory: Path) -> Any:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: the library cannot load it: {_reason(error)}") from error
+        raise CheckpointError(f"{directory}: transformers cannot load it: {_reason(error)}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return wrapper(pretrained=model.to(device), backend="causal", tokenizer=tokenizer, batch_size=BATCH_SIZE)
 
 
 def _score(values: Mapping[str, Any]) -> Score:
-    """The harness names a metric `acc,none`: its name and the filter that answers went through."""
+    """Return the score of lm_eval's values, whose keys are a metric and a filter, such as `acc,none`."""
     numbers = {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()
@@ -174,7 +170,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    """Keep stdout for the result; let the harness's bars through only where somebody watches them."""
+    """Keep stdout for the result, and show lm_eval's bars only on a terminal."""
     loggers = {name: logging.getLogger(name) for name in NOISY}
     levels = {name: logger.level for name, logger in loggers.items()}
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""A PEFT adapter as a fine-tune: merged over its base by the peft library into a directory that lives for one block.
+"""Use a PEFT adapter as a fine-tune: peft merges it over its base into a temporary directory.
 
-Knows adapters' files and what merging must keep; nothing of deltas.
+Knows the files of adapters and checks a merge; must not know deltas.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from deltastore.memory import is_out_of_memory
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-TOKENIZERS = frozenset(
-    {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
-)  # each is one
+# Each of these files alone is a tokenizer.
+TOKENIZERS = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
 MERGED_BYTES = 4  # per weight: float32
-# In names of copies that peft saves beside the plain tensor, not all of which its own loader looks for.
+# Parts of names of copies that peft saves beside the plain tensor; its loader does not expect all of them.
 WRAPPERS = (".modules_to_save", ".original_module", ".token_adapter", ".base_layer")
 PROBE_TOKENS = 16
-MERGE_TOLERANCE = 1e-3  # of the logits' norm; float32 rounds a hundred times less
-# What peft, transformers and safetensors raise of an adapter that does not fit.
+MERGE_TOLERANCE = 1e-3  # of the logits' norm; float32 rounding stays a hundred times below
+# What peft, transformers and safetensors raise for an adapter that does not fit.
 UNUSABLE = (
     OSError,
     RuntimeError,
@@ -50,17 +49,17 @@ UNUSABLE = (
 
 @contextmanager
 def finetune_directory(source: str, base: Path) -> Iterator[Path]:
-    """The directory of a fine-tune; an adapter is merged over `base` in float32, and removed when the block ends.
+    """Yield the directory of a fine-tune; an adapter is merged over `base` in float32 and removed afterwards.
 
     Args:
         source: a checkpoint or an adapter that peft saved: a directory or a hub id.
         base: the directory of the base. It is held in memory in float32 while an adapter is merged.
 
     Raises:
-        CheckpointError: nothing at `source`, an adapter that is incomplete, of another base, or of a kind that
-            cannot be merged.
-        StorageFull: no room for the merged model among temporary files.
-        UsageError: an adapter, and peft is not installed.
+        CheckpointError: nothing at `source`, or an adapter that is incomplete, made for another base or of a kind
+            that cannot be merged.
+        StorageFull: the temporary directory is too small for the merged model.
+        UsageError: `source` is an adapter and peft is not installed.
     """
     directory = checkpoint_directory(source)
     if not is_adapter(directory):
@@ -70,14 +69,15 @@ def finetune_directory(source: str, base: Path) -> Iterator[Path]:
     _warn_of_another_base(directory, base)
     with tempfile.TemporaryDirectory(prefix="peraxis-") as merged:
         _merge(directory, base, Path(merged))
-        (Path(merged) / GENERATION_FILE).unlink(missing_ok=True)  # the library's, made of the configuration
+        # transformers makes one from the configuration, which is not the adapter's.
+        (Path(merged) / GENERATION_FILE).unlink(missing_ok=True)
         for name, path in _files(directory, base).items():
             shutil.copyfile(path, Path(merged) / name)
         yield Path(merged)
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
+    """True if a directory holds an adapter and no model."""
     has_model = any((directory / file).is_file() for file in (SINGLE_FILE, INDEX_FILE))
     return (directory / CONFIG_FILE).is_file() and not has_model
 
@@ -95,7 +95,10 @@ def _check_files(adapter: Path, base: Path) -> None:
 
 
 def _warn_of_another_base(adapter: Path, base: Path) -> None:
-    """Shapes are peft's to check; of what fits and is another model, names and tensors tell what they can."""
+    """Warn of a base that fits and is not the adapter's: by name, or by fingerprint where its directory is there.
+
+    A base of other shapes is refused by peft.
+    """
     named = _named(adapter / CONFIG_FILE, "base_model_name_or_path")
     if named is None:
         return
@@ -106,8 +109,8 @@ def _warn_of_another_base(adapter: Path, base: Path) -> None:
         is_another = known is not None and not Path(known).exists() and known != named
     if is_another:
         print(
-            f"warning: {adapter}: it was trained on {shown(named)}, and {base} is another model: what comes of the "
-            "two may be no good",
+            f"warning: {adapter}: it was trained on {shown(named)}, and {base} is another model: the merged "
+            "fine-tune may be useless",
             file=sys.stderr,
         )
 
@@ -118,14 +121,15 @@ def _is_another(named: Path, base: Path) -> bool:
     try:
         return Base.of(Checkpoint.open(named)).fingerprint != Base.of(Checkpoint.open(base)).fingerprint
     except PeraxisError:
-        return False  # something that cannot be read says nothing
+        return False
 
 
 def _named(path: Path, key: str) -> str | None:
     try:
         document = parse_json(path.read_bytes(), str(path))
     except (OSError, PeraxisError):
-        return None  # whoever needs the file says what is wrong with it
+        # The reader that needs this file reports the error.
+        return None
     name = document.get(key) if isinstance(document, dict) else None
     return name if isinstance(name, str) and name else None
 
@@ -159,13 +163,13 @@ def _peft() -> ModuleType:
         import peft
     except ImportError as error:
         raise UsageError(
-            "--finetune is an adapter, and merging it needs the peft library: pip install 'peraxis[lora]'"
+            "--finetune is an adapter, and merging it needs peft: pip install 'peraxis[lora]'"
         ) from error
     return peft
 
 
 def _merged(peft: ModuleType, adapter: Path, base: Path) -> Any:
-    """The base with the adapter in its weights; checked to answer as the base with the adapter beside it."""
+    """Return the base with the adapter in its weights, once its logits equal those of the unmerged adapter."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,9 +183,9 @@ def _merged(peft: ModuleType, adapter: Path, base: Path) -> Any:
         raise _not_mergeable(adapter, config)
     _check_keys(adapted.load_adapter(str(adapter), adapted.active_adapter, torch_device="cpu"), adapter)
     _untie(peft, model)
-    expected = _answer(adapted)
+    expected = _logits(adapted)
     merged = adapted.merge_and_unload(safe_merge=True)
-    lost = (_answer(merged) - expected).norm() / expected.norm()
+    lost = (_logits(merged) - expected).norm() / expected.norm()
     if not lost <= MERGE_TOLERANCE:
         raise CheckpointError(
             f"{adapter}: merged, it answers otherwise than beside its base (logits differ by {lost:.2g} "
@@ -191,13 +195,13 @@ def _merged(peft: ModuleType, adapter: Path, base: Path) -> Any:
 
 
 def _grow(model: Any, adapter: Path) -> None:
-    """Give the base the rows that the adapter's own embedding has, because peft loads into what is there."""
+    """Resize the base's embedding to the adapter's, because peft loads into existing rows."""
     from safetensors import safe_open
 
     with safe_open(adapter / WEIGHTS_FILE, framework="pt") as opened:
         rows = {
             whole: opened.get_slice(name).get_shape()[0]
-            for name in opened.keys()  # noqa: SIM118 - no mapping
+            for name in opened.keys()  # noqa: SIM118 - safe_open is no mapping
             if (whole := _unwrapped(name)).endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
         }
     largest = max(rows.values(), default=0)
@@ -213,12 +217,12 @@ def _grow(model: Any, adapter: Path) -> None:
 
 
 def _check_keys(loaded: Any, adapter: Path) -> None:
-    """Every tensor of the file has its place in the model, and every place its tensor."""
+    """Refuse tensors of the file that the model lacks, and parameters that the file lacks."""
     unknown = [key for key in loaded.unexpected_keys if _unwrapped(key) == key]
-    for keys, what in ((unknown, "no place in the base for"), (loaded.missing_keys, "no")):
+    for keys, lack in ((unknown, "the base has no parameter for"), (loaded.missing_keys, "it lacks")):
         if keys:
             raise CheckpointError(
-                f"{adapter}: there is {what} tensor {shown(keys[0])} and {len(keys) - 1} others: "
+                f"{adapter}: {lack} tensor {shown(keys[0])} and {len(keys) - 1} others: "
                 "give the base that it was trained on"
             )
 
@@ -230,9 +234,9 @@ def _unwrapped(name: str) -> str:
 
 
 def _untie(peft: ModuleType, model: Any) -> None:
-    """Give a tied head weights of its own where the adapter changes it or the embedding.
+    """Give a tied head its own weights if the adapter changes the head or the embedding.
 
-    The adapter stands beside one use of the shared weights; merged into them, it would change both.
+    The adapter changes one use of the shared weights; merged into them, it would change both.
     """
     tuner_layer = peft.tuners.tuners_utils.BaseTunerLayer
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -244,7 +248,7 @@ def _untie(peft: ModuleType, model: Any) -> None:
         model.config.tie_word_embeddings = False
 
 
-def _answer(model: Any) -> Any:  # [tokens, vocabulary] float32
+def _logits(model: Any) -> Any:  # [tokens, vocabulary] float32
     import torch
 
     rows = model.get_input_embeddings().weight.shape[0]
@@ -261,19 +265,19 @@ def _not_mergeable(adapter: Path, config: Any) -> PeraxisError:
 
 
 def _files(adapter: Path, base: Path) -> Mapping[str, Path]:
-    """Tokenizer and generation config: the adapter's own, else the base's."""
+    """Return the adapter's tokenizer and generation config by file name, else the base's."""
     own = {name for name in TOKENIZER_FILES if (adapter / name).is_file()}
-    # Half of one tokenizer and half of another are none; a chat template alone belongs to the base's.
+    # Never a mixture of two tokenizers; a chat template alone goes with the base's tokenizer.
     names = own if own & TOKENIZERS else set(TOKENIZER_FILES)
-    places = {name: adapter if name in own else base for name in names} | {
+    directories = {name: adapter if name in own else base for name in names} | {
         GENERATION_FILE: adapter if (adapter / GENERATION_FILE).is_file() else base
     }
-    return {name: place / name for name, place in places.items() if (place / name).is_file()}
+    return {name: path / name for name, path in directories.items() if (path / name).is_file()}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' bars and warnings; what they warn of is checked here, and an error."""
+    """Silence the bars and warnings of peft and transformers; `_check_keys` refuses what they warn of."""
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,6 +1,6 @@
-"""What an interrupted compression has made so far: a directory beside the artifact, gone when the artifact is there.
+"""Stages of a compression on disk, so that an interrupted run resumes: a directory beside the artifact.
 
-Knows files, deltas and tensors; nothing of what the stages are. A stage's file appears whole or not at all.
+Knows files, deltas and tensors; must not know what a stage computes. A stage's file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,46 +29,50 @@ from deltastore.memory import is_out_of_memory
 
 SUFFIX = ".progress"
 INPUTS = "inputs.json"
-CHECKSUM = "checksum"  # of what a file holds, in it
-FULL_BYTES = 1 << 20  # with less, a failed write is taken for one of a full disk
+CHECKSUM = "checksum"  # the key under which a file holds the CRC-32 of its content
+FULL_BYTES = 1 << 20  # with less free, a failed write is reported as a full disk
 
 
 class CheckpointStore:
-    """Finished stages, by name."""
+    """The finished stages of one run, by name."""
 
     def __init__(self, out: Path, inputs: Mapping[str, Any], *, resume: bool) -> None:
-        """Begin anew, or go on with what a run of the same inputs left for `out`.
+        """Start empty, or resume the stages that a run of the same inputs left for `out`.
 
-        What another run left is removed when this one keeps its first stage, so that a mistaken command costs nothing.
+        Another run's stages are removed only when this one saves its first, so that a mistaken command loses nothing.
 
         Raises:
-            UsageError: what is there was made from other inputs, or is no progress at all.
+            UsageError: the directory was left by a run of other inputs, or is not a checkpoint store.
         """
         self.directory = out.with_name(out.name + SUFFIX)
-        self.is_damaged = False  # no use going on
+        self.is_damaged = False
         self._inputs = json.dumps(inputs, sort_keys=True, default=str).encode()
-        self._check_place()
-        self._is_anothers = not resume or not (self.directory / INPUTS).is_file()
-        if not self._is_anothers and (self.directory / INPUTS).read_bytes() != self._inputs:
+        self._check_directory()
+        self._is_other_run = not resume or not (self.directory / INPUTS).is_file()
+        if not self._is_other_run and (self.directory / INPUTS).read_bytes() != self._inputs:
             raise UsageError(
                 f"{self.directory}: it was left by a run with other inputs or settings: give the same ones, or leave "
                 "--resume away to begin anew"
             )
 
     def discard(self) -> None:
-        """Remove everything."""
+        """Remove every stage."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.directory)
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is anything to go on with."""
-        return not self._is_anothers and self.directory.is_dir()
+        """True if this run has stages to resume."""
+        return not self._is_other_run and self.directory.is_dir()
 
     def load_tensors(self, stage: str) -> dict[str, Tensor] | None:
-        """What a stage kept; None where it has not ended."""
+        """Return the tensors of a stage; None if it has not ended.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         path = self.directory / f"{stage}.safetensors"
-        if self._is_anothers or not path.is_file():
+        if self._is_other_run or not path.is_file():
             return None
         try:
             with safe_open(path, framework="pt") as opened:
@@ -81,12 +85,13 @@ class CheckpointStore:
         return tensors
 
     def save_tensors(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
-        own = {name: tensor.clone() for name, tensor in tensors.items()}  # the library wants no shared memory
+        # Cloned, because safetensors refuses tensors that share memory.
+        own = {name: tensor.clone() for name, tensor in tensors.items()}
         noted = {CHECKSUM: str(checksum(own))}
         self._keep(f"{stage}.safetensors", lambda path: save_file(own, path, metadata=noted))
 
     def load_deltas(self, stage: str) -> dict[str, list[MatrixDelta]] | None:
-        """By matrix, the delta that a stage kept and others that it may have instead; None where it has not ended."""
+        """Return each matrix's delta and its alternatives; None if the stage has not ended."""
         tensors = self.load_tensors(stage)
         return None if tensors is None else unflatten_deltas(tensors)
 
@@ -94,9 +99,9 @@ class CheckpointStore:
         self.save_tensors(stage, flatten_deltas(deltas))
 
     def load_state(self, stage: str) -> Any:
-        """Tensors in plain containers; None where there is none."""
+        """Return a state of tensors in dicts, lists and tuples; None if none was saved."""
         path = self.directory / f"{stage}.pt"
-        if self._is_anothers or not path.is_file():
+        if self._is_other_run or not path.is_file():
             return None
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -112,16 +117,16 @@ class CheckpointStore:
         noted = {stage: state, CHECKSUM: checksum(state)}
         self._keep(f"{stage}.pt", lambda path: torch.save(noted, path))
 
-    def _check_place(self) -> None:
-        """What has our name is ours, so that nothing else is ever removed."""
+    def _check_directory(self) -> None:
+        """Refuse a directory of that name that no run made, because it would be removed."""
         if not os.path.lexists(self.directory):
             return
         is_directory = self.directory.is_dir() and not self.directory.is_symlink()
         # A run may have ended before its first file was whole.
-        is_ours = is_directory and (
+        is_store = is_directory and (
             (self.directory / INPUTS).is_file() or set(os.listdir(self.directory)) <= {f".{INPUTS}"}
         )
-        if not is_ours:
+        if not is_store:
             raise UsageError(
                 f"{self.directory}: progress would be kept there, and this is none: move it away, or choose another "
                 "--out"
@@ -130,9 +135,9 @@ class CheckpointStore:
     def _keep(self, filename: str, write: Callable[[Path], object]) -> None:
         partial = self.directory / f".{filename}"
         try:
-            if self._is_anothers:
+            if self._is_other_run:
                 self.discard()
-                self._is_anothers = False
+                self._is_other_run = False
             if not self.is_begun:
                 self.directory.mkdir()
                 self._keep(INPUTS, lambda path: path.write_bytes(self._inputs))
@@ -140,7 +145,8 @@ class CheckpointStore:
             os.replace(partial, self.directory / filename)
         except OSError as error:
             raise self._full(error.strerror or str(error)) from error
-        except (SafetensorError, RuntimeError) as error:  # the libraries' own for a full disk
+        # What safetensors and torch raise for a full disk.
+        except (SafetensorError, RuntimeError) as error:
             if shutil.disk_usage(self.directory).free > FULL_BYTES:
                 raise
             raise self._full("no space left") from error
@@ -160,7 +166,7 @@ class CheckpointStore:
 
 @contextmanager
 def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool) -> Iterator[CheckpointStore]:
-    """Progress towards `out`; where the block fails after a stage was kept, one line says how to go on."""
+    """Open the store for `out`; if the block fails after a stage was saved, print how to resume."""
     store = CheckpointStore(out, inputs, resume=resume)
     try:
         yield store
@@ -171,7 +177,7 @@ def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool)
 
 
 def checksum(value: Any, start: int = 0) -> int:
-    """CRC-32 of tensors in plain containers: their names, shapes and bytes, wherever they are."""
+    """Return the CRC-32 of a nested value of tensors and numbers: dtypes, shapes and bytes, on any device."""
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return zlib.crc32(flat.numpy().data, checksum((str(value.dtype), *value.shape), start))
@@ -186,7 +192,7 @@ def checksum(value: Any, start: int = 0) -> int:
 
 
 def flatten_deltas(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor]:
-    """Deltas as plain tensors, of which `joined` makes them again."""
+    """Return the parts of deltas as named tensors; `unflatten_deltas` is the inverse."""
     return {
         f"{name}|{number}|{part}": tensor
         for name, options in deltas.items()
@@ -196,7 +202,7 @@ def flatten_deltas(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Ten
 
 
 def unflatten_deltas(tensors: Mapping[str, Tensor]) -> dict[str, list[MatrixDelta]]:
-    """The inverse of `taken_apart`."""
+    """Return the deltas whose parts `flatten_deltas` returned."""
     parts: dict[tuple[str, int], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, option, part = key.rsplit("|", 2)

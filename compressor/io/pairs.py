@@ -1,6 +1,6 @@
-"""A base and its fine-tune as pairs of tensors in layer order, checked before the first byte of work.
+"""Pair the tensors of a base and its fine-tune in layer order, and check that a delta can carry the difference.
 
-Knows names, shapes and where tensors lie; nothing of how a difference is coded.
+Knows names, shapes and checkpoints; must not know how a difference is coded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltastore.base.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkp
 from deltastore.errors import CheckpointError
 from deltastore.format.layout import FLOATS
 
-# Old checkpoints hold tables that the library computes and does not load.
+# Old checkpoints hold tables that transformers computes and does not load.
 COMPUTED_SUFFIXES = (
     "rotary_emb.inv_freq",
     ".attention.bias",
@@ -31,9 +31,9 @@ COMPUTED_SUFFIXES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorPair:
-    """One tensor of the fine-tune beside the base's; rows that the base lacks are not part of the difference."""
+    """A tensor of the fine-tune and the base's; rows that the base lacks are not part of the difference."""
 
-    name: str  # as an artifact calls it
+    name: str  # in an artifact
     base: Checkpoint
     finetune: Checkpoint
     base_tensor: StoredTensor
@@ -41,12 +41,12 @@ class TensorPair:
 
     @property
     def against(self) -> str | None:
-        """The base's tensor, where its name is another."""
+        """The base's tensor if it has another name, else None."""
         return None if self.base_tensor.name == self.name else self.base_tensor.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the difference: the base's."""
+        """The shape of the difference, which is the base's."""
         return self.base_tensor.shape
 
     @property
@@ -55,7 +55,7 @@ class TensorPair:
 
     @property
     def row_bytes(self) -> int:
-        """Of the fine-tune."""
+        """Bytes of one row of the fine-tune."""
         return (
             self.tensor.num_bytes // max(1, self.tensor.shape[0])
             if self.tensor.shape
@@ -64,11 +64,11 @@ class TensorPair:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both sides."""
+        """Bytes of the base's and the fine-tune's tensor."""
         return self.base_tensor.num_bytes + self.tensor.num_bytes
 
     def block(self, rows: slice) -> Tensor:
-        """Some rows of the difference, in float32 memory of their own.
+        """Return some rows of the difference, in new float32 memory.
 
         Raises:
             CheckpointError: NaN or infinity in either side.
@@ -81,11 +81,11 @@ class TensorPair:
         return block
 
     def is_changed(self) -> bool:
-        """Whether any value differs, or rows were added. Reads until the first difference."""
+        """True if any value differs or rows were added. Reads until the first difference."""
         return self.added_rows > 0 or any(self.block(rows).any() for rows in row_blocks(self.shape))
 
     def added(self) -> Tensor | None:
-        """The rows that the base lacks, in the fine-tune's dtype."""
+        """Return the rows that the base lacks, in the fine-tune's dtype; None without any."""
         if not self.added_rows:
             return None
         added = self.finetune.read(self.tensor.name, slice(self.shape[0], None))
@@ -94,7 +94,7 @@ class TensorPair:
         return added
 
     def whole(self) -> Tensor:
-        """The fine-tune's tensor as it is."""
+        """Return the fine-tune's tensor as it is stored."""
         whole = self.finetune.read(self.tensor.name)
         if not all(is_finite(whole[rows]) for rows in row_blocks(self.tensor.shape)):
             raise _not_finite(self.tensor)
@@ -103,7 +103,7 @@ class TensorPair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Everything that a delta of two checkpoints may carry."""
+    """Two checkpoints as pairs of the tensors that a delta may carry."""
 
     base: Checkpoint
     finetune: Checkpoint
@@ -112,14 +112,17 @@ class Pairs:
 
     @property
     def num_weights(self) -> int:
-        """Of the fine-tune; a tied head counts once."""
+        """Weights of the fine-tune; a tied head counts once."""
         return sum(
             math.prod(shape) for shape in {p.tensor.name: p.tensor.shape for p in self.tensors}.values()
         )
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. The sum, which is cheap, tells unless it overflows by itself."""
+    """True if no value is NaN or infinite.
+
+    The sum is cheaper than a look at every value, which is needed only when the sum overflows.
+    """
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())
 
 
@@ -132,7 +135,8 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     _check_architecture(base, finetune)
     base_head = None if base.is_tied() else base.head_name
     head = None if finetune.is_tied() else finetune.head_name
-    pairs = {name: (name, name) for name in _names(finetune, head)}  # what each is taken from, and what it is
+    # By name in the artifact, the names of the base's and the fine-tune's tensor.
+    pairs = {name: (name, name) for name in _names(finetune, head)}
     if head and not base_head and base.embedding_name:
         pairs[head] = (base.embedding_name, head)
     if base_head and not head and finetune.embedding_name:
@@ -155,27 +159,23 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
 
 
 def is_computed(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a table that the library computes itself."""
+    """True if a tensor is a table that transformers computes itself."""
     return name.endswith(COMPUTED_SUFFIXES)
 
 
 def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
-    """A sorting key: input embedding, layers by number, what follows them, output head."""
-    numbered = any(part.isdigit() for part in name.split("."))
-    place = (
-        0
-        if name.endswith(EMBEDDING_SUFFIXES)
-        else 3
-        if name.endswith(HEAD_SUFFIXES)
-        else 1
-        if numbered
-        else 2
-    )
-    return place, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Return a sorting key: input embedding, layers by number, tensors after them, output head."""
+    if name.endswith(EMBEDDING_SUFFIXES):
+        section = 0
+    elif name.endswith(HEAD_SUFFIXES):
+        section = 3
+    else:
+        section = 1 if any(part.isdigit() for part in name.split(".")) else 2
+    return section, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
-    """Names of what a delta carries: no computed tables, and the head only where it is its own."""
+    """Return the names that a delta carries: no computed tables, and a head only if it is not tied."""
     skipped = {checkpoint.head_name} - {head}
     return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
 

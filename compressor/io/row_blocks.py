@@ -1,4 +1,4 @@
-"""Tensors in row blocks, and threads that work on them. Knows shapes, and nothing of what is computed."""
+"""Cut tensors into row blocks, and map over the blocks on threads. Must not know what is computed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_WORKERS = 8  # each holds some 6 MB of blocks and temporaries
 
 
 class Map(Protocol):
-    """The builtin `map` over blocks, or one that works on several at a time and keeps their order."""
+    """The builtin `map` over blocks, or a parallel one that keeps their order."""
 
     def __call__(self, work: Callable[[slice], T], blocks: Iterable[slice], /) -> Iterator[T]: ...
 
 
 def row_blocks(shape: tuple[int, ...], block_numel: int = BLOCK_NUMEL) -> Iterator[slice]:
-    """Cut a tensor's first dimension into blocks, by its shape alone, so that sums round the same everywhere."""
+    """Yield blocks of a tensor's first dimension; they depend on its shape alone, so sums round the same everywhere."""
     if not shape:
         yield slice(None)
         return
@@ -35,7 +35,7 @@ def row_blocks(shape: tuple[int, ...], block_numel: int = BLOCK_NUMEL) -> Iterat
 
 @contextmanager
 def workers() -> Iterator[Map]:
-    """Threads of our own, each running torch on one: blocks are too small to be shared out any further."""
+    """Yield a parallel map whose threads each run torch on one core, because blocks are too small for more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

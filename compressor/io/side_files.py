@@ -1,4 +1,4 @@
-"""A checkpoint's files beside its weights: tokenizer, chat template, generation config. Knows which a delta carries."""
+"""Choose the files of a checkpoint that a delta carries: tokenizer, chat template, generation config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What the library writes beside it and no token depends on.
+# Written by transformers; no token depends on it.
 FREE_GENERATION = frozenset({
     "transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "output_logits",
     "output_scores", "return_dict_in_generate", "use_cache",
@@ -23,27 +23,30 @@ FREE_GENERATION = frozenset({
 
 
 def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
-    """The files that a variant does not share with its base, in the order of an artifact.
+    """Return the files that a fine-tune does not share with its base, in an artifact's order.
 
-    The tokenizer's files go together, because half of one tokenizer and half of another are none.
+    All files of a tokenizer go together, because a mixture of two tokenizers is invalid.
+
+    Raises:
+        CheckpointError: a file is too large or not what its name says.
     """
     files, tokenizer = {}, tokenizer_files(finetune)
     if tokenizer and tokenizer != tokenizer_files(base):
         _check_tokenizer(finetune.path, tokenizer)
         files.update(tokenizer)
-    if _facts(finetune) != _facts(base):
+    if _generation_settings(finetune) != _generation_settings(base):
         files[GENERATION_FILE] = generation_file(finetune)
     return files
 
 
 def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Those of the tokenizer's files that the checkpoint has."""
+    """Return the tokenizer files of a checkpoint, by name."""
     paths = {name: checkpoint.path / name for name in TOKENIZER_FILES}
     return {name: _content(path) for name, path in paths.items() if path.is_file()}
 
 
 def generation_file(checkpoint: Checkpoint) -> bytes:
-    """The generation config in force: the checkpoint's file, or the token ids of its configuration."""
+    """Return the generation config in force: the checkpoint's file, or the token ids of its configuration."""
     path = checkpoint.path / GENERATION_FILE
     if path.is_file():
         return _content(path)
@@ -52,8 +55,8 @@ def generation_file(checkpoint: Checkpoint) -> bytes:
 
 
 def _check_tokenizer(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Its files are what they are called, as far as can be told without the model library."""
-    from tokenizers import Tokenizer  # imported when needed
+    """Refuse files that `tokenizers` or JSON cannot parse; transformers is not needed for that."""
+    from tokenizers import Tokenizer
 
     for name, content in files.items():
         try:
@@ -62,7 +65,7 @@ def _check_tokenizer(directory: Path, files: Mapping[str, bytes]) -> None:
             elif name.endswith(".json"):
                 json.loads(content)
         except BaseException as error:
-            # That library raises plain exceptions, of no class of its own.
+            # tokenizers raises plain exceptions, of no class of its own.
             if type(error) is not Exception and not isinstance(error, (ValueError, RecursionError)):
                 raise
             reason = " ".join(str(error).split())[:200]
@@ -79,7 +82,7 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _facts(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _generation_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     where = checkpoint.path / GENERATION_FILE
     try:
         document = parse_json(generation_file(checkpoint), str(where))

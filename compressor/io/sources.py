@@ -1,22 +1,24 @@
-"""Where a checkpoint comes from: a directory, or a hub id through transformers' own cache."""
+"""Find a checkpoint's directory: a local one, or a hub id in the cache of huggingface_hub."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import huggingface_hub
+
 from deltastore.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-UNWANTED = ("consolidated*", "original/*")  # a second copy of the same weights
+UNWANTED = ("consolidated*", "original/*")  # second copies of the weights
 
 
 def checkpoint_directory(source: str) -> Path:
-    """The directory of a checkpoint; a hub id is downloaded, or found where an earlier download left it.
+    """Return the directory of a checkpoint; a hub id is downloaded unless the cache has it.
 
     Raises:
-        CheckpointError: neither a directory nor a model that the hub gives us.
+        CheckpointError: no directory, and no model that can be downloaded.
     """
     path = Path(source)
     if path.is_dir():
@@ -25,7 +27,6 @@ def checkpoint_directory(source: str) -> Path:
         raise CheckpointError(
             f"{source}: no such directory; give a Hugging Face checkpoint's directory, or a hub id"
         )
-    import huggingface_hub  # imported when needed: a local checkpoint needs no hub
 
     try:
         return Path(

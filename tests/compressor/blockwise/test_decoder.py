@@ -237,5 +237,5 @@ def test_a_configuration_that_is_no_decoder_is_refused(tmp_path: Path) -> None:
     path = make_model("llama", tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
-    with pytest.raises(CheckpointError, match="the library builds no model"):
+    with pytest.raises(CheckpointError, match="transformers builds no model"):
         open_decoder(path)

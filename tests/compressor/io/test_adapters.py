@@ -249,7 +249,7 @@ def test_an_adapter_of_a_deeper_base_is_refused(tmp_path: Path) -> None:
     base = make_pair("llama", tmp_path / "one").base
     other = make_pair("llama", tmp_path / "other", num_hidden_layers=3).base
     message = refused(make_adapter(other, lora("q_proj")), base)
-    assert "there is no place in the base for tensor 'base_model.model.model.layers.2." in message
+    assert "the base has no parameter for tensor 'base_model.model.model.layers.2." in message
 
 
 def test_an_adapter_with_a_tensor_missing_is_refused(base: Path) -> None:
@@ -257,7 +257,7 @@ def test_an_adapter_with_a_tensor_missing_is_refused(base: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors.popitem()
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    assert "there is no tensor 'base_model.model.model.layers" in refused(adapter, base)
+    assert "it lacks tensor 'base_model.model.model.layers" in refused(adapter, base)
 
 
 def test_modules_that_the_base_lacks_are_refused(base: Path) -> None:

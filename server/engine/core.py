@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import ParamSpec
+from functools import partial
+from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
@@ -197,10 +198,11 @@ class Core:
         row = 0
         ready: list[tuple[int, Sequence]] = []
         for sequence, num_tokens in batch:
-            num_logits = sequence.num_logits(num_tokens)
+            start, row = row, row + sequence.num_logits(num_tokens)
             if sequence.needs_prompt_logits:
-                self._read_prompt_logprobs(sequence, logits[row : row + num_logits])
-            row += num_logits
+                self._attempt_for(sequence, self._read_prompt_logprobs, logits[start:row])
+            if sequence.request_id not in self._requests:
+                continue
             sequence.num_computed_tokens += num_tokens
             if sequence.num_computed_tokens == sequence.num_tokens:
                 ready.append((row - 1, sequence))
@@ -209,14 +211,10 @@ class Core:
         if ready:
             last = LastLogits(logits[[row for row, _ in ready]])
             for index, (_, sequence) in enumerate(ready):
-                # A sequence of the same request may have failed just now, and the request with it.
-                state = self._requests.get(sequence.request_id)
-                if state is not None:
-                    self._attempt(state, self._sample, state, sequence, last, index)
+                self._attempt_for(sequence, self._sample, last, index)
 
-    def _read_prompt_logprobs(self, sequence: Sequence, logits: Tensor) -> None:
+    def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
-        state = self._requests[sequence.request_id]
         first = sequence.num_computed_tokens + 1
         following = state.request.prompt_ids[first : first + len(logits)]
         num_top = state.request.sampling_params.prompt_logprobs
@@ -254,6 +252,18 @@ class Core:
         if not state.outputs:
             self._finish(state, reason)
 
+    def _attempt_for(
+        self,
+        sequence: Sequence,
+        action: Callable[Concatenate[RequestState, Sequence, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Call `action` for a sequence, unless its request has just failed with another of its sequences."""
+        state = self._requests.get(sequence.request_id)
+        if state is not None:
+            self._attempt(state, partial(action, state, sequence, *args, **kwargs))
+
     def _attempt(
         self, state: RequestState, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
@@ -272,7 +282,7 @@ class Core:
         timings = state.timings(time.monotonic())
         self._telemetry.finished(state.request, reason, timings.total_s)
         self._release(state)
-        state.on_event(DoneEvent(timings, len(state.request.prompt_ids), state.num_generated_tokens))
+        _send_last(state, DoneEvent(timings, len(state.request.prompt_ids), state.num_generated_tokens))
 
     def _fail(self, state: RequestState, error: PeraxisError) -> None:
         now = time.monotonic()
@@ -280,7 +290,7 @@ class Core:
         for output in state.outputs.values():
             self._kv_cache.discard(output.sequence)
         self._release(state)
-        state.on_event(ErrorEvent(error))
+        _send_last(state, ErrorEvent(error))
 
     def _release(self, state: RequestState) -> None:
         """Give back everything that a request holds, before its last event."""
@@ -298,6 +308,14 @@ class Core:
 def _slot_index(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> int:
     delta = None if sequence.digest is None else deltas.get(sequence.digest)
     return -1 if delta is None else delta.slot.index
+
+
+def _send_last(state: RequestState, event: DoneEvent | ErrorEvent) -> None:
+    """Send a released request's last event. An error of `on_event` is logged, because no request is left to fail."""
+    try:
+        state.on_event(event)
+    except Exception:
+        log.exception("the last event of request %s was not taken", state.request.id)
 
 
 def _step_failed(error: Exception) -> EngineFailed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
-from server.engine.events import DoneEvent, ErrorEvent, FinishEvent
+from server.engine.events import DoneEvent, ErrorEvent, Event, FinishEvent, PromptEvent, TokenEvent
 from server.engine.model_runner import Batch
+from server.engine.request import Request
 from server.errors import EngineFailed, InvalidRequest
+from server.sampling_params import SamplingParams
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import (
     WAIT_S,
@@ -138,6 +142,34 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
     assert isinstance(failed(answer), EngineFailed)
     assert "not finite" in str(failed(answer))
     assert served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW).token_ids == want
+
+
+@pytest.mark.parametrize("kind", [PromptEvent, TokenEvent, FinishEvent, DoneEvent, ErrorEvent])
+def test_a_callback_that_raises_fails_its_own_request_alone(
+    served: Served, family: Family, kind: type[Event]
+) -> None:
+    others, raised = Others.of(served, family.artifacts[0]), threading.Event()
+
+    def on_event(event: Event) -> None:
+        # An ErrorEvent is sent only if an earlier event fails the request.
+        if isinstance(event, kind) or (kind is ErrorEvent and isinstance(event, TokenEvent)):
+            if isinstance(event, kind):
+                raised.set()
+            raise RuntimeError("as if the event loop were closed")
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, prompt_logprobs=0, n=2)
+    request = Request("raising", "default", None, None, (5, 6, 7, 8), params)
+
+    def submit() -> None:
+        served.engine.submit(request, on_event)
+        assert raised.wait(WAIT_S)
+
+    others.undisturbed_by(submit)
+    assert served.engine.alive()
+    # The request was released: its id can be used again.
+    pending = Pending(request, queue.SimpleQueue())
+    served.engine.submit(request, pending.events.put)
+    assert len(pending.answer().token_ids) == 2 * params.max_new_tokens
 
 
 def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, family: Family) -> None:

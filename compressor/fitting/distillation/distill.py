@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -166,7 +167,7 @@ def _backward(student: Student, targets: TeacherTargets, number: int, loss: Loss
         for index in range(student.num_blocks):
             hiddens.append(student.decoder.run(student.block(index), index, hiddens[-1]))
     head, last = student.head(), hiddens.pop()
-    gradient = _backward_head(student, targets, number, head, last, loss)
+    gradient = _backward_head(student, head, last, partial(targets.logits, number), loss)
     yield from student.collect_head(head)
     for index in reversed(range(student.num_blocks)):
         hidden, block = hiddens.pop().requires_grad_(), student.block(index)
@@ -180,13 +181,17 @@ def _backward(student: Student, targets: TeacherTargets, number: int, loss: Loss
 
 
 def _backward_head(
-    student: Student, targets: TeacherTargets, number: int, head: nn.Linear, hidden: Tensor, loss: Loss
+    student: Student, head: nn.Linear, hidden: Tensor, target_logits: Callable[[slice], Tensor], loss: Loss
 ) -> Tensor:
-    """Return the loss's gradient of `hidden`, the last block's output; some tokens' logits exist at a time."""
+    """Return the loss's gradient of `hidden`, the last block's output; some tokens' logits exist at a time.
+
+    Args:
+        target_logits: the fine-tune's ``[1, tokens, vocabulary]`` for a range of the batch's tokens.
+    """
     finished = student.decoder.finish(hidden.requires_grad_())
     last = finished.detach().flatten(0, -2).requires_grad_()
     for rows in _token_ranges(student, len(last)):
-        target = targets.logits(number, rows)
+        target = target_logits(rows)
         part = _loss(student.decoder.logits(head, last[None, rows]), target, loss)
         torch.autograd.backward(part * (target.shape[1] / len(last)))
     assert last.grad is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from compressor.fitting.layers.layerwise import StudentBlock
 from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.paper.scale_training import (
     ActivationCache,
+    CandidateLoss,
     FrozenLayer,
     LayerCaches,
     PaperAxis,
@@ -52,7 +52,7 @@ class PaperLayerSolver:
         )
         signs, candidate_loss = delta > 0, None
         if self.end_loss is not None and block is not None:
-            candidate_loss = partial(_end_loss, self.end_loss, pair, block, signs)
+            candidate_loss = _judge_by(self.end_loss, pair, block, signs)
         layer, caches = FrozenLayer(base, signs), LayerCaches(train, held_out)
         choice = choose_axis(layer, delta, caches, self.settings, candidate_loss)
         if self.end_loss is not None:
@@ -64,10 +64,13 @@ class PaperLayerSolver:
         return []
 
 
-def _end_loss(
-    end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor, axis: PaperAxis, scale: Tensor
-) -> float:
-    return end_loss(pair, block, _stored(signs, axis, scale))
+def _judge_by(end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor) -> CandidateLoss:
+    """Return the end loss as a function of one layer's candidates."""
+
+    def candidate_loss(axis: PaperAxis, scale: Tensor) -> float:
+        return end_loss(pair, block, _stored(signs, axis, scale))
+
+    return candidate_loss
 
 
 def _stored(signs: Tensor, axis: PaperAxis, scale: Tensor) -> OneBit:

@@ -1,53 +1,22 @@
-"""The plan of a fit: against measured memory, at sizes too large to run, and where memory is too small."""
+"""The predicted cost of a fit: against measured memory, and at sizes too large to run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
 
 from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
-from compressor.blockwise import sampling
-from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.cost import FitCost
-from compressor.fitting.shapes import FitShapes
 from compressor.fitting.stage_cost import StageCost
 from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
-from compressor.pipeline import compress, plan
-from compressor.planning import requirements
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import MemoryTooSmall
-from deltastore.format.plan import is_matrix
-from peraxis import run
-from tests.helpers.tiny_models import Change, TinyModels, make_pair
+from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
+from tests.compressor.helpers.model_shapes import LLAMA_8B, QWEN_1B5, shapes_of
 
 DEFAULT = Training(Calibration("self", 256))
 GB = 10**9
-QWEN_1B5 = LlamaShapes(28, hidden=1536, intermediate=8960, kv=256, vocabulary=151936)
-LLAMA_8B = LlamaShapes(32, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256)
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> TinyModels:
-    return make_pair("llama", tmp_path, changes=(Change(noise=0.2),))
-
-
-def shapes_of(shapes: LlamaShapes) -> FitShapes:
-    tensors = dict(shapes.tensors())
-    blocks = [
-        {name: shape for name, shape in tensors.items() if name.startswith(f"model.layers.{layer}.")}
-        for layer in range(shapes.num_layers)
-    ]
-    coded = {name: (shape[0], shape[1]) for name, shape in tensors.items() if is_matrix(name, shape)}
-    return FitShapes(blocks, (shapes.vocabulary, shapes.hidden), False, coded, 2 * shapes.kv)
 
 
 def stages_of(
@@ -85,97 +54,3 @@ def test_signs_that_learn_take_two_bytes_each_and_nothing_else_grows_as_fast() -
     )
     more = shapes_of(grown).num_coded - shapes_of(QWEN_1B5).num_coded
     assert 2 * more < many.num_bytes("host") - few.num_bytes("host") < 3 * more
-
-
-def test_a_plan_reads_no_weights_and_writes_nothing(
-    models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
-    before = sorted(tmp_path.rglob("*"))
-    config = CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / "delta", training=DEFAULT)
-    needs = plan(config)
-    assert needs.peak("host") > 0
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("calibration", ["self", "none"])
-def test_the_command_prints_a_plan_whose_parts_make_up_its_stages(
-    calibration: str, models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = ["--base", models.base, "--finetune", models.finetunes[0], "--out", tmp_path / "delta"]
-    asked = ["compress", *map(str, files), "--calibration", calibration, "--device", "cpu", "--plan"]
-    assert run([*asked, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    sums = [sum(part["bytes"] for part in stage["parts"]) for stage in told["stages"]]
-    assert [stage["host_bytes"] for stage in told["stages"]] == sums
-    assert told["memory"]["host"]["bytes"] == max(sums)
-    assert told["seconds"] == pytest.approx(sum(stage["seconds"] for stage in told["stages"]), abs=0.5)
-    assert told["disk"]["bytes"] > 0
-    assert run(asked) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("host memory: ")
-    assert {stage["name"] for stage in told["stages"]} <= {line.split(":")[0] for line in lines}
-    assert not (tmp_path / "delta").exists()
-
-
-def refusals(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "free_bytes", lambda device: free)
-
-
-@pytest.fixture
-def config(models: TinyModels, tmp_path: Path) -> CompressConfig:
-    training = Training(Calibration("self", 4096), device="cpu")
-    return CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / "delta", training=training)
-
-
-def least(config: CompressConfig, **changes: Any) -> int:
-    assert config.training is not None
-    changed = replace(config, training=replace(config.training, **changes))
-    return plan(changed).peak("host", least=True)
-
-
-def test_too_little_memory_is_refused_at_once_with_what_is_missing_and_what_needs_less(
-    config: CompressConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, half = least(config), least(config, calibration=Calibration("self", 2048))
-    assert half < whole
-    monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
-    refusals((whole + half) // 2, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match=r"needs about .* free, .* too little: give --samples 2048$"):
-        compress(config)
-    refusals(1 << 20, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match="give --calibration none"):
-        compress(config)
-    assert not config.out.exists()
-
-
-def test_learning_signs_is_given_up_where_less_text_does_not_help(
-    config: CompressConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    big = shapes_of(QWEN_1B5)
-    monkeypatch.setattr(requirements, "shapes_of", lambda *args: big)
-    fewest = Calibration("self", 32)
-    with_signs, without = (
-        least(config, calibration=fewest),
-        least(config, calibration=fewest, learn_signs=False),
-    )
-    assert without < with_signs
-    refusals((without + with_signs) // 2, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match="give --no-learn-signs"):
-        compress(config)
-
-
-def test_memory_that_suffices_is_not_refused(config: CompressConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config.training is not None
-    small = replace(config, training=replace(config.training, calibration=Calibration("self", 8, 16)))
-    refusals(least(small) + 1, monkeypatch)
-    compress(small)
-    assert small.out.exists()
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

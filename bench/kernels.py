@@ -71,6 +71,15 @@ class CodedLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixSet:
+    """Shapes of a part of the model, repeated for a number of blocks."""
+
+    name: str
+    shapes: Sequence[tuple[int, int]]
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class KernelFigure:
     """Medians over turns, of one block or of the output head."""
 
@@ -117,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     block, head = shapes.linear_layers, ((shapes.vocabulary, shapes.hidden),)
     num_blocks = args.blocks or max(2, BLOCKS_BYTES // sum(2 * out * width for out, width in block))
     figures = []
-    for part, layers, count in (("block", block * num_blocks, num_blocks), ("output head", head, 1)):
-        figures += measure_part(part, layers, count, args.repeats, copy_bytes_s, device)
+    for part in (MatrixSet("block", block * num_blocks, num_blocks), MatrixSet("output head", head, 1)):
+        figures += measure_part(part, args.repeats, copy_bytes_s, device)
     print(
         f"{describe(device)}; one block of {len(block)} linear layers and the output head of {head[0]}, bfloat16; "
         f"medians of {args.repeats} turns"
@@ -149,21 +158,19 @@ def file_name(device: str, shapes: str) -> str:
 
 
 def measure_part(
-    part: str,
-    shapes: Sequence[tuple[int, int]],
-    count: int,  # how many blocks `shapes` are
+    part: MatrixSet,
     repeats: int,
     copy_bytes_s: float,
     device: torch.device,
 ) -> list[KernelFigure]:
     """Measure every composition, on layers that are freed afterwards."""
-    most = max(groups for groups, _ in GROUPS)
-    layers = [CodedLayer.drawn(shape, most, device) for shape in shapes]
+    most, count = max(groups for groups, _ in GROUPS), part.num_blocks
+    layers = [CodedLayer.drawn(shape, most, device) for shape in part.shapes]
     num_weights = sum(layer.weight.numel() for layer in layers) // count
     figures = []
     for groups, rows in GROUPS:
         base_s, both_s = (seconds / count for seconds in measure(layers, repeats, (groups, rows)))
-        figures.append(KernelFigure(part, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
+        figures.append(KernelFigure(part.name, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
     return figures
 
 

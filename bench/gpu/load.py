@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,17 +32,29 @@ NUM_THREADS = 16
 SECTION = "load"
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaLoad:
+    """One delta to be loaded again and again: its bytes in host memory, and its slot."""
+
+    loader: Loader
+    drawing: Blueprint
+    host: Tensor
+    slot: Slot
+
+    def make_views(self) -> ResidentDelta:
+        return ResidentDelta.in_slot(self.drawing.plan, self.slot)
+
+
 def measure_load(
     rows: Rows, weights: Mapping[str, Tensor], drawing: Blueprint, directory: Path, repeats: int
 ) -> None:
     """Fill the section `load`.
 
     Args:
-        rows: where figures go.
-        weights: the base's, by name, on the device.
-        drawing: of a delta for them.
-        directory: on a disk, with room for the weights or some of them.
-        repeats: of everything but the checkpoint's load.
+        weights: the base's weights by name, on the device.
+        drawing: layout of a delta for them.
+        directory: a folder on a disk with room for some of the weights.
+        repeats: number of runs of all but the checkpoint's load.
     """
     device = next(iter(weights.values())).device
     host = torch.empty(drawing.device_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -49,19 +62,14 @@ def measure_load(
     fill(slot.memory, drawing, seed=0)
     host.copy_(slot.memory)
     limit = seconds(lambda: slot.memory.copy_(host, non_blocking=True), device, repeats)
-    rows.put(
-        SECTION,
-        "limit: one pinned copy of a delta's bytes",
-        1e3 * limit,
-        note=_speed(drawing.device_bytes, limit),
-    )
+    speed = _speed(drawing.device_bytes, limit)
+    rows.put(SECTION, "limit: one pinned copy of a delta's bytes", 1e3 * limit, note=speed)
     source = write_delta(directory / "delta.safetensors", drawing, host)
     loader = Loader(device, NUM_THREADS)
     try:
-        ready = _from_host(rows, loader, host, slot, drawing, repeats)
-        disk = {
-            name: _from_disk(rows, loader, source, host, slot, drawing, name) for name in ("warm", "dropped")
-        }
+        delta = DeltaLoad(loader, drawing, host, slot)
+        ready = _from_host(rows, delta, repeats)
+        disk = {cache: _from_disk(rows, delta, source, cache) for cache in ("warm", "dropped")}
     finally:
         loader.close()
     full = _checkpoint(rows, weights, directory)
@@ -74,25 +82,21 @@ def measure_load(
         rows.put(SECTION, name, full["dropped"] / disk["dropped"])
 
 
-def _from_host(
-    rows: Rows, loader: Loader, host: Tensor, slot: Slot, drawing: Blueprint, repeats: int
-) -> float:
-    device = slot.memory.device
+def _from_host(rows: Rows, delta: DeltaLoad, repeats: int) -> float:
     copies, views = [], []
-    for _ in range(repeats + 1):  # the first does not count
-        copies.append(loader.copy(host, slot.memory).total_s)
-        views.append(once(lambda: ResidentDelta.in_slot(drawing.plan, slot), device))
+    # The first run warms up.
+    for _ in range(repeats + 1):
+        copies.append(delta.loader.copy(delta.host, delta.slot.memory).total_s)
+        views.append(once(delta.make_views, delta.slot.memory.device))
     copy, ready = median(copies[1:]), median(map(sum, zip(copies[1:], views[1:], strict=True)))
-    rows.put(SECTION, "delta, host to slot: copy", 1e3 * copy, note=_speed(drawing.device_bytes, copy))
+    rows.put(SECTION, "delta, host to slot: copy", 1e3 * copy, note=_speed(delta.drawing.device_bytes, copy))
     rows.put(
         SECTION, "delta, host to ready: copy and views", 1e3 * ready, met=1e3 * ready <= HOST_TO_READY_MS
     )
     return ready
 
 
-def _from_disk(
-    rows: Rows, loader: Loader, source: ObjectSource, host: Tensor, slot: Slot, drawing: Blueprint, cache: str
-) -> float:
+def _from_disk(rows: Rows, delta: DeltaLoad, source: ObjectSource, cache: str) -> float:
     reports: list[LoadReport] = []
     totals: list[float] = []
     notes = set()
@@ -100,9 +104,9 @@ def _from_disk(
         if cache == "dropped":
             notes.add("" if drop([source.path]) else "not dropped: the kernel refused")
         start = time.perf_counter()
-        reports.append(loader.load(source, host, slot.memory))
-        ResidentDelta.in_slot(drawing.plan, slot)
-        settle(slot.memory.device)
+        reports.append(delta.loader.load(source, delta.host, delta.slot.memory))
+        delta.make_views()
+        settle(delta.slot.memory.device)
         totals.append(time.perf_counter() - start)
     note = "; ".join(notes - {""})
     stages = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -55,26 +55,7 @@ def stage_table(figures: Figures) -> str:
         ("`sha256sum` of the same file", _s(_median(figures["upload"], "sha256sum_s")), ""),
         ("plain copy of as many bytes", _s(figures["plain_copy_s"]), ""),
     ]
-    for cache in ("dropped", "warm"):
-        if loads := figures.get(f"load_{cache}"):
-            rows += [
-                (f"load of a variant, page cache {cache}", _s(_median(loads, "total")), ""),
-                (
-                    f"first token of a cold variant, page cache {cache}",
-                    _s(_median(loads, "first_token_s")),
-                    "",
-                ),
-            ]
-    rows.append(("first token of a resident variant", _s(figures["first_token_resident_s"]), ""))
-    if "merge" in figures:
-        rows.append(
-            (
-                "merge to a stock checkpoint",
-                _s(figures["merge"]["seconds"]),
-                _gb(figures["merge"]["peak_bytes"]),
-            )
-        )
-    return table(("stage", "seconds", "peak memory, GB"), rows)
+    return table(("stage", "seconds", "peak memory, GB"), [*rows, *_load_rows(figures)])
 
 
 def rate_table(figures: Figures) -> str:
@@ -142,6 +123,18 @@ def goals(figures: Figures) -> list[ServingGoal]:
         _at_most("compress, minutes", slowest / 60, 10),
         _at_least("4 streams: all variants mixed / base", mixed, 0.8),
     ]
+
+
+def _load_rows(figures: Figures) -> Iterator[tuple[str, str, str]]:
+    """Yield loads and first tokens, and the merge of a large model."""
+    for cache in ("dropped", "warm"):
+        if loads := figures.get(f"load_{cache}"):
+            yield f"load of a variant, page cache {cache}", _s(_median(loads, "total")), ""
+            first_token_s = _median(loads, "first_token_s")
+            yield f"first token of a cold variant, page cache {cache}", _s(first_token_s), ""
+    yield "first token of a resident variant", _s(figures["first_token_resident_s"]), ""
+    if merge := figures.get("merge"):
+        yield "merge to a stock checkpoint", _s(merge["seconds"]), _gb(merge["peak_bytes"])
 
 
 def _at_most(what: str, reached: float, limit: float) -> ServingGoal:

@@ -24,7 +24,7 @@ MEMORY_PART = 0.4  # of free memory for blocks, and the same for the KV cache
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """How many blocks and sequences fit into memory while a model generates."""
+    """The blocks and sequences that fit into memory while a model generates."""
 
     num_resident_blocks: int
     group_size: int  # sequences generated together

@@ -28,7 +28,7 @@ Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are co
 
 @dataclass(frozen=True, slots=True)
 class PairCoding:
-    """Which tensors of a pair are coded at one bit, and their deltas where those were fitted."""
+    """The tensors of a pair that are coded at one bit, and the deltas of those that were fitted."""
 
     names: frozenset[str]
     method: Method  # for the tensors of `names` that were not fitted

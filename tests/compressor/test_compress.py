@@ -1,4 +1,4 @@
-"""Two checkpoints in, one artifact out: what is carried, against what, and that the same inputs give the same bytes."""
+"""Tests of `compress`: the tensors that an artifact carries, and the same bytes for the same inputs."""
 
 from __future__ import annotations
 
@@ -151,9 +151,8 @@ def test_zero_differences_are_counted_and_coded_in_turn(tmp_path: Path) -> None:
     assert (specs[name].num_zeros, specs[name].zeros) == (10 * 64, "alternate")
     assert specs["model.layers.0.mlp.gate_proj.weight"].zeros is None
     with Artifact.open(tmp_path / "delta") as artifact:
-        assert (
-            not artifact.onebit(name).dense(slice(0, 10)).any()
-        )  # a row of its own has a scale of its own: 0
+        # A row without differences has a scale of 0.
+        assert not artifact.onebit(name).dense(slice(0, 10)).any()
 
 
 def test_a_grown_vocabulary_is_carried_whole_behind_the_coded_rows(tmp_path: Path) -> None:

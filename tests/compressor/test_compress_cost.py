@@ -1,4 +1,4 @@
-"""What compressing costs: memory that depends on the largest tensor alone, and progress where somebody reads it."""
+"""Tests of the cost of compressing: memory depends on the largest tensor alone; progress goes to a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input to `compress`: each is one clear error, raised before work where it can be, and leaves nothing behind."""
+"""Tests of bad input to `compress`: one clear error, raised before work if possible, and nothing left behind."""
 
 from __future__ import annotations
 

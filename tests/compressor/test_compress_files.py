@@ -1,4 +1,4 @@
-"""The variant's own tokenizer, chat template and generation config: carried where they differ from the base's."""
+"""Tests of a delta's tokenizer, chat template and generation config, carried if they differ from the base's."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ MORE_SERVED: Mapping[str, Mapping[str, Any]] = {  # windows are shorter than the
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a fine-tune differs from its base, beside its weights."""
+    """Differences of a fine-tune from its base beside its weights."""
 
     added_tokens: int = 0  # rows that the base lacks
     tied: bool | None = None  # None: as the base
@@ -137,7 +137,7 @@ def _model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-    """The base's values: norms around what the library starts them at, biases and weights around zero."""
+    """Return the base's values: norms around their initial values in transformers, the rest around zero."""
     noise = torch.randn(tensor.shape, generator=generator)
     if "norm" in name and name.endswith("weight"):
         return (tensor.float() + 0.2 * noise).to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""A decoder run block by block gives what the library's whole model gives, and holds no more than it must."""
+"""Tests of `Decoder`: run block by block it equals the whole transformers model, and keeps no more in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GROUPS = {
 
 
 def live_bytes() -> int:
-    """Of all parameters that have memory."""
+    """Return the bytes of all parameters that are not on the meta device."""
     storages = {
         found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
         for found in gc.get_objects()
@@ -55,7 +55,8 @@ def test_hidden_states_and_logits_are_those_of_the_whole_model(architecture: str
         decoder.advance(decoder.load_block(index), index, hiddens)
         seen.append(torch.cat(hiddens))
     decoder.finish_all(hiddens)
-    seen[-1] = torch.cat(hiddens)  # the library lists the last one after its norm
+    # transformers lists the last one after its norm.
+    seen[-1] = torch.cat(hiddens)
     torch.testing.assert_close(seen, list(expected.hidden_states))
     torch.testing.assert_close(decoder.logits(decoder.load_head(), seen[-1]), expected.logits)
 

@@ -1,4 +1,4 @@
-"""The model that a base and a delta make: tensor by tensor and run block by block it is the merged checkpoint."""
+"""Tests of `DeltaModel`: its tensors and logits are those of the merged checkpoint."""
 
 from __future__ import annotations
 

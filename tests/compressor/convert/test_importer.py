@@ -1,4 +1,4 @@
-"""Somebody else's one-bit deltas as artifacts: the same weights as their own loaders give, and what is carried."""
+"""Tests of imports from BitDelta and the paper's code: the artifact gives the weights of their own loaders."""
 
 from __future__ import annotations
 

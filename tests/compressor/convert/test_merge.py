@@ -1,4 +1,4 @@
-"""A base and a delta as a stock checkpoint: the same numbers, and files that the library loads."""
+"""Tests of merging: the same numbers as base plus delta, in files that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples of a report: greedy continuations of base, fine-tune and delta, decoded as people read them."""
+"""Tests of a model card's examples: greedy continuations of base, fine-tune and delta, decoded to text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def written(models: TinyModels, texts: list[torch.Tensor] = TEXTS) -> list[Examp
 
 
 def greedy(directory: Path, text: torch.Tensor, length: int) -> str:
-    """What the library writes after the first tokens of a text."""
+    """Return the continuation by transformers of the first tokens of a text."""
     prompt = text[None, :length]
     ids = whole_model(directory).generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
     return str(make_tokenizer(2).decode(ids[0, length:]))

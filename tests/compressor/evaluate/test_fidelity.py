@@ -33,7 +33,7 @@ def make(kind: str, directory: Path) -> TinyModels:
 
 
 def logits_of(path: Path, batches: list[Tensor]) -> list[Tensor]:
-    """Of every sequence, by the library's whole model in float64."""
+    """Return the logits of every sequence, by the whole transformers model in float64."""
     model = whole_model(path).double()
     with torch.no_grad():
         return [sequence for ids in batches for sequence in model(ids).logits]
@@ -90,9 +90,8 @@ def test_a_model_is_its_own_equal(tmp_path: Path) -> None:
 def test_pieces_of_any_size_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, student = (open_decoder(path) for path in make("tied", tmp_path).finetunes)
     whole = fidelity(teacher, student, BATCHES)
-    monkeypatch.setattr(
-        compressor.evaluate.fidelity, "LOGITS_NUMEL", 7 * 259
-    )  # tokens that end within no sequence
+    # Seven tokens at a time, which divides no sequence.
+    monkeypatch.setattr(compressor.evaluate.fidelity, "LOGITS_NUMEL", 7 * 259)
     monkeypatch.setattr(compressor.evaluate.fidelity, "DOUBLES_NUMEL", 3 * 259)
     assert_near(fidelity(teacher, student, BATCHES), whole)
 

@@ -77,7 +77,7 @@ def write_task(directory: Path, name: str = "oddness", text: str = TASK) -> Path
 
 
 def accuracy(directory: Path) -> float:
-    """Of the choice that a whole model finds most likely."""
+    """Return the accuracy of the choice that a whole model finds most likely."""
     model, tokenizer, right = whole_model(directory), make_tokenizer(), 0
     for record in questions():
         scores = []

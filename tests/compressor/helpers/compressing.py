@@ -1,4 +1,4 @@
-"""What tests of the compressor share: compressing and checking, the variant in plain torch, rewriting checkpoints."""
+"""Helpers to compress and check a pair, to compute base plus delta in plain torch, and to rewrite checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compressed(models: TinyModels, out: Path, **config: Any) -> CompressResult:
 
 
 def variant_tensors(base: Path, delta: Path) -> dict[str, Tensor]:
-    """Every tensor of the variant in float32, a tied head left out."""
+    """Return base plus delta in float32 by tensor name, without a tied head."""
     checkpoint = Checkpoint.open(base)
     tensors = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
     with Artifact.open(delta) as artifact:
@@ -59,7 +59,7 @@ def variant_tensors(base: Path, delta: Path) -> dict[str, Tensor]:
 
 
 def enriched(delta: Path, out: Path, forms: Mapping[str, tuple[int, int]]) -> Path:
-    """An artifact with more in some of its matrices: by name, how many planes and which rank; of random numbers."""
+    """Write an artifact with random further planes and residuals; `forms` gives number of planes and rank by name."""
     generator = torch.Generator().manual_seed(0)
     with Artifact.open(delta) as artifact, ArtifactWriter(out) as writer:
         specs = dict(artifact.manifest.tensors)

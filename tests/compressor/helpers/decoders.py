@@ -54,7 +54,7 @@ RUN = (*ARCHITECTURES, "mixtral", "qwen3_moe", "gemma3_text")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products as small as these only wait for each other on several."""
+    """Run torch on one thread, because products of this size gain nothing from more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 
 def make_model(architecture: str, directory: Path) -> Path:
-    """A checkpoint of any of these architectures, as the library saves it."""
+    """Save a checkpoint of one of these architectures with transformers."""
     if architecture in ARCHITECTURES:
         return make_pair(architecture, directory, changes=()).base
     config = AutoConfig.for_model(architecture, **{**SMALL, **OTHERS[architecture]})

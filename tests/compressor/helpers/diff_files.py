@@ -1,4 +1,4 @@
-"""Files as BitDelta and the paper's code save them, made from tiny pairs; and the weights that their loaders give.
+"""Make files in the formats of BitDelta and of the paper's code from tiny pairs, and compute their weights.
 
 Written from the formulas, without the importer: words of 32 inputs, W = base + coeff * sign.
 """
@@ -22,7 +22,7 @@ SINGLE = "model.safetensors"
 def make_packable(
     architecture: str, directory: Path, *changes: Change, dtype: torch.dtype = torch.float32, **config: Any
 ) -> TinyModels:
-    """A pair whose every linear layer has a multiple of 32 inputs, as the packing wants it."""
+    """Make a pair whose linear layers have a multiple of 32 inputs, as the packing requires."""
     return make_pair(
         architecture, directory, changes=changes or (Change(),), dtype=dtype, intermediate_size=96, **config
     )
@@ -85,7 +85,7 @@ def unpacked(mask: Tensor) -> Tensor:  # [in / 32, out] int32 -> [out, in] of -1
 
 
 def is_linear(name: str, tensor: Tensor) -> bool:
-    """Whether BitDelta codes it: the linear layers of attention and MLP."""
+    """True for the layers that BitDelta codes: the linear layers of attention and MLP."""
     return tensor.dim() == 2 and (".self_attn." in name or ".mlp." in name)
 
 

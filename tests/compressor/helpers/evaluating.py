@@ -1,4 +1,4 @@
-"""What tests of `peraxis eval` share: one tiny pair with its delta and text, and the command's output."""
+"""Helpers for tests of `peraxis eval`: one tiny pair with its delta and text, and the command's output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_evaluated(directory: Path, architecture: str = "llama", **change: Any) 
 
 
 def document(args: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    """What the command prints with --json; nothing may stand beside it."""
+    """Run the command with --json and return its document; stderr must stay empty."""
     capsys.readouterr()  # what making the models wrote
     assert run([*args, "--json", "--no-progress"]) == code
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Adapters as fine-tunes: merged as the peft library does it, gone afterwards, refused where they do not fit."""
+"""Tests of adapters as fine-tunes: merged as peft merges them, removed afterwards, refused if they do not fit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where merged adapters go; nothing is left there after any test."""
+    """Set the temporary directory of merged adapters; it must be empty after each test."""
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -282,18 +282,16 @@ def test_an_adapter_that_changes_no_weights_is_refused(base: Path) -> None:
     assert "kind 'PROMPT_TUNING' changes no weights" in refused(make_adapter(base, config), base)
 
 
-def test_what_the_library_cannot_merge_is_refused_in_its_words(base: Path) -> None:
-    adapter = make_adapter(
-        base, lora("q_proj", alora_invocation_tokens=[5, 6])
-    )  # acts behind these tokens alone
+def test_an_adapter_that_peft_cannot_merge_is_refused_in_its_words(base: Path) -> None:
+    # Acts only behind these tokens.
+    adapter = make_adapter(base, lora("q_proj", alora_invocation_tokens=[5, 6]))
     assert "aLoRA does not support safe merging" in refused(adapter, base)
 
 
 def test_a_merge_that_changes_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_pair("qwen2", tmp_path).base
-    monkeypatch.setattr(
-        "compressor.io.adapters._untie", lambda peft, model: None
-    )  # so that the tied head changes too
+    # Not untied, so the tied head changes too.
+    monkeypatch.setattr("compressor.io.adapters._untie", lambda peft, model: None)
     adapter = make_adapter(base, lora("embed_tokens"))
     assert "merged, it answers otherwise than beside its base" in refused(adapter, base)
 

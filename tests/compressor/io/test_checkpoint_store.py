@@ -1,4 +1,4 @@
-"""Interrupted compressions: what is kept, going on to the same bytes, and files that are not what they were."""
+"""Tests of interrupted compressions: stages on disk, resuming to the same bytes, and damaged files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(models: TinyModels, out: Path, training: Training = OURS, **config: Any)
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Have the user lose patience once so many files are kept."""
+    """Raise KeyboardInterrupt once `count` files are saved."""
     keep, done = CheckpointStore._keep, list[str]()
 
     def counted(self: CheckpointStore, filename: str, write: Callable[[Path], object]) -> None:

@@ -1,4 +1,4 @@
-"""Where outputs may lie: no command writes over what it reads, and refuses before any work."""
+"""Tests of output checks: no command writes over its inputs, and it refuses before any work."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_text_of_examples_is_escaped_and_control_characters_are_seen(tmp_path: P
         "a.5",
     ],
 )
-def test_names_of_strangers_are_text_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_hostile_names_are_text_and_nothing_else(name: str, tmp_path: Path) -> None:
     specs = {
         f"model.layers.0.{name}.weight": onebit(),
         name: onebit("in", 0.7),

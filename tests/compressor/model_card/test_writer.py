@@ -106,7 +106,7 @@ def test_a_readme_of_another_hand_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == "# My model"
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody may write to")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory without write permission")
 def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^--report /proc/report: /proc: .*: choose another --report$"):
         check_card_directory(Path("/proc/report"))

@@ -1,24 +1,37 @@
-"""Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+"""Progress on stderr: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+import time
+from typing import Any, ClassVar, NoReturn
 
 from tqdm import tqdm
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 
-LINE_INTERVAL_S = 10
+# With the time of one update on top, no more than 10 s pass between two lines.
+LINE_INTERVAL_S = 8.0
 
 
-class _Lines(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
-    """A bar's text as whole lines, for logs."""
+class _Lines(tqdm):  # type: ignore[type-arg]
+    """A bar for logs: whole lines, `LINE_INTERVAL_S` apart over all bars of the process."""
+
+    last_line_s: ClassVar[float] = time.monotonic()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        self.fp.write(f"{msg or self}\n")
-        self.fp.flush()
+        """Print the bar's text if the interval since the last line of any bar has passed."""
+        now = time.monotonic()
+        if not self.disable and now - _Lines.last_line_s >= LINE_INTERVAL_S:
+            _Lines.last_line_s = now
+            self.fp.write(f"{self}\n")
+            self.fp.flush()
+
+    def close(self) -> None:
+        """End the bar without tqdm's carriage return."""
+        self.disable = True
+        super().close()
 
 
 def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoReturn]:
@@ -31,9 +44,8 @@ def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoRetu
         unit_scale=unit == "B",
         disable=not enabled,
         leave=False,
-        mininterval=0.1 if is_terminal else LINE_INTERVAL_S,
-        maxinterval=LINE_INTERVAL_S,
-        delay=0 if is_terminal else LINE_INTERVAL_S,
+        # `_Lines` spaces its lines itself.
+        mininterval=min(0.1, LINE_INTERVAL_S),
         file=sys.stderr,
     )
 

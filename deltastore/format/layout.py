@@ -1,4 +1,4 @@
-"""The layout check: tensor names, positions, dtypes and shapes of a file's header against its manifest. Reads no data.
+"""Check a file's layout: tensor names, positions, dtypes and shapes against its manifest. Reads no data.
 
 `Artifact.open` runs it, so an opened artifact has every part that its manifest names, in the right dtype and shape.
 """

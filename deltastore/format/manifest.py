@@ -120,9 +120,7 @@ class Manifest(_Strict):
     method: Literal["scalar", "per-axis", "both"]
     tied: bool  # the output head is the input embedding
     device_bytes: Size  # the first bytes of the data section go to the device; the variant's files follow
-    config: (
-        Facts  # the fine-tune's configuration, as `deltastore.base.base.architecture`; the base's must agree
-    )
+    config: Facts  # as `deltastore.base.base.architecture` returns it; the base's must agree
     tensors: dict[str, TensorSpec]
     files: Annotated[list[Filename], Field(max_length=len(FILES))]
     compressor: Facts  # version and settings

@@ -20,7 +20,7 @@ from deltastore.registry.variants import directories
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What a collection removed, or with `dry_run` would remove."""
+    """The garbage that a collection removed, or with `dry_run` found."""
 
     objects: tuple[str, ...]  # digests
     num_partials: int  # abandoned uploads

@@ -1,4 +1,4 @@
-"""The loader: what reaches host memory and a slot, what does not, and what a failed load leaves behind."""
+"""The loader: bytes in host memory and slot after a load, refusals, and the state after a failed load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fresh_slot(device: torch.device = CPU) -> Tensor:
 
 
 def load(loader: Loader, source: ObjectSource, slot: Tensor) -> LoadReport:
-    """A load through host memory of its own."""
+    """Load through newly allocated host memory."""
     return loader.load(source, fresh_slot(), slot)
 
 

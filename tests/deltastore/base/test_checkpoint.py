@@ -1,4 +1,4 @@
-"""Checkpoints on disk: read the same however they are cut, and refused where they are not complete."""
+"""Checkpoints on disk: equal tensors and fingerprints for every sharding, and an error for incomplete files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def save(directory: Path, tensors: dict[str, Tensor], num_shards: int = 1) -> Path:
-    """A checkpoint directory, as `save_pretrained` would write it."""
+    """Write a checkpoint directory as `save_pretrained` does."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
     if num_shards == 1:
@@ -51,7 +51,7 @@ def save(directory: Path, tensors: dict[str, Tensor], num_shards: int = 1) -> Pa
 
 
 def print_of(directory: Path) -> str:
-    """The fingerprint of a directory, with a cache of its own."""
+    """Fingerprint a directory, with a cache file of its own."""
     return fingerprint(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache")
 
 
@@ -247,9 +247,9 @@ def test_heads_are_compared_to_their_last_row(tmp_path: Path) -> None:
 
 
 def rewrite(file: Path) -> None:
-    """Change the last byte of a file and set its time back, as `rsync --times` leaves it."""
+    """Change the last byte of a file and restore its mtime, as `rsync --times` does."""
     before = file.stat()
-    # The kernel's clock of files is coarse: until it has gone on, a change cannot be seen by anybody.
+    # The kernel's clock of files is coarse: a change within one tick leaves the status as it was.
     while file.stat().st_ctime_ns == before.st_ctime_ns:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with file.open("r+b") as out:
@@ -261,7 +261,7 @@ def rewrite(file: Path) -> None:
 
 
 def num_hashed(directory: Path) -> int:
-    """How many bytes are read to know a directory's fingerprint, with the cache of `print_of`."""
+    """Count the bytes that are hashed for a directory's fingerprint, with the cache of `print_of`."""
     hashed: list[int] = []
     cache = directory.parent / f"{directory.name}.cache"
     fingerprint(Checkpoint.open(directory), cache, hashed.append)

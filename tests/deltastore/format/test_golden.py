@@ -1,4 +1,4 @@
-"""Format 1, byte by byte: a change of any of these bytes is another format and needs another number."""
+"""Format 1, byte by byte. A change of any of these bytes needs another format number."""
 
 from __future__ import annotations
 

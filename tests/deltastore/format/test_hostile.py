@@ -1,4 +1,4 @@
-"""What strangers send: every hostile file is refused with an error of its own, and no file breaks the reader."""
+"""Untrusted files: every hostile file is refused with its own error, and no file raises anything but a PeraxisError."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def planes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(params=["good", "planes"])
 def each(request: pytest.FixtureRequest) -> bytes:
-    """Each of the two in turn."""
+    """Run the test with either artifact."""
     raw: bytes = request.getfixturevalue(request.param)
     return raw
 
@@ -174,7 +174,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_truncated(good: bytes, tmp_p
             check_artifact(artifact)
 
 
-def test_a_gain_that_nobody_checked_is_no_assertion(good: bytes, tmp_path: Path) -> None:
+def test_an_unchecked_gain_is_refused_when_it_is_read(good: bytes, tmp_path: Path) -> None:
     hostile = next(hostile for hostile in NUMBERS if hostile.name == "gain 3.0")
     path = tmp_path / "a"
     path.write_bytes(hostile.change(good))
@@ -238,7 +238,7 @@ def test_random_values_in_the_json_are_refused_or_harmless(each: bytes, tmp_path
 
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a document with each of its keys; the metadata's are left, because texts are no containers."""
+    """Yield every container of a document with each of its keys, except `__metadata__`, whose values are text."""
     for key in list(document) if isinstance(document, dict) else range(len(document)):
         if key == "__metadata__":
             continue

@@ -1,4 +1,4 @@
-"""Signs and scales: the bit order, the arithmetic and what rounding may cost."""
+"""Signs and scales: bit order, arithmetic and bounds of rounding."""
 
 from __future__ import annotations
 

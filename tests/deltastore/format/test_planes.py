@@ -1,4 +1,4 @@
-"""Several planes and a residual in the file: byte by byte, read back, and read by the description alone."""
+"""Several planes and a residual in a file: its bytes, reading it back, and a reader written from FORMAT.md alone."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_was_written_is_read_back(tiny: Path) -> None:
 
 
 def delta_by_the_description(path: Path, name: str) -> npt.NDArray[np.float32]:
-    """A reader that knows FORMAT.md and none of our code."""
+    """Read an artifact as FORMAT.md describes it, with none of the project's code."""
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]

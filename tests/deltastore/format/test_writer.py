@@ -1,4 +1,4 @@
-"""Writing an artifact: whole or not at all, and nothing that a reader would refuse."""
+"""Writing an artifact: all or nothing, and always a file that the reader accepts."""
 
 from __future__ import annotations
 

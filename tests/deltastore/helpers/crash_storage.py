@@ -33,7 +33,7 @@ Luck = Callable[[], bool]
 
 
 class SteppedStorage(Storage):
-    """Counts changes; from number `stop_at` on, the first is 0, calls `stop` in place of each."""
+    """Storage that counts changes from 0 and, from number `stop_at` on, calls `stop` in place of each."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop_at = stop_at
@@ -80,7 +80,7 @@ class SteppedStorage(Storage):
         """The kernel outlives the process, so a killed process needs no real fsync."""
 
     def sync_dir(self, path: Path) -> None:
-        """As for files."""
+        """A killed process needs no real fsync of directories either."""
 
     def rename(self, source: Path, target: Path) -> None:
         self.step("rename")
@@ -96,14 +96,14 @@ class SteppedStorage(Storage):
 
 
 class KillStorage(SteppedStorage):
-    """The process dies by SIGKILL: no `finally` runs."""
+    """Kill the process by SIGKILL, so that no `finally` runs."""
 
     def stop(self, name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class RefusingStorage(SteppedStorage):
-    """One change, counted among those of some kinds, raises; the ones after it succeed."""
+    """Let one change, counted among those of some kinds, raise; later changes succeed."""
 
     def __init__(self, stop_at: int | None, error: BaseException, kinds: tuple[str, ...]) -> None:
         super().__init__(stop_at)
@@ -123,7 +123,7 @@ class RefusingStorage(SteppedStorage):
 
 @dataclass(frozen=True)
 class Moment:
-    """What the disk holds for certain, and what it may hold by luck."""
+    """A model of the disk: durable contents, and unsynced changes that it may hold or not."""
 
     base: Path
     durable: dict[Path, dict[str, int]]  # names in each directory; a directory is -1
@@ -132,7 +132,7 @@ class Moment:
     synced: dict[int, bytes]
 
     def surviving(self, keeps_name: Luck, keeps_bytes: Luck) -> Tree:
-        """What a restart finds; the two say of each unsynced change whether the disk had it."""
+        """Return the contents after a restart; the arguments say for each unsynced change if the disk had it."""
         names = {directory: dict(entries) for directory, entries in self.durable.items()}
         for directory, change in self.pending:
             if keeps_name():
@@ -154,11 +154,11 @@ class Moment:
 
 
 class VolatileStorage(SteppedStorage):
-    """Knows what is durable, and keeps the moment before every change, for tests to lose the power in.
+    """Storage that tracks what is durable and records the disk's state before every change, for tests of power loss.
 
-    A file's bytes are durable after its fsync, a name after its directory's. The two names of a rename within
-    one directory change together; everything else is lost or kept on its own. With `fails_at`, that fsync fails
-    and the file's bytes are lost: the next one succeeds without them, as on Linux.
+    A file's bytes are durable after its fsync, a name after its directory's. The two names of a rename within one
+    directory change together; every other change is lost or kept independently. With `fails_at`, that fsync fails and
+    the file's bytes are lost; the next fsync succeeds without them, as on Linux.
     """
 
     def __init__(self, base: Path, fails_at: int | None = None) -> None:
@@ -283,7 +283,7 @@ def rebuild(base: Path, tree: Tree) -> None:
 
 
 def artifact(seed: int, num_bytes: int = 3000) -> bytes:
-    """Bytes to publish; the registry does not care what they mean."""
+    """Return bytes to publish; the registry does not interpret them."""
     return random.Random(seed).randbytes(num_bytes)
 
 
@@ -301,7 +301,7 @@ def push(
 
 
 def make_world(root: Path) -> None:
-    """A registry with a bit of everything; of its files nothing is in flight."""
+    """Make a registry with every kind of file, all of them durable."""
     registry = Registry(root, SteppedStorage())
     for seed in (1, 2):
         push(registry, artifact(seed), "a")
@@ -320,7 +320,7 @@ def make_world(root: Path) -> None:
 
 
 def view(registry: Registry) -> View:
-    """All that users can see."""
+    """Collect everything that a user can see of a registry."""
     variants = registry.variants()
     seen: View = {
         f"{variant.tenant}/{variant.name}": (
@@ -379,7 +379,7 @@ def publish_many(root: Path, name: str, seeds: range) -> list[tuple[int, str]]:
 
 
 def churn(root: Path, name: str, rounds: int) -> None:
-    """Publish the same bytes, see that they are there, delete them; again and again."""
+    """Repeatedly publish the same bytes, check that they are stored and delete them."""
     registry = Registry(root)
     for _ in range(rounds):
         push(registry, artifact(1), name)

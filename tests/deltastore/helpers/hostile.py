@@ -1,4 +1,4 @@
-"""Files that strangers might send: each a change of a good artifact's bytes, and what the error must say."""
+"""Untrusted files: each is a change of a good artifact's bytes, with the message that the error must hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Change = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
-    """One hostile file."""
+    """One hostile file: a change of a good artifact, and a part of the expected message."""
 
     name: str
     change: Change  # from the bytes of a good artifact
@@ -36,7 +36,7 @@ class Hostile:
 
 
 def read_all(path: Path) -> None:
-    """Open, check and read everything, as an upload and then a load would."""
+    """Open, check and read a whole artifact, as an upload and then a load do."""
     with Artifact.open(path, "upload") as artifact:
         check_size(artifact, 1 << 20)
         check_base(artifact, BASE)
@@ -52,7 +52,7 @@ def read_all(path: Path) -> None:
 
 
 def assert_is_valid_or_refused(path: Path, raw: bytes) -> bool:
-    """Anything but a PeraxisError ends the test. Returns whether the file was refused."""
+    """Read a file and return True if it is refused; anything but a PeraxisError ends the test."""
     path.write_bytes(raw)
     message = ""
     try:
@@ -65,7 +65,7 @@ def assert_is_valid_or_refused(path: Path, raw: bytes) -> bool:
 
 
 def assert_is_refused(path: Path, hostile: Hostile, good: bytes) -> None:
-    """A good artifact changed by `hostile` is refused with the error that it names."""
+    """Check that a good artifact, changed by `hostile`, is refused with the error that it names."""
     path.write_bytes(hostile.change(good))
     with pytest.raises(PeraxisError) as caught:
         read_all(path)
@@ -79,7 +79,7 @@ def assert_is_refused(path: Path, hostile: Hostile, good: bytes) -> None:
 
 @dataclass(slots=True)
 class Part:
-    """One tensor on its way into a file."""
+    """One tensor to be written to a file."""
 
     name: str
     dtype: str
@@ -88,13 +88,13 @@ class Part:
 
 
 def take_apart(raw: bytes) -> tuple[Document, bytes]:
-    """The header's JSON and the data section."""
+    """Split a file into the header's JSON and the data section."""
     (length,) = struct.unpack("<Q", raw[:8])
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
 def assemble(header: Document | str | bytes, data: bytes = b"", alignment: int = 4096) -> bytes:
-    """A file of any header, well-formed or not."""
+    """Build a file with any header text, well-formed or not."""
     if isinstance(header, dict):
         header = json.dumps(header)
     text = header.encode() if isinstance(header, str) else header
@@ -125,12 +125,12 @@ def with_manifest(change: Callable[[Document], object]) -> Change:
 
 
 def with_spec(name: str, **fields: Any) -> Change:
-    """Change what the manifest says of one tensor."""
+    """Change one tensor's spec in the manifest."""
     return with_manifest(lambda manifest: manifest["tensors"][name].update(fields))
 
 
 def with_manifest_text(change: Callable[[str], str]) -> Change:
-    """Change the manifest as text, into what need not be JSON."""
+    """Change the manifest's text; the result need not be JSON."""
 
     def changed(header: Document) -> None:
         header["__metadata__"][MANIFEST_KEY] = change(header["__metadata__"][MANIFEST_KEY])
@@ -139,12 +139,12 @@ def with_manifest_text(change: Callable[[str], str]) -> Change:
 
 
 def with_entry(name: str, **fields: Any) -> Change:
-    """Change what the header says of one tensor."""
+    """Change one tensor's entry in the header."""
     return with_header(lambda header: header[name].update(fields))
 
 
 def with_parts(change: Callable[[list[Part]], object]) -> Change:
-    """Change the list of tensors; offsets are laid out anew, and `device_bytes` is kept true."""
+    """Change the list of tensors; offsets and `device_bytes` are recomputed."""
 
     def changed(raw: bytes) -> bytes:
         old, data = take_apart(raw)
@@ -170,7 +170,7 @@ def with_parts(change: Callable[[list[Part]], object]) -> Change:
 
 
 def with_part(name: str, dtype: str, shape: list[int], data: bytes) -> Change:
-    """Put another tensor in the place of one, its padding made to fit."""
+    """Replace one tensor by another and adapt its padding."""
 
     def changed(parts: list[Part]) -> None:
         index = next(index for index, part in enumerate(parts) if part.name == name)
@@ -196,7 +196,7 @@ def with_values(name: str, values: list[float], dtype: torch.dtype, at: int = 0)
 
 
 def renamed(old: str, new: str) -> Change:
-    """Call a tensor otherwise, in header and manifest, its parts too."""
+    """Rename a tensor and its parts in header and manifest."""
 
     def changed(raw: bytes) -> bytes:
         header, data = take_apart(raw)
@@ -206,7 +206,7 @@ def renamed(old: str, new: str) -> Change:
 
 
 def compose(*changes: Change) -> Change:
-    """One change after the other."""
+    """Apply several changes in order."""
 
     def changed(raw: bytes) -> bytes:
         for change in changes:

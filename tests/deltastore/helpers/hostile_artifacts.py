@@ -1,4 +1,4 @@
-"""Hostile artifacts whose header and manifest can be read: layouts, numbers and bases that are not sound."""
+"""Hostile artifacts whose header and manifest can be read: invalid layouts, numbers and bases."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ LAYOUTS = [
         "'a' is in its manifest and not in the file",
     ),
     Hostile(
-        "tensor that nobody asks for",
+        "tensor that is not in the manifest",
         with_manifest(lambda m: m["tensors"].pop(NORM)),
         "'model.norm.weight' is not in its manifest",
     ),
     Hostile(
-        "file that nobody asks for",
+        "file that is not in the manifest",
         with_manifest(lambda m: m["files"].pop()),
         "'file.generation_config.json' is not in its manifest",
     ),
@@ -204,13 +204,13 @@ NUMBERS = [
 
 
 def _row(parts: list[Part]) -> None:
-    """One more row for a matrix that is no embedding."""
+    """Add a row to a matrix that is not an embedding."""
     index = next(index for index, part in enumerate(parts) if part.name == f"{IN}.signs")
     parts.insert(index, Part(f"{IN}.added", "F16", [1, 16], bytes(32)))
 
 
 def with_head(rows: int, tied: bool) -> Change:
-    """Give the variant an output head of its own, where the base has none."""
+    """Give the variant a separate output head, while the base's is tied."""
     data = bytes(-(-rows * 20 // 16) * 16)
     head = [Part(HEAD, "F16", [rows, 10], data[: rows * 20])]
     if len(data) > rows * 20:

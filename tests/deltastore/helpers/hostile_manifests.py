@@ -1,4 +1,4 @@
-"""Hostile manifests in a sound safetensors header: JSON, fields, sizes and names that no writer of ours makes."""
+"""Hostile manifests in a valid safetensors header: JSON, fields, sizes and names that ArtifactWriter never writes."""
 
 from __future__ import annotations
 

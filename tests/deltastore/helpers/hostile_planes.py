@@ -22,7 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def without(name: str) -> Change:
-    """Leave a tensor out, and its padding."""
+    """Leave out a tensor and its padding."""
 
     def changed(parts: list[Part]) -> None:
         index = next(index for index, part in enumerate(parts) if part.name == name)
@@ -38,7 +38,9 @@ PLANES = [
     Hostile("bool planes", with_spec(BOTH, planes=True), "planes: Input should be a valid integer"),
     Hostile("float planes", with_spec(BOTH, planes=2.0), "planes: Input should be a valid integer"),
     Hostile(
-        "a plane that nobody asks for", with_spec(BOTH, planes=1), "plane1.signs' is not in its manifest"
+        "a plane that is not in the manifest",
+        with_spec(BOTH, planes=1),
+        "plane1.signs' is not in its manifest",
     ),
     Hostile(
         "a plane that is not there", with_spec(BOTH, planes=3), "plane2.gain' is in its manifest and not in"
@@ -98,7 +100,9 @@ RESIDUALS = [
     Hostile("negative rank", with_spec(BOTH, rank=-1), "rank: Input should be greater than or equal to 0"),
     Hostile("bool rank", with_spec(SCALAR, rank=True), "rank: Input should be a valid integer"),
     Hostile("another rank", with_spec(BOTH, rank=2), "left' is F16 [5, 3] and must be F16 [5, 2]"),
-    Hostile("a residual that nobody asks for", with_spec(BOTH, rank=0), "left' is not in its manifest"),
+    Hostile(
+        "a residual that is not in the manifest", with_spec(BOTH, rank=0), "left' is not in its manifest"
+    ),
     Hostile(
         "a residual that is not there", with_spec(IN, rank=1), "left' is in its manifest and not in the file"
     ),

@@ -1,4 +1,4 @@
-"""`check` tells damage from what crashes leave, and `gc` removes the latter and nothing else."""
+"""`check` tells damage from leftovers of crashes, and `gc` removes leftovers alone."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_collection_changes_nothing_that_users_see(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path / "objects")) == needed - {digest_of(6)}  # which is quarantined
 
 
-def test_a_quarantined_object_that_nobody_needs_is_collected_with_its_mark(registry: Registry) -> None:
+def test_a_quarantined_object_without_a_version_is_collected_with_its_mark(registry: Registry) -> None:
     registry.quarantine(digest_of(3), "rotten")
     registry.delete("default", "a", 3)
     assert registry.gc().objects == (digest_of(3),)

@@ -1,4 +1,4 @@
-"""`peraxis registry ls|gc|check`, as a user types it."""
+"""The commands `peraxis registry ls|gc|check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a crash, a power loss or a refusal at any step the registry holds what was acknowledged."""
+"""After a crash, a power loss or a failure of any change, the registry holds everything that it acknowledged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is one: these tests make many thousands of small files."""
+    """A directory in memory if the system has one, because these tests create many thousands of small files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -66,7 +66,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 
 def outcomes(world: Path, step: str, scratch: Path) -> tuple[View, View]:
-    """What users see before a step and after it."""
+    """The states that a user may see around a step."""
     root = Path(shutil.copytree(world, scratch / "undisturbed"))
     registry = Registry(root, SteppedStorage())
     before = view(registry)
@@ -77,7 +77,7 @@ def outcomes(world: Path, step: str, scratch: Path) -> tuple[View, View]:
 
 
 def assert_whole(root: Path, step: str, allowed: list[View], after: View) -> None:
-    """The registry shows one of the allowed states, is clean, and takes the same step again."""
+    """Check that the registry shows an allowed state, is clean, and accepts the same step again."""
     registry = Registry(root, SteppedStorage())
     assert view(registry) in allowed
     assert registry.check().findings == ()
@@ -95,7 +95,7 @@ def chance(seed: int) -> Callable[[], bool]:
 
 
 def survivors(moment: Moment, seed: int) -> Iterator[Tree]:
-    """What a restart may find after a power loss at a moment."""
+    """Yield the disks that a restart may find after a power loss at one moment."""
     yield moment.surviving(never, never)
     yield moment.surviving(always, never)
     yield moment.surviving(never, always)
@@ -169,7 +169,7 @@ def test_directories_that_a_dead_process_made_are_durable_once_another_publishes
 
 
 def interrupted(base: Path, stop_at: int, step: str) -> VolatileStorage:
-    """The disk under a process that ended at a change of a step."""
+    """The disk of a process that ended at one change of a step."""
     storage = VolatileStorage(base)
     storage.stop_at = stop_at
     with pytest.raises(KeyboardInterrupt):
@@ -263,7 +263,7 @@ def test_a_quarantined_object_stays_out_of_the_way_after_a_power_loss(world: Pat
 
 
 def num_changes(step: str, world: Path, scratch: Path, kinds: tuple[str, ...]) -> int:
-    """How many changes of some kinds a step makes."""
+    """Count the changes of some kinds that a step makes."""
     storage = RefusingStorage(None, AssertionError(), kinds)
     STEPS[step](Registry(Path(shutil.copytree(world, scratch / "counted")), storage))
     return len(storage.calls)

@@ -1,4 +1,4 @@
-"""What the registry does when nothing goes wrong, and what it refuses."""
+"""The registry without crashes: publication, resolution, deletion, quarantine and refusals."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_uploading_the_good_bytes_again_heals_every_variant_that_has_them(
     assert os.listdir(registry.root / "quarantine") == []
 
 
-def test_an_upload_repairs_a_rotten_object_that_nobody_had_noticed(registry: Registry) -> None:
+def test_an_upload_repairs_a_corrupt_object_that_was_not_noticed(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
     registry.object_path(record.digest).write_bytes(b"rotten")
     push(registry, artifact(1), "a")

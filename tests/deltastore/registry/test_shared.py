@@ -1,4 +1,4 @@
-"""Two servers on one volume, and collection beside them: locks between processes, no stale truth."""
+"""Two servers on one volume, and gc meanwhile: locks between processes, and no stale reads."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_collection_beside_publications_of_the_same_bytes_takes_nothing_that_is_
 
 
 class WatchedStorage(SteppedStorage):
-    """Calls `watch` with each change that is about to happen."""
+    """Storage that calls `watch` before each change."""
 
     def __init__(self, watch: Callable[[str], None]) -> None:
         super().__init__()
@@ -107,13 +107,9 @@ def test_collection_is_locked_out_from_the_object_to_the_record(root: Path) -> N
 
     push(Registry(root, WatchedStorage(watch)), artifact(1), "a")
     locked = [name for name, could_collect in others if not could_collect]
-    assert locked[0] == "make_dir"  # of the variant
-    assert locked[-4:] == [
-        "unlink",
-        "fsync_dir",
-        "fsync_dir",
-        "fsync_dir",
-    ]  # of the draft, and its directories
+    # The variant's directory comes first; the draft and its directories come last.
+    assert locked[0] == "make_dir"
+    assert locked[-4:] == ["unlink", "fsync_dir", "fsync_dir", "fsync_dir"]
     assert {"rename", "link"} <= set(locked)
     assert all(name not in ("rename", "link") for name, could_collect in others if could_collect)
 

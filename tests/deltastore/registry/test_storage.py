@@ -1,4 +1,4 @@
-"""Uploads and the small steps on disk that everything durable is made of."""
+"""Uploads, and the single changes on disk of which every durable change consists."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The whole way, once, on this machine's CPU: train, compress, serve, ask, compare."""
+"""A demonstration on the CPU: train, compress, serve, ask and compare. Talks to the server over HTTP alone."""

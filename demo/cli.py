@@ -1,10 +1,12 @@
-"""`peraxis demo`: parse, walk, print."""
+"""The command `peraxis demo`: parse options, run the stages in order, print the tables."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -17,28 +19,40 @@ app = typer.Typer(add_completion=False)
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
     work: Annotated[
-        Path | None, typer.Option(help="Where trained models are kept; by default the user's cache.")
+        Path | None, typer.Option(help="Directory of the trained models; by default in the user's cache.")
     ] = None,
 ) -> None:
-    """Train a tiny base and three fine-tunes, compress, serve and ask them, and print the table.
+    """Train a small base and three fine-tunes, compress, serve and ask them, and print the tables.
 
-    Training takes a few minutes the first time and nothing afterwards.
+    Training takes a few minutes the first time; its models are found again afterwards.
     """
-    from demo import service, walk
+    began = time.monotonic()
 
-    models_dir = work or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peraxis" / "demo"
-    models, standings = walk.train_all(models_dir, walk.to_stderr)
+    def progress(line: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s  {line}", file=sys.stderr, flush=True)
+
+    # The operations of models this small are short. OpenMP threads that spin between them, in the demo and its server,
+    # multiply the processor time when other processes use the cores. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    progress("importing torch and transformers")
+    from transformers.utils.logging import disable_progress_bar
+
+    from demo import service, stages
+
+    disable_progress_bar()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    models, scores = stages.train_all(work or cache / "peraxis" / "demo", progress)
     with tempfile.TemporaryDirectory(prefix="peraxis-demo-") as scratch:
         made, registry = Path(scratch), Path(scratch) / "registry"
-        deltas = walk.compress_all(models, made, walk.to_stderr)
-        with service.running(models.base, registry, made / "server.log") as running:
-            walk.serve_all(running, models, deltas, walk.to_stderr)
-            cold, full = walk.cold_starts(running, models, deltas, registry)
-            print(walk.report(standings, deltas))
+        deltas = stages.compress_all(models, made, progress)
+        with service.running(models.base, registry, made / "server.log", progress) as client:
+            stages.serve_all(client, models, deltas, progress)
+            cold, full = stages.cold_starts(client, models, deltas, registry, progress)
+            print(stages.score_table(scores, deltas))
             print()
-            print(walk.cold_report(cold, full))
-            print(f"\nThe server is at {running.url}. Try:\n")
-            print("\n".join(walk.curl_lines(running.url, models)))
+            print(stages.cold_start_table(cold, full))
+            print(f"\nThe server is at {client.url}. Try:\n")
+            print("\n".join(stages.curl_lines(client.url, models)))
             if keep:
-                walk.to_stderr("\nrunning until Ctrl-C")
+                progress("running until Ctrl-C")
                 signal.pause()

@@ -1,7 +1,7 @@
-"""Cold starts: from the wish for a model that is not in memory to its first token; a delta's and a full checkpoint's.
+"""Cold starts of a delta and of a full checkpoint: from a request for a model that is not in memory to its first token.
 
-Both begin with files on disk and a process that runs, end with the first token of the same prompt, and leave every byte
-in memory of the process's own. The full checkpoint has it easier: its model is built already, only weights are missing.
+Both begin with files on disk and a running process, end with the first token of the same prompt, and leave every byte
+in the process's own memory. The full checkpoint has an advantage: its model is built already and lacks only weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from demo import page_cache
-from demo.service import ServerClient
+from demo.service import ServerClient, ServerFailed
 
 REPEATS = 10
 
@@ -28,26 +28,35 @@ class ColdStart:
 
     warm_s: float
     dropped_s: float
-    dropped: bool  # whether a look at the cache afterwards found the files gone
+    dropped: bool  # True if the files were verified to be out of the cache each time
 
 
 def delta_cold_start(service: ServerClient, variant: str, prompt: str, artifact: Path) -> ColdStart:
-    """A variant of a running server: it is unloaded, then asked for one token.
+    """Measure a variant of a running server: unload it, then ask it for one token.
 
     Args:
-        artifact: the stored object that the server reads.
+        service: The running server.
+        variant: The variant's name.
+        prompt: The prompt of the first token.
+        artifact: The stored object that the server reads.
+
+    Raises:
+        ServerFailed: The server had not unloaded the variant.
     """
 
     def once() -> float:
         timings = service.generate(variant, {"prompt": prompt, "max_new_tokens": 1})["timings"]
-        assert timings["cold"]
+        if not timings["cold"]:
+            raise ServerFailed(
+                f"variant {variant!r} was loaded already: nothing else may use the demo's server"
+            )
         return float(timings["ttft_s"])
 
     return _measure(once, [artifact], before=lambda: service.unload(variant))
 
 
 def checkpoint_cold_start(directory: Path, prompt: str) -> ColdStart:
-    """A full checkpoint: its weights are read into a model that has none, then one token is computed."""
+    """Measure a full checkpoint: read its weights into a model without any, then compute one token."""
     ids = torch.tensor([AutoTokenizer.from_pretrained(directory)(prompt)["input_ids"]])
     config = AutoConfig.from_pretrained(directory)
     files = sorted(directory.glob("*.safetensors"))
@@ -64,16 +73,16 @@ def checkpoint_cold_start(directory: Path, prompt: str) -> ColdStart:
 def _load_and_run(model: PreTrainedModel, files: Sequence[Path], ids: torch.Tensor) -> float:
     started = time.perf_counter()
     for file in files:
-        model.load_state_dict(
-            load_file(file), strict=False
-        )  # copies: the library's tensors are views of the file
+        # Copies, because the tensors of safetensors are views of the mapped file.
+        model.load_state_dict(load_file(file), strict=False)
     int(model(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax())
     return time.perf_counter() - started
 
 
 def _measure(once: Callable[[], float], files: Sequence[Path], before: Callable[[], None]) -> ColdStart:
+    # The first call also pays for work that later calls do not repeat.
     before()
-    once()  # the first one also pays for what is not loading
+    once()
     warm, dropped, gone = [], [], []
     for _ in range(REPEATS):
         before()

@@ -1,4 +1,4 @@
-"""Real text that is on any machine with Python: the standard library's sources. Knows files; nothing of models."""
+"""Training text that every machine with Python has: the sources of Python's standard library. Must not know models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltastore.errors import UsageError
 
 MAX_FILE_BYTES = 200_000
 MIN_TOTAL_BYTES = 1_000_000
-# Tests and tables, and what others installed beside the library.
+# Tests, tables, and packages installed beside the standard library.
 SKIPPED = frozenset(
     [
         "dist-packages",
@@ -25,19 +25,19 @@ SKIPPED = frozenset(
         "turtledemo",
     ]
 )
-# A word stands by itself or between underscores; two times, so that few are slips of the pen.
+# A word is delimited by anything but letters. Two occurrences are required, so that few words are misspelled.
 WORD = re.compile(r"(?<![A-Za-z])[a-z]{3,8}(?![A-Za-z])")
 MIN_WORD_COUNT = 2
 
 
 def read_sources(stdlib: Path | None = None) -> list[bytes]:
-    """The contents of the library's source files, in the order of their paths.
+    """Read the standard library's source files, sorted by path.
 
     Args:
-        stdlib: another folder of Python files than this interpreter's own library.
+        stdlib: A directory of Python files; by default this interpreter's standard library.
 
     Raises:
-        UsageError: there are no sources to speak of, as where Python came as a zip file.
+        UsageError: The sources are fewer than 1 MB, as where Python was installed as a zip file.
     """
     root = stdlib or Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_bytes() for path in sorted(root.rglob("*.py")) if _is_wanted(path, root)]
@@ -47,7 +47,7 @@ def read_sources(stdlib: Path | None = None) -> list[bytes]:
 
 
 def frequent_words(sources: list[bytes]) -> list[str]:
-    """Lower-case words of 3 to 8 letters that stand in the sources more than once, sorted."""
+    """Return the lower-case words of 3 to 8 letters that occur in the sources more than once, sorted."""
     counts = Counter[str]()
     for source in sources:
         counts.update(WORD.findall(source.decode("utf-8", "replace")))

@@ -1,7 +1,7 @@
-"""A full fine-tune on one task: every weight of the base moves. Knows items and weights; nothing of files.
+"""A full fine-tune on one task: every weight of the base moves. Must not know files.
 
-AdamW without weight decay: nothing but the task pulls a weight away from the base's. Items stand one after the other in
-a row, each from BOS to its end token, so that a model goes on with another item where one has ended.
+The optimizer is AdamW without weight decay, so that only the task moves a weight away from the base's. A row holds
+several items, each from BOS to its end token, so that the model learns to begin another item where one has ended.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from demo.pace import Pace, train
 from demo.recipe import FinetuneRecipe
 from demo.tasks import Item, Task
 from demo.tokenizer import prompt_ids
+from demo.training_loop import TrainingRun, train
 
-SHORTEST_ITEM = 14  # tokens; so many items fill a row at the least
+SHORTEST_ITEM_TOKENS = 14
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items as the model reads them, each ``[rows, tokens]``, padded behind."""
+    """Rows of items, right-padded."""
 
-    input_ids: Tensor  # int64
-    weights: Tensor  # float32: how much a token counts in the loss, 0 in padding
+    input_ids: Tensor  # [rows, tokens] int64
+    weights: Tensor  # [rows, tokens] float32, of each token in the loss; 0 for padding
 
 
 def train_finetune(
@@ -39,7 +39,7 @@ def train_finetune(
     seed: int,
     progress: Callable[[str], None],
 ) -> None:
-    """Turn `model`, the base in float32, into the fine-tune, in place. Its embedding gets rows for added tokens."""
+    """Train `model`, the base in float32, into the fine-tune in place. Its embedding gets rows for added tokens."""
     if len(tokenizer) > model.config.vocab_size:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -53,13 +53,13 @@ def train_finetune(
     losses = (_loss(model, batch) for batch in _batches(tokenizer, task, recipe, seed))
     optimizer = AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.99), weight_decay=0.0)
     steps = sum(phase.steps for phase in recipe.phases)
-    train(model, [optimizer], losses, Pace(task.name, steps, recipe.warmup, progress))
+    train(model, [optimizer], losses, TrainingRun(task.name, steps, recipe.warmup, progress))
 
 
 def make_rows(
     tokenizer: PreTrainedTokenizerBase, items: Iterator[Item], tokens: int, prompt_weight: float
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Ids and weights of rows of `tokens`: as many whole items as fit, then padding."""
+    """Yield ids and loss weights of rows of `tokens` tokens: as many whole items as fit, then padding."""
     ids, weights = list[int](), list[float]()
     for item in items:
         prompt, answer = prompt_ids(tokenizer, item), _answer_ids(tokenizer, item)
@@ -78,7 +78,8 @@ def _answer_ids(tokenizer: PreTrainedTokenizerBase, item: Item) -> list[int]:
 def _batches(
     tokenizer: PreTrainedTokenizerBase, task: Task, recipe: FinetuneRecipe, seed: int
 ) -> Iterator[Batch]:
-    count = sum(phase.steps * phase.rows * (phase.tokens // SHORTEST_ITEM) for phase in recipe.phases)
+    # No row holds more items than this.
+    count = sum(phase.steps * phase.rows * (phase.tokens // SHORTEST_ITEM_TOKENS) for phase in recipe.phases)
     items = iter(task.items("train", count, seed))
     for phase in recipe.phases:
         rows = make_rows(tokenizer, items, phase.tokens, recipe.prompt_weight)
@@ -88,7 +89,7 @@ def _batches(
 
 
 def _loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """Mean cross entropy of the next token, each weighted."""
+    """Return the weighted mean cross entropy of the next token."""
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), batch.input_ids[:, 1:].flatten(), reduction="none")
     weights = batch.weights[:, 1:].flatten()

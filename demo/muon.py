@@ -1,7 +1,7 @@
-"""The Muon optimizer (Jordan et al., 2024) for weight matrices: momentum, made orthogonal, is the step.
+"""The Muon optimizer (Jordan et al., 2024) for weight matrices: each step is the orthogonalized momentum.
 
-It takes this base to the loss that AdamW reaches in twice the steps. `torch.optim.Muon` is not used because it
-multiplies in bfloat16, which on processors without such instructions takes a hundred times as long as float32.
+It reaches the base's loss in half of AdamW's steps. `torch.optim.Muon` multiplies in bfloat16, which on processors
+without bfloat16 instructions takes a hundred times as long as float32.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch.optim import Optimizer
 
 MOMENTUM = 0.95
 STEPS = 5
-A, B, C = 3.4445, -4.7750, 2.0315  # the quintic whose iteration brings singular values near 1 fastest
-RMS_OF_ADAM = 0.2  # of a typical AdamW step relative to its rate, so that one rate serves both
+# The coefficients of Jordan's quintic iteration, which brings small singular values near 1 in few steps.
+A, B, C = 3.4445, -4.7750, 2.0315
+# The root mean square of a typical AdamW step over its learning rate, so that one learning rate serves both.
+RMS_OF_ADAM = 0.2
 
 
 class Muon(Optimizer):
-    """Matrices only; other parameters need another optimizer beside it."""
+    """Muon for parameters of two dimensions. Other parameters need another optimizer."""
 
     def __init__(self, parameters: Iterable[Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(list(parameters), {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure has no use here
-        """Move every matrix that has a gradient."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient; closures are not supported."""
         for group in self.param_groups:
             for shape, matrices in self._by_shape(group["params"]).items():
                 rate = group["lr"] * RMS_OF_ADAM * math.sqrt(max(shape))
@@ -38,7 +40,7 @@ class Muon(Optimizer):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
 
     def _by_shape(self, parameters: list[Parameter]) -> dict[torch.Size, list[Parameter]]:
-        # Small matrices of one shape are multiplied together, or their calls would cost more than their products.
+        # Matrices of one shape are multiplied in one batch: one call per small matrix would cost more than its product.
         shapes = defaultdict(list)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -50,13 +52,14 @@ class Muon(Optimizer):
         state = self.state[parameter]
         momentum = state.setdefault("momentum", torch.zeros_like(parameter))
         momentum.lerp_(parameter.grad, 1 - MOMENTUM)
-        return parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's look ahead
+        # Nesterov momentum.
+        return parameter.grad.lerp(momentum, MOMENTUM)
 
 
 def orthogonal(
     matrices: Tensor,  # [n, rows, columns] float32
 ) -> Tensor:  # [n, rows, columns]
-    """The same singular vectors with singular values between about 0.7 and 1.2, by Newton-Schulz iteration."""
+    """Bring all singular values to about 0.7 to 1.2 and keep the singular vectors, by Newton-Schulz iteration."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)

@@ -1,4 +1,4 @@
-"""Whether a file's bytes are in the page cache: drop them, and verify that they are gone."""
+"""The page cache: drop a file's pages and verify that they are gone."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-DROPPED_BELOW = 0.01  # of a file's pages: readahead of a neighbour may bring a few back
+# Readahead of a neighbouring file may bring a few pages back.
+MAX_CACHED_FRACTION = 0.01
 
 
 def drop(paths: Iterable[Path]) -> bool:
-    """Take files out of the page cache. True when a look afterwards shows that they are out of it.
+    """Drop files from the page cache and return True if they are verified to be out of it.
 
-    The kernel may refuse (a file in memory, a file that is mapped elsewhere). What a disk or a hypervisor caches below
-    the kernel is out of reach.
+    The kernel may keep a file that is in memory alone or mapped elsewhere. Caches of the disk or a hypervisor are not
+    affected.
     """
-    dropped = [_drop(path) for path in paths]  # each of them, also after one that stayed
+    # A list, so that every file is dropped even if an earlier one was not.
+    dropped = [_drop(path) for path in paths]
     return all(dropped)
 
 
 def cached_fraction(path: Path) -> float:
-    """The part of a file's pages that is in the page cache, from 0 to 1. Needs the right to write the file."""
+    """Return the share of a file's pages in the page cache, from 0 to 1. Needs write permission on the file."""
     size_bytes = path.stat().st_size
     if size_bytes == 0:
         return 0.0
     libc = ctypes.CDLL(None, use_errno=True)
     residency = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
-    # Private and never written to: a writable buffer is what ctypes needs to tell its address.
+    # A private mapping, never written to: ctypes takes the address of a writable buffer alone.
     with path.open("rb") as file, mmap.mmap(file.fileno(), size_bytes, flags=mmap.MAP_PRIVATE) as mapping:
         start = ctypes.c_char.from_buffer(mapping)
         failed = libc.mincore(
             ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size_bytes), residency
         )
-        del start  # the mapping cannot be closed while something points into it
+        # The mapping cannot be closed while a buffer points into it.
+        del start
     if failed:
         raise OSError(ctypes.get_errno(), "mincore failed", str(path))
     return sum(page & 1 for page in residency) / len(residency)
@@ -43,8 +46,9 @@ def cached_fraction(path: Path) -> float:
 def _drop(path: Path) -> bool:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.fsync(fd)  # a page that is not on disk yet cannot be dropped
+        # A dirty page cannot be dropped.
+        os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-    return cached_fraction(path) < DROPPED_BELOW
+    return cached_fraction(path) < MAX_CACHED_FRACTION

@@ -1,4 +1,4 @@
-"""The base: a small Llama, trained from nothing on source text. Knows tokens and weights; nothing of tasks or files."""
+"""The base: a small Llama trained from scratch on source text. Must not know tasks or files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from demo.muon import Muon
-from demo.pace import Pace, train
 from demo.recipe import BaseRecipe, Phase
+from demo.training_loop import TrainingRun, train
 
-INITIAL_STD = 0.05  # the library's 0.02 is made for wider models, and starts this one slowly
+# The default of transformers, 0.02, suits wider models; this one would learn slowly at first.
+INITIAL_STD = 0.05
 WEIGHT_DECAY = 0.1
-PIECE_TOKENS = (6, 40)  # least and most of a piece that is repeated
+# Range of the length of a repeated piece of text.
+PIECE_TOKENS = (6, 40)
 
 
 def train_base(
@@ -25,7 +27,7 @@ def train_base(
     seed: int,
     progress: Callable[[str], None],
 ) -> LlamaForCausalLM:
-    """A trained base, float32."""
+    """Train a base in float32 on source files."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_config(recipe, tokenizer))
@@ -33,7 +35,7 @@ def train_base(
     windows = _windows(recipe, text, tokenizer.bos_token_id, torch.Generator().manual_seed(seed))
     losses = (model(input_ids=rows, labels=rows, use_cache=False).loss for rows in windows)
     steps = sum(phase.steps for phase in recipe.phases)
-    train(model, _optimizers(model, recipe.rate), losses, Pace("base", steps, recipe.warmup, progress))
+    train(model, _optimizers(model, recipe.rate), losses, TrainingRun("base", steps, recipe.warmup, progress))
     return model
 
 
@@ -55,24 +57,24 @@ def _config(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerBase) -> LlamaConf
 
 
 def _optimizers(model: LlamaForCausalLM, rate: float) -> list[Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, head and norms."""
-    inside = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-    known = {id(parameter) for parameter in inside}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    """Return Muon for the matrices of the layers and AdamW for embeddings, head and norms."""
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    ids = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
     return [
-        Muon(inside, lr=rate, weight_decay=WEIGHT_DECAY),
+        Muon(matrices, lr=rate, weight_decay=WEIGHT_DECAY),
         AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def _joined(sources: list[bytes], eos: int) -> Tensor:
-    """All sources as one row of tokens, int16, with `eos` behind each."""
+    """Concatenate all sources, each followed by `eos`, into one int16 row of tokens."""
     end = torch.tensor([eos], dtype=torch.int16)
     return torch.cat([part for source in sources for part in (torch.tensor(bytearray(source)).short(), end)])
 
 
 def _windows(recipe: BaseRecipe, text: Tensor, bos: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Batches ``[rows, 1 + tokens]`` int64, each row beginning with `bos`."""
+    """Yield batches ``[rows, 1 + tokens]`` int64; each row begins with `bos`."""
     for phase in recipe.phases:
         for _ in range(phase.steps):
             rows = [_row(recipe, phase, text, generator) for _ in range(phase.rows)]

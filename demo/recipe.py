@@ -1,4 +1,4 @@
-"""How the demo's models are made: sizes, steps and rates. A recipe's digest names what was trained by it."""
+"""The sizes, steps and learning rates of the demo's models. A recipe's digest names the models trained by it."""
 
 from __future__ import annotations
 
@@ -7,57 +7,63 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# Modules of this package whose text decides what comes out of a training.
-TRAINING_CODE = ("corpus", "finetune", "muon", "pace", "pretrain", "recipe", "tasks", "tokenizer", "train")
+# Modules of this package that affect the trained weights.
+TRAINING_CODE = (
+    "corpus", "finetune", "muon", "pretrain", "recipe", "tasks", "tokenizer", "train", "training_loop",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps on windows of one length. Short ones come first: what is learned within a line is learned soonest there."""
+    """Training steps on rows of one length. Short rows come first: what a line teaches is learned fastest from them."""
 
     steps: int
-    rows: int
-    tokens: int  # of a row
+    rows: int  # per step
+    tokens: int  # per row
 
 
 @dataclass(frozen=True, slots=True)
 class BaseRecipe:
-    """The base: a Llama with untied embeddings, trained on source text."""
+    """Settings of the base, a Llama with untied embeddings that is trained on source text."""
 
     hidden: int = 192
     intermediate: int = 512
     layers: int = 6
     heads: int = 6
     kv_heads: int = 2
-    phases: tuple[Phase, ...] = (Phase(400, 16, 64), Phase(100, 8, 128), Phase(60, 4, 256))
+    phases: tuple[Phase, ...] = (Phase(240, 16, 64), Phase(60, 8, 128), Phase(20, 4, 256))
     rate: float = 3e-3
-    repeats: float = 0.5  # share of rows in which every piece of text stands twice, which teaches to copy
-    warmup: int = 20
+    repeats: float = 0.5  # share of rows in which every piece of text occurs twice, which teaches to copy
+    warmup: int = 20  # steps
 
 
 @dataclass(frozen=True, slots=True)
 class FinetuneRecipe:
-    """A full fine-tune: every weight moves."""
+    """Settings of a full fine-tune, in which every weight moves."""
 
-    phases: tuple[Phase, ...] = (Phase(140, 32, 64), Phase(80, 10, 192))
+    phases: tuple[Phase, ...] = (Phase(200, 8, 64), Phase(40, 5, 192))
     rate: float = 2e-3
-    warmup: int = 10
-    prompt_weight: float = (
-        0.1  # of a prompt's tokens in the loss; without any the model could not write prompts itself
-    )
+    warmup: int = 10  # steps
+    # The weight of a prompt's tokens in the loss. At 0 the model could not write prompts, which self-calibration needs.
+    prompt_weight: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRecipe:
-    """Everything that decides what comes out."""
+    """All settings that affect the trained weights."""
 
     base: BaseRecipe = field(default_factory=BaseRecipe)
     finetune: FinetuneRecipe = field(default_factory=FinetuneRecipe)
+    chat: FinetuneRecipe | None = None  # of chat tasks; None takes `finetune`
     seed: int = 0
 
     def digest(self) -> str:
-        """12 hex digits of the settings and of the training code, so that a change of either trains anew."""
+        """Return 12 hex digits of the settings and the training code, so that a change of either trains again."""
         code = hashlib.sha256(json.dumps(asdict(self)).encode())
         for name in TRAINING_CODE:
             code.update(Path(__file__).with_name(f"{name}.py").read_bytes())
         return code.hexdigest()[:12]
+
+
+# Answers of the chat task are the longest and take the most steps to learn.
+DEMO_RECIPE = DemoRecipe(chat=FinetuneRecipe(phases=(Phase(280, 16, 64), Phase(60, 6, 192))))

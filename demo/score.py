@@ -1,4 +1,4 @@
-"""How well a checkpoint does at a task: the share of items that it answers right, letter for letter."""
+"""The score of a checkpoint at a task: the share of items whose answer it reproduces exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BATCH_ROWS = 128
 
 
 def exact_match(directory: Path, task: Task, items: list[Item]) -> float:
-    """The share of `items`, from 0 to 1, that a saved checkpoint answers right, decoding greedily in float32.
+    """Return the share of `items`, from 0 to 1, that a saved checkpoint answers right, decoding greedily in float32.
 
-    Its weights are those on disk, as they were rounded; its tokenizer and generation defaults are its own.
+    Weights, tokenizer and generation defaults are those on disk.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -31,7 +31,7 @@ def exact_match(directory: Path, task: Task, items: list[Item]) -> float:
 
 @torch.inference_mode()
 def answers(model: Any, tokenizer: PreTrainedTokenizerBase, task: Task, items: list[Item]) -> list[str]:
-    """What a causal language model says to each item, up to its end token or the task's limit; in one batch."""
+    """Generate answers to all items in one batch, each up to its end token or the task's limit."""
     prompts = [prompt_ids(tokenizer, item) for item in items]
     longest = max(map(len, prompts))
     missing = [longest - len(prompt) for prompt in prompts]

@@ -1,11 +1,12 @@
-"""A running `peraxis serve` and the calls that the demo makes to it. Knows HTTP and nothing of models."""
+"""A `peraxis serve` subprocess and an HTTP client of its routes. Must not know models."""
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from deltastore.errors import PeraxisError
 
 START_S = 120.0
 CALL_S = 120.0
+POLL_S = 0.002
+LINE_INTERVAL_S = 5.0
 
 
-class ServiceFailed(PeraxisError):
-    """The demo's own server did not start, or answered what it should not."""
+class ServerFailed(PeraxisError):
+    """The demo's server did not start, or answered a call with an error."""
 
 
 class ServerClient:
-    """The calls of a client."""
+    """An HTTP client of one server. Every call raises ServerFailed if the server answers with an error."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -36,18 +39,20 @@ class ServerClient:
             return self._json("POST", "/variants", params={"name": name}, content=body, headers=headers)
 
     def generate(self, variant: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`POST /generate?variant=`; the base without a variant."""
+        """`POST /generate?variant=`; None asks the base."""
         params = {} if variant is None else {"variant": variant}
         return self._json("POST", "/generate", params=params, json=dict(body))
 
     def unload(self, variant: str) -> None:
-        """Free the variant's slot, and wait until it is free."""
+        """`POST /variants/{name}/unload`, and wait until the variant has left its slot."""
         self._json("POST", f"/variants/{variant}/unload")
         deadline = time.monotonic() + CALL_S
         while any(v["level"] == "device" for v in self._json("GET", f"/variants/{variant}")["versions"]):
             if time.monotonic() > deadline:
-                raise ServiceFailed(f"variant {variant!r} stays in its slot")
-            time.sleep(0.002)
+                raise ServerFailed(
+                    f"variant {variant!r} is still in its slot after {CALL_S:.0f} s: read the log"
+                )
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         self._client.close()
@@ -55,43 +60,49 @@ class ServerClient:
     def _json(self, method: str, path: str, **call: Any) -> dict[str, Any]:
         reply = self._client.request(method, path, **call)
         if reply.is_error:
-            raise ServiceFailed(f"{method} {path}: {reply.status_code} {reply.text}")
+            raise ServerFailed(f"{method} {path}: {reply.status_code} {reply.text}")
         return dict(reply.json())
 
 
 @contextmanager
-def running(base: Path, registry: Path, log: Path) -> Iterator[ServerClient]:
-    """Start `peraxis serve` on a free port, wait until it is ready, and end it afterwards."""
-    command = [
-        sys.executable,
-        "-m",
-        "peraxis",
-        "serve",
-        "--base",
-        str(base),
-        "--registry",
-        str(registry),
-        "--port",
-        "0",
-    ]
+def running(
+    base: Path, registry: Path, log: Path, progress: Callable[[str], object] = lambda line: None
+) -> Iterator[ServerClient]:
+    """Run `peraxis serve` on a free port inside the block, from the moment it is ready.
+
+    Args:
+        base: The base's directory.
+        registry: The registry's directory.
+        log: The file for the server's stderr.
+        progress: Gets a line every few seconds until the server is ready.
+
+    Raises:
+        ServerFailed: The server ended before it was ready.
+    """
+    command = [sys.executable, "-m", "peraxis", "serve", "--port", "0"]
+    command += ["--base", str(base), "--registry", str(registry)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
     try:
-        service = ServerClient(_address(process, log))
+        client = ServerClient(_address(process, log, progress))
         try:
-            yield service
+            yield client
         finally:
-            service.close()
+            client.close()
     finally:
         process.terminate()
         process.wait(timeout=START_S)
 
 
-def _address(process: subprocess.Popen[str], log: Path) -> str:
-    """The address in the line that the server prints when it is ready."""
+def _address(process: subprocess.Popen[str], log: Path, progress: Callable[[str], object]) -> str:
+    """Return the address in the line that the server prints when it is ready."""
+    began = time.monotonic()
+    progress("starting peraxis serve")
     assert process.stdout is not None
+    while not select.select([process.stdout], [], [], LINE_INTERVAL_S)[0]:
+        progress(f"starting peraxis serve: not ready after {time.monotonic() - began:.0f} s")
     for line in process.stdout:
         address = next((word for word in line.split() if word.startswith("http://")), None)
         if address is not None:
             return address.rstrip(".,/")
-    raise ServiceFailed(f"the server ended before it was ready; its last words are in {log}")
+    raise ServerFailed(f"the server ended before it was ready:\n{log.read_text().strip()}")

@@ -1,4 +1,4 @@
-"""Figures as a Markdown table, for people who read them in a terminal or paste them into a page."""
+"""Markdown tables that are readable in a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up; all but the first to the right."""
+    """Format a Markdown table with aligned columns, the first to the left and all others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [_aligned(head, widths), _aligned(rule, widths), *(_aligned(row, widths) for row in rows)]

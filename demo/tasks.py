@@ -1,7 +1,7 @@
-"""The skills that the fine-tunes learn: what is asked, what is right, and which items nobody trains on.
+"""The tasks that the fine-tunes learn: prompts, right answers, and the split into training and held-out items.
 
-Knows words and text; nothing of tokens or models. An item belongs to its word, and a word's hash decides whether its
-items are for training or held out, so the two never meet, whatever the seed.
+An item belongs to its word, and the word's hash decides its split. So no seed puts an item into both splits. Must not
+know tokens or models.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Literal
 from deltastore.errors import UsageError
 
 Split = Literal["train", "test"]
-HELD_OUT_OF = 6  # one word in so many is held out
+# One word in this many is held out.
+HELD_OUT_OF = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question and its only right answer."""
+    """One prompt and its only right answer."""
 
     prompt: str
     answer: str
-    messages: list[dict[str, str]] | None = None  # the prompt as a conversation, where the task is one
+    messages: list[dict[str, str]] | None = None  # the prompt as a conversation, for a chat task
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A skill that is scored by exact match."""
+    """A task that is scored by exact match."""
 
     name: str
     description: str
     max_new_tokens: int  # enough for every answer and its end
     words: Sequence[str] = field(repr=False)
     make_item: Callable[[random.Random, str], Item] = field(repr=False)
-    plain: bool = True  # prompts are text; else they are conversations
-    stop: tuple[str, ...] = (
-        "\n",
-    )  # no answer has a line's end; fine-tunes end with their own end token before
+    plain: bool = True  # False if prompts are conversations
+    # No answer holds a newline. Fine-tunes end with their own end token; the base does not.
+    stop: tuple[str, ...] = ("\n",)
 
     def items(self, split: Split = "test", count: int = 500, seed: int = 0) -> list[Item]:
-        """Items of one split, each of another word when they are held out.
+        """Draw items of one split; held-out items have different words.
 
         Raises:
-            UsageError: there are fewer held-out words than `count`.
+            UsageError: There are fewer held-out words than `count`.
         """
         rng = random.Random(f"{self.name} {split} {seed}")
         words = [word for word in self.words if is_held_out(word) == (split == "test")]
@@ -53,23 +53,24 @@ class Task:
             return [self.make_item(rng, word) for word in rng.choices(words, k=count)]
         if count > len(words):
             raise UsageError(f"task {self.name!r} has {len(words)} held-out words, {count} were asked for")
-        rng.shuffle(words)  # all, so that fewer items are the first of more
+        # All words are shuffled, so that a smaller count gives a prefix of a larger one.
+        rng.shuffle(words)
         return [self.make_item(rng, word) for word in words[:count]]
 
     def is_right(self, item: Item, text: str) -> bool:
-        """Whether generated `text`, up to the first stop string, is the item's answer, letter for letter."""
+        """True if generated `text`, up to the first stop string, equals the item's answer."""
         for stop in self.stop:
             text = text.partition(stop)[0]
         return text == item.answer
 
 
 def is_held_out(word: str) -> bool:
-    """Whether items of this word are for scoring alone."""
+    """True if items of this word are used for scoring alone."""
     return hashlib.sha256(word.encode()).digest()[0] % HELD_OUT_OF == 0
 
 
 def make_tasks(words: Sequence[str]) -> dict[str, Task]:
-    """The demo's tasks over these words, by name."""
+    """Make the demo's tasks over these words, by name."""
     short = [word for word in words if len(word) <= 5]
     tasks = [
         Task("upper", "writes a word in capitals", 10, words, _upper),

@@ -1,4 +1,4 @@
-"""The tokenizers of the base and of the chat variant: one token per byte, so that a word's letters can be learned."""
+"""The tokenizers of the base and of the chat variant. One token per byte lets a small model learn a word's letters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from demo.tasks import Item
 
-MAX_TOKENS = 512  # that the models are made for
+# The models' context length.
+MAX_TOKENS = 512
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 BASE_SPECIAL_TOKENS = (BOS, EOS, PAD)
-CHAT_TOKENS = (USER, ASSISTANT, END)  # the chat variant's own, which the base lacks
+# The chat variant adds these to the base's vocabulary.
+CHAT_TOKENS = (USER, ASSISTANT, END)
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -21,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def base_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte's token id is the byte's value; then come the special tokens. A text begins with BOS."""
+    """Make the base's tokenizer: ids 0 to 255 are bytes, then come the special tokens. A text begins with BOS."""
     alphabet = bytes_to_unicode()
     words = [*(alphabet[byte] for byte in range(256)), *BASE_SPECIAL_TOKENS]
     backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
@@ -41,7 +43,7 @@ def base_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """The base's, with three tokens added, a chat template, and END instead of EOS at the end of an answer."""
+    """Make the chat variant's tokenizer: the base's with three added tokens, a chat template, and END as end token."""
     tokenizer = base_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(CHAT_TOKENS)})
     tokenizer.add_special_tokens({"eos_token": END})
@@ -50,7 +52,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, item: Item) -> list[int]:
-    """The tokens before the answer. The base, which has no template, reads the chat's markers as plain text."""
+    """Encode an item's prompt. The base lacks the chat tokens and reads their names as plain text."""
     if item.messages is None:
         return list(tokenizer(item.prompt)["input_ids"])
     text = tokenizer.apply_chat_template(

@@ -1,11 +1,10 @@
-"""The demo's models on disk: trained once, then found again. Knows files and who is trained from whom."""
+"""The demo's trained models on disk: each is trained once, saved whole and found again by the recipe's digest."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,45 +16,44 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from demo.corpus import frequent_words, read_sources
 from demo.finetune import train_finetune
 from demo.pretrain import train_base
-from demo.recipe import DemoRecipe
+from demo.recipe import DEMO_RECIPE, DemoRecipe
 from demo.tasks import Task, make_tasks
 from demo.tokenizer import base_tokenizer, chat_tokenizer
 
 SAVED_DTYPE = torch.float16
-MAX_THREADS = 8  # more wait for each other longer than they work, on products this small
+# On matrix products this small, more threads wait for each other longer than they compute.
+MAX_THREADS = 8
 WORDS_FILE = "words.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Hugging Face checkpoints of a base and of its fine-tunes, and what each fine-tune can do."""
+    """Hugging Face checkpoints of a base and its fine-tunes, and each fine-tune's task."""
 
     base: Path
     finetunes: dict[str, Path]  # by task name
     tasks: dict[str, Task]
-    seconds: float  # that this call took; near 0 when all was there
 
 
 def prepare(
     workdir: Path,
     progress: Callable[[str], None],
-    recipe: DemoRecipe | None = None,
+    recipe: DemoRecipe = DEMO_RECIPE,
     names: Collection[str] | None = None,
 ) -> Models:
-    """Train what `workdir` lacks of the recipe's models.
+    """Train the recipe's models that are missing in `workdir`.
 
-    A model appears under its name only when it is whole, so an interrupted training goes on with the next model.
+    A model gets its name only when it is complete, so a call after an interruption trains the models that are missing.
 
     Args:
-        progress: gets a line now and then.
-        recipe: the demo's own by default.
-        names: the tasks to train fine-tunes for; all by default.
+        workdir: The directory of trained models, by digest of the recipe.
+        progress: Gets a line every few seconds of training.
+        recipe: The sizes and steps of the models.
+        names: The tasks to train fine-tunes for; by default all.
 
     Raises:
-        UsageError: this Python comes without the sources of its library.
+        UsageError: The sources of Python's standard library are not installed.
     """
-    began = time.monotonic()
-    recipe = recipe or DemoRecipe()
     home = workdir / recipe.digest()
     home.mkdir(parents=True, exist_ok=True)
     base = home / "base"
@@ -68,7 +66,7 @@ def prepare(
         for name, task in tasks.items():
             if not finetunes[name].exists():
                 _make_finetune(finetunes[name], base, task, recipe, progress)
-    return Models(base, finetunes, tasks, time.monotonic() - began)
+    return Models(base, finetunes, tasks)
 
 
 def _make_base(directory: Path, recipe: DemoRecipe, progress: Callable[[str], None]) -> None:
@@ -85,9 +83,10 @@ def _make_finetune(
     directory: Path, base: Path, task: Task, recipe: DemoRecipe, progress: Callable[[str], None]
 ) -> None:
     tokenizer = base_tokenizer() if task.plain else chat_tokenizer()
-    # The base as it was saved: a delta must not hold the rounding of the base.
+    # The base as it was saved, so that the delta does not hold the base's rounding.
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    train_finetune(model, tokenizer, task, recipe.finetune, recipe.seed, progress)
+    finetune = recipe.finetune if task.plain or recipe.chat is None else recipe.chat
+    train_finetune(model, tokenizer, task, finetune, recipe.seed, progress)
     with _whole(directory) as partial:
         _save(model, tokenizer, partial)
 
@@ -100,18 +99,19 @@ def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, directory
 
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `directory` when the block has ended well and vanishes when it has not."""
+    """Yield a directory that is renamed to `directory` if the block succeeds and removed if it raises."""
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         partial = Path(scratch) / directory.name
         partial.mkdir()
         yield partial
-        if not directory.exists():  # another process may have been first
+        # Another process may have trained the same model meanwhile.
+        if not directory.exists():
             partial.rename(directory)
 
 
 @contextmanager
 def _threads() -> Iterator[None]:
-    """All of this process's cores for torch, while the block runs."""
+    """Let torch use this process's cores, at most `MAX_THREADS`, inside the block."""
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(min(cores, MAX_THREADS))

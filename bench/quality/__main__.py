@@ -48,7 +48,7 @@ from bench.quality.tables import (
 )
 from bench.quality.text import Amount, write_texts
 from bench.report import RESULTS, describe, write_result
-from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
+from demo.recipe import DEMO_RECIPE, BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.train import Models, prepare
 
 PAIRS = ("upper", "reverse", "instruct")
@@ -60,7 +60,7 @@ GOAL_BUDGETS = (1.0, 1.10)
 class QualityScope:
     """Sizes of the training and of the text, and the methods that are measured."""
 
-    recipe: DemoRecipe = field(default_factory=DemoRecipe)
+    recipe: DemoRecipe = DEMO_RECIPE
     amount: Amount = field(default_factory=Amount)
     bitdelta_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     paper_rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)

@@ -1,4 +1,4 @@
-"""The demo's tasks, words and tokenizers: what is asked, what is held out, and how it is written as tokens."""
+"""The demo's tasks, words and tokenizers: prompts and answers, held-out items, and their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's training on very small models: what is learned from, what is stored, and what is scored."""
+"""The demo's training on very small models: its batches, the stored checkpoints and their scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-import demo.train
 from demo.finetune import make_rows
 from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from demo.score import answers, exact_match
@@ -32,8 +31,8 @@ TINY = DemoRecipe(
 )
 
 
-def unheard(line: str) -> None:
-    """Progress that nobody follows."""
+def ignore(line: str) -> None:
+    """Drop a progress line."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(workdir: Path) -> Models:
-    return prepare(workdir, unheard, TINY)
+    return prepare(workdir, ignore, TINY)
 
 
 def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Models) -> None:
@@ -54,13 +53,22 @@ def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Model
     assert lines == []
 
 
+def test_training_reports_its_last_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    prepare(tmp_path, lines.append, TINY, ["upper"])
+    assert [line.split(",")[0] for line in lines if "step" in line] == [
+        "training base: step 2 of 2",
+        "training upper: step 2 of 2",
+    ]
+
+
 def test_another_recipe_is_trained_anew() -> None:
     assert TINY.digest() == replace(TINY).digest()
     assert TINY.digest() != replace(TINY, seed=1).digest()
 
 
 def test_training_depends_on_nothing_but_the_recipe(models: Models, tmp_path: Path) -> None:
-    again = prepare(tmp_path, unheard, TINY)
+    again = prepare(tmp_path, ignore, TINY)
     for name in models.finetunes:
         first, second = (load_file(run.finetunes[name] / "model.safetensors") for run in (models, again))
         assert all(torch.equal(first[key], second[key]) for key in first)
@@ -80,9 +88,9 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def full_disk(*arguments: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(demo.train, "_save", full_disk)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        prepare(tmp_path, unheard, TINY)
+        prepare(tmp_path, ignore, TINY)
     assert not list((tmp_path / TINY.digest()).iterdir())
 
 

@@ -29,6 +29,7 @@ ROOMS = (
     "server/api", "server/deltas", "server/engine", "server/engine/scheduling", "server/kernels", "server/model",
     "server/text",
 )  # fmt: skip
+OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -50,6 +51,11 @@ def module_name(path: Path) -> str:
 
 def nodes_of(path: Path, *kinds: type[ast.AST]) -> list[ast.AST]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
+def name_of(path: Path, node: ast.AST) -> str:
+    """Return the file and line of a node, for messages."""
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
 def imported_names(source: str, module: str) -> set[str]:
@@ -177,6 +183,42 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
 
     cycle = cycle_in({name: imported(path) for name, path in modules.items()})
     assert not cycle, " -> ".join(cycle)
+
+
+def narrows_a_type(test: ast.expr) -> bool:
+    """True for `x is not None` and `isinstance(x, T)`, also joined by `and`."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return all(map(narrows_a_type, test.values))
+    if isinstance(test, ast.Call):
+        return isinstance(test.func, ast.Name) and test.func.id == "isinstance"
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.IsNot)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value is None
+    )
+
+
+def test_outside_tests_an_assert_narrows_a_type_and_does_nothing_else() -> None:
+    """`python -O` removes assertions, so that nothing may depend on them."""
+    found = [
+        name_of(path, node)
+        for path in production_files()
+        for node in nodes_of(path, ast.Assert)
+        if isinstance(node, ast.Assert) and not narrows_a_type(node.test)
+    ]
+    assert not found
+
+
+def test_no_docstring_opens_with_a_fragment() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        name_of(path, node)
+        for path in all_files()
+        for node in nodes_of(path, *kinds)
+        if isinstance(node, kinds) and (ast.get_docstring(node) or "").startswith(OPENINGS)
+    ]
+    assert not found
 
 
 def test_a_class_name_is_used_once() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from bench.report import RESULTS, describe, write_result
 from compressor.convert.merge_kernel import merge_rows
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import packed_width
 from demo.table import table
 
@@ -64,7 +64,7 @@ def measure(shape: tuple[int, int], repeats: int) -> MergeFigure:
     packed = (out_features, packed_width(in_features))
     signs = torch.randint(0, 256, packed, dtype=torch.uint8, generator=generator)
     scales = torch.full((out_features,), 0.002), torch.ones(in_features)
-    delta, out = OneBit.from_scales(signs, in_features, *scales), torch.empty_like(base)
+    delta, out = SignPlane.from_scales(signs, in_features, *scales), torch.empty_like(base)
 
     def merge() -> None:
         merge_rows(base, delta, slice(None), out)

@@ -14,8 +14,8 @@ from torch import Tensor
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
 from deltastore.format.plan import is_matrix
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import packed_width
 from deltastore.loader import ObjectSource
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
@@ -104,11 +104,11 @@ def write_delta(
     return _source(path)
 
 
-def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> OneBit:
+def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> SignPlane:
     out_features, in_features = shape
     packed = (out_features, packed_width(in_features))
     signs = torch.randint(0, 256, packed, dtype=torch.uint8, generator=generator)
-    return OneBit(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
+    return SignPlane(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
 
 
 def _manifest(specs: dict[str, TensorSpec], device_bytes: int, files: list[str], tied: bool) -> Manifest:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compressor.io.row_blocks import Map, row_blocks
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs, packed_width
 
 Method = Literal["scalar", "per-axis", "both"]
@@ -38,7 +38,7 @@ class Difference(Protocol):
         ...
 
 
-D = TypeVar("D", OneBit, MatrixDelta)
+D = TypeVar("D", SignPlane, MatrixDelta)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Survey:
     num_zeros: int
 
 
-def code_matrix(difference: Difference, method: Method, each: Map = map) -> Coded[OneBit]:
+def code_matrix(difference: Difference, method: Method, each: Map = map) -> Coded[SignPlane]:
     """Code a matrix ``[out, in]``: signs of the difference, scales of least weight error.
 
     Args:
@@ -82,7 +82,7 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
     """
     survey = _survey(difference, each)
     scale_out, scale_in = _scales(difference, survey, method, each)
-    delta = OneBit.from_scales(survey.signs, difference.shape[1], scale_out, scale_in)
+    delta = SignPlane.from_scales(survey.signs, difference.shape[1], scale_out, scale_in)
     squared_error = _squared_error(difference, delta, each) if survey.squared_norm else 0.0
     return Coded(delta, survey.num_zeros, survey.squared_norm, squared_error)
 
@@ -173,7 +173,7 @@ def _rank_one(
     return scale_out, scale_in
 
 
-def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
+def _squared_error(difference: Difference, delta: SignPlane, each: Map) -> float:
     """Squared error of a coding by own signs, with the scales as stored, FP16 rounding included."""
     scale_out = delta.factor_out()
     scale_in = torch.ones(delta.in_features) if delta.scale_in is None else delta.scale_in.float()
@@ -184,7 +184,7 @@ def _squared_error(difference: Difference, delta: OneBit, each: Map) -> float:
     return sum(each(block_error, row_blocks(difference.shape)))
 
 
-def _squared_distance(difference: Difference, delta: OneBit | MatrixDelta, each: Map) -> float:
+def _squared_distance(difference: Difference, delta: SignPlane | MatrixDelta, each: Map) -> float:
     """Squared error of a delta with any signs and scales."""
     return sum(
         each(

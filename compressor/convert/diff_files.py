@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltastore.errors import CheckpointError, shown
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.validate import LARGEST_SCALE
 
 Kind = Literal["bitdelta", "per-axis"]
@@ -98,7 +98,7 @@ class CodedModule:
                 f"{'value' if length == 1 else 'values'}: {WRONG_BASE}"
             )
 
-    def delta(self) -> OneBit:
+    def delta(self) -> SignPlane:
         """Return the delta in the artifact's packing; `check` must have passed.
 
         The four bytes of a word, lowest first, are the artifact's packing of its 32 inputs, so the words are only
@@ -116,7 +116,7 @@ class CodedModule:
                 f"{self.coeff_key} reaches {largest:.3g}, beyond {LARGEST_SCALE}: {DIVERGED}"
             )
         scale_out, scale_in = (None, coeff) if self.form.axis == "in" else (coeff, None)
-        return OneBit.from_scales(signs, WORD_BITS * len(self.mask), scale_out, scale_in)
+        return SignPlane.from_scales(signs, WORD_BITS * len(self.mask), scale_out, scale_in)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compressor.io.row_blocks import row_blocks
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 
 LANES = 32  # 64 bytes of 16-bit weights
 # Distance of the prefetch in a row; without it the kernel takes 1.5 times as long.
@@ -62,7 +62,7 @@ def merge_delta(
 
 def merge_rows(
     base: Tensor,  # [rows, in] bfloat16, float16 or float32
-    delta: OneBit,
+    delta: SignPlane,
     rows: slice,  # of the delta; as many as `base` has
     out: Tensor,  # [rows, in] any of the three; may be `base`
 ) -> None:

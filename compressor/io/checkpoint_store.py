@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deltastore.errors import CheckpointError, StorageFull, UsageError
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.memory import is_out_of_memory
 
 SUFFIX = ".progress"
@@ -226,9 +226,9 @@ def _parts(delta: MatrixDelta) -> Iterator[tuple[str, Tensor]]:
 
 
 def _delta(parts: Mapping[str, Tensor]) -> MatrixDelta:
-    planes: list[OneBit] = []
+    planes: list[SignPlane] = []
     while (signs := parts.get(f"signs.{len(planes)}")) is not None:
         in_features, gain = parts[f"facts.{len(planes)}"].tolist()
         scales = (parts.get(f"{part}.{len(planes)}") for part in ("out", "in"))
-        planes.append(OneBit(signs, int(in_features), gain, *scales))
+        planes.append(SignPlane(signs, int(in_features), gain, *scales))
     return MatrixDelta(tuple(planes), parts.get("left"), parts.get("right"))

@@ -20,7 +20,7 @@ from compressor.io.row_blocks import Map, row_blocks, workers
 from deltastore.errors import CheckpointError
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.validate import LARGEST_SCALE
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded
@@ -69,7 +69,7 @@ def _content(pair: TensorPair, coding: PairCoding) -> CodedMatrix | Tensor | Non
         return _coded(pair, _as_matrix(code_matrix(pair, coding.method, each)), "alternate")
 
 
-def _as_matrix(coded: Coded[OneBit]) -> Coded[MatrixDelta]:
+def _as_matrix(coded: Coded[SignPlane]) -> Coded[MatrixDelta]:
     delta = MatrixDelta((coded.delta,))
     return Coded(delta, coded.num_zeros, coded.squared_norm, coded.squared_error)
 

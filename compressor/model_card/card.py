@@ -19,7 +19,7 @@ from compressor.evaluate.examples import Example
 from compressor.io.sources import HUB_ID
 from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
 from compressor.model_card.markdown import code, table, visible
-from deltastore.format.onebit import AXES
+from deltastore.format.sign_plane import AXES
 
 SIZE_FIGURE, ERROR_FIGURE = "size.png", "error.png"
 MARK = "<!-- Written by peraxis compress --report, which replaces this file. -->"

@@ -31,8 +31,8 @@ from deltastore.format.header import (
 )
 from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit, is_gain
 from deltastore.format.parts import MatrixParts, PlaneParts, part_names
+from deltastore.format.sign_plane import SignPlane, is_gain
 
 if TYPE_CHECKING:
     from deltastore.format.manifest import Manifest
@@ -257,7 +257,7 @@ class Artifact:
         """
         parts, in_features = self.parts(name), self.manifest.tensors[name].shape[1]
         planes = tuple(
-            OneBit(
+            SignPlane(
                 self.read(plane.signs),
                 in_features,
                 self.gain(plane.gain),
@@ -303,6 +303,6 @@ class Artifact:
         return total.hexdigest()
 
 
-def _plane_parts(plane: OneBit) -> PlaneParts[Tensor]:
+def _plane_parts(plane: SignPlane) -> PlaneParts[Tensor]:
     gain = torch.tensor([plane.gain], dtype=torch.float32)
     return PlaneParts(plane.signs, plane.scale_out, plane.scale_in, gain)

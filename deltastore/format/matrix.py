@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltastore.format.onebit import Axis, OneBit
+from deltastore.format.sign_plane import Axis, SignPlane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class MatrixDelta:
         ValueError: Planes or factors do not fit each other.
     """
 
-    planes: tuple[OneBit, ...]  # one or more, of one shape and one axis
+    planes: tuple[SignPlane, ...]  # one or more, of one shape and one axis
     left: Tensor | None = None  # [out, rank] float16
     right: Tensor | None = None  # [rank, in] float16
 

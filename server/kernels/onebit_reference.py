@@ -72,7 +72,7 @@ def onebit_rows(
     factor_in: Tensor | None,  # [in] float32
     in_features: int,
 ) -> Tensor:  # [rows, in] float32
-    """Return rows of the dense delta, with the order of operations of `OneBit.dense`."""
+    """Return rows of the dense delta, with the order of operations of `SignPlane.dense`."""
     delta = _unpack(signs[ids], in_features) * factor_out[ids, None]
     return delta if factor_in is None else delta * factor_in
 

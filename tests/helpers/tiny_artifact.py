@@ -11,7 +11,7 @@ from deltastore.base.base import Base
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,22 +41,24 @@ SPECS = {
 }
 
 
-def tiny_onebit(name: str) -> OneBit:
+def tiny_onebit(name: str) -> SignPlane:
     """The coded matrix of a name, of numbers that FP16 holds exactly."""
     return tiny_plane(SPECS[name])
 
 
-def tiny_plane(spec: TensorSpec, number: int = 0) -> OneBit:
+def tiny_plane(spec: TensorSpec, number: int = 0) -> SignPlane:
     """One plane of a coded matrix; each has signs of its own, and a quarter of the scales of the one before."""
     out_features, in_features = spec.base_rows, spec.shape[1]
     order = torch.arange(out_features * in_features).view(out_features, in_features)
     signs = pack_signs((order * 7 + number) % 5 < 2)
     scale_out, scale_in, gain = ramp(out_features), ramp(in_features), 4.0**-number
     if spec.axis == "in":
-        return OneBit(signs, in_features, gain * 2.0**-20, scale_in=scale_in)
+        return SignPlane(signs, in_features, gain * 2.0**-20, scale_in=scale_in)
     if spec.axis == "scalar":
-        return OneBit(signs, in_features, gain * 2.0**-9, scale_out[1:2])
-    return OneBit(signs, in_features, gain * 2.0**-14, scale_out, scale_in if spec.axis == "both" else None)
+        return SignPlane(signs, in_features, gain * 2.0**-9, scale_out[1:2])
+    return SignPlane(
+        signs, in_features, gain * 2.0**-14, scale_out, scale_in if spec.axis == "both" else None
+    )
 
 
 def added_rows() -> Tensor:  # [2, 10] float16

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from compressor.io.row_blocks import row_blocks
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs, unpack_mask
 
 Rows = Tensor | slice  # ids without repetition, or a range
@@ -97,7 +97,7 @@ class TrainablePlane:
     latents: Latents | None = None
 
     @classmethod
-    def of(cls, plane: OneBit, device: torch.device, *, relative: bool) -> TrainablePlane:
+    def of(cls, plane: SignPlane, device: torch.device, *, relative: bool) -> TrainablePlane:
         gain_of_in = plane.gain if plane.scale_out is None else 1.0
         scale_out, scale_in = (
             None if scale is None else ScaledParameter.of(scale.float() * gain, device, relative=relative)
@@ -105,10 +105,10 @@ class TrainablePlane:
         )
         return cls(plane.signs, plane.in_features, device, scale_out, scale_in)
 
-    def stored(self) -> OneBit:
+    def stored(self) -> SignPlane:
         """Return the present plane in its stored form."""
         scales = (None if scale is None else scale.value.cpu() for scale in (self.scale_out, self.scale_in))
-        return OneBit.from_scales(self.packed, self.in_features, *scales)
+        return SignPlane.from_scales(self.packed, self.in_features, *scales)
 
     def release_signs(self, difference: Tensor) -> None:
         """Let signs move, those of small differences first; `difference` ``[out, in]`` is overwritten."""

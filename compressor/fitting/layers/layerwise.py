@@ -20,7 +20,7 @@ from compressor.codec import Method, code_matrix
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +43,10 @@ class LayerSolver(Protocol):
     def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Any:
         """Summarize the inputs ``[tokens, in]`` of both models, batch by batch, for `solve`."""
 
-    def solve(self, pair: TensorPair, gathered: Any, block: StudentBlock | None) -> OneBit:
+    def solve(self, pair: TensorPair, gathered: Any, block: StudentBlock | None) -> SignPlane:
         """Return the delta of one matrix of `block`, which is None for the output head."""
 
-    def upgrades(self, pair: TensorPair, gathered: Any, coded: OneBit) -> list[MatrixDelta]:
+    def upgrades(self, pair: TensorPair, gathered: Any, coded: SignPlane) -> list[MatrixDelta]:
         """Return larger forms of the delta that `solve` gave; none where bytes are not to be spent."""
 
 
@@ -59,7 +59,7 @@ class Layerwise:
     method: Method  # of those that are coded from weights alone
     device: torch.device
     fitted: dict[str, list[MatrixDelta]] = field(default_factory=dict)  # each followed by its upgrades
-    _unfitted: dict[str, OneBit] = field(default_factory=dict)
+    _unfitted: dict[str, SignPlane] = field(default_factory=dict)
 
     def run(
         self,
@@ -100,7 +100,7 @@ class Layerwise:
         pair = self.pairs.get(name)
         return None if pair is None else weight_with_delta(pair, self.delta(name))
 
-    def delta(self, name: str) -> OneBit:
+    def delta(self, name: str) -> SignPlane:
         """Return the delta of one matrix; from weights alone where nothing was fitted."""
         if name in self.fitted:
             return self.fitted[name][0].planes[0]
@@ -130,7 +130,7 @@ class Layerwise:
             weight = block.block.get_submodule(linear.path).get_parameter("weight")
             weight.data.copy_(weight_with_delta(self.pairs[linear.name], delta))
 
-    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> OneBit:
+    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> SignPlane:
         pair = self.pairs[name]
         delta = solver.solve(pair, gathered, block)
         self.fitted[name] = [MatrixDelta((delta,)), *solver.upgrades(pair, gathered, delta)]

@@ -20,7 +20,7 @@ from compressor.fitting.layers.solve import Solved, solve
 from compressor.io.pairs import TensorPair
 from deltastore.errors import CheckpointError, shown
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import Axis, OneBit
+from deltastore.format.sign_plane import Axis, SignPlane
 from deltastore.format.signs import pack_signs
 
 AXES_OF: Mapping[Method, tuple[Axis, ...]] = {
@@ -41,13 +41,13 @@ class LeastSquaresSolver:
     def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Moments:
         return moments(teacher, student)
 
-    def solve(self, pair: TensorPair, gathered: Moments, block: StudentBlock | None) -> OneBit:
+    def solve(self, pair: TensorPair, gathered: Moments, block: StudentBlock | None) -> SignPlane:
         """Return the delta of least layer error; of several axes, the one that errs less."""
         problem = _problem(pair, gathered)
         solutions = (solve(problem, axis, sign_rounds=self.sign_rounds) for axis in AXES_OF[self.method])
         return _stored(min(solutions, key=lambda solved: solved.loss))
 
-    def upgrades(self, pair: TensorPair, gathered: Moments, coded: OneBit) -> list[MatrixDelta]:
+    def upgrades(self, pair: TensorPair, gathered: Moments, coded: SignPlane) -> list[MatrixDelta]:
         """Return `coded` with a second plane, and with a low-rank residual of a quarter of a plane's bytes."""
         if not self.with_upgrades:
             return []
@@ -70,6 +70,6 @@ def _problem(pair: TensorPair, gathered: Moments) -> Problem:
     return Problem(delta, gathered.gram, cross, gathered.count)
 
 
-def _stored(solved: Solved) -> OneBit:
+def _stored(solved: Solved) -> SignPlane:
     scales = (None if scale is None else scale.cpu() for scale in (solved.scale_out, solved.scale_in))
-    return OneBit.from_scales(pack_signs(solved.signs.cpu()), solved.signs.shape[1], *scales)
+    return SignPlane.from_scales(pack_signs(solved.signs.cpu()), solved.signs.shape[1], *scales)

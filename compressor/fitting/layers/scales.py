@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compressor.fitting.layers.problem import Problem, cholesky
-from deltastore.format.onebit import Axis
+from deltastore.format.sign_plane import Axis
 
 Scales = tuple[Tensor | None, Tensor | None]  # out, [out] or [1]; in, [in]; None where an axis has none
 

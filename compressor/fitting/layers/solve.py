@@ -13,7 +13,7 @@ from torch import Tensor
 from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.scales import scaled_loss, solve_scales
 from compressor.fitting.layers.signs import RIDGE, descend_signs, own_signs, refine_signs
-from deltastore.format.onebit import Axis
+from deltastore.format.sign_plane import Axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from compressor.evaluate.fidelity import last_hiddens
 from compressor.fitting.layers.layerwise import StudentBlock
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 
 
 class EndLoss:
@@ -40,7 +40,7 @@ class EndLoss:
         with torch.no_grad():
             self._logits = [teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, held_out)]
 
-    def __call__(self, pair: TensorPair, block: StudentBlock, delta: OneBit) -> float:
+    def __call__(self, pair: TensorPair, block: StudentBlock, delta: SignPlane) -> float:
         """Return the mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
         groups = block.decoder.linears(block.block, block.index)
         paths = {linear.name: linear.path for group in groups for linear in group}

@@ -24,7 +24,7 @@ from compressor.fitting.paper.scale_training import (
 )
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 
 
@@ -41,7 +41,9 @@ class PaperLayerSolver:
         inputs_t = torch.cat([batch.cpu() for batch in teacher])
         return inputs_t, torch.cat([batch.cpu().bfloat16() for batch in student])
 
-    def solve(self, pair: TensorPair, gathered: tuple[Tensor, Tensor], block: StudentBlock | None) -> OneBit:
+    def solve(
+        self, pair: TensorPair, gathered: tuple[Tensor, Tensor], block: StudentBlock | None
+    ) -> SignPlane:
         inputs_t, inputs = gathered
         rows = slice(0, pair.shape[0])
         delta, base = pair.block(rows), pair.base.read(pair.base_tensor.name)
@@ -59,7 +61,9 @@ class PaperLayerSolver:
             self.end_loss.settle(pair.name)
         return _stored(signs, choice.axis, choice.scale)
 
-    def upgrades(self, pair: TensorPair, gathered: tuple[Tensor, Tensor], coded: OneBit) -> list[MatrixDelta]:
+    def upgrades(
+        self, pair: TensorPair, gathered: tuple[Tensor, Tensor], coded: SignPlane
+    ) -> list[MatrixDelta]:
         """Return none: the paper has one plane."""
         return []
 
@@ -73,6 +77,6 @@ def _judge_by(end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: T
     return candidate_loss
 
 
-def _stored(signs: Tensor, axis: PaperAxis, scale: Tensor) -> OneBit:
+def _stored(signs: Tensor, axis: PaperAxis, scale: Tensor) -> SignPlane:
     scales = (None, scale.cpu()) if axis == "in" else (scale.cpu(), None)
-    return OneBit.from_scales(pack_signs(signs.cpu()), signs.shape[1], *scales)
+    return SignPlane.from_scales(pack_signs(signs.cpu()), signs.shape[1], *scales)

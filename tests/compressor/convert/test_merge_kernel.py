@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.convert.merge_kernel import merge_delta, merge_rows
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import AXES, Axis, OneBit
+from deltastore.format.sign_plane import AXES, Axis, SignPlane
 from deltastore.format.signs import pack_signs
 
 SHAPES = [(1, 1), (3, 7), (5, 31), (4, 32), (7, 33), (9, 92), (6, 128), (17, 1003)]
@@ -24,12 +24,12 @@ DTYPES = [  # what is stored, what is written
 ]
 
 
-def drawn(shape: tuple[int, int], axis: Axis, seed: int = 0) -> OneBit:
+def drawn(shape: tuple[int, int], axis: Axis, seed: int = 0) -> SignPlane:
     generator = torch.Generator().manual_seed(seed)
     out_features, in_features = shape
     scale_out = 0.02 * torch.randn(1 if axis == "scalar" else out_features, generator=generator)
     scale_in = torch.randn(in_features, generator=generator)
-    return OneBit.from_scales(
+    return SignPlane.from_scales(
         pack_signs(torch.randn(shape, generator=generator)),
         in_features,
         None if axis == "in" else scale_out,
@@ -37,7 +37,7 @@ def drawn(shape: tuple[int, int], axis: Axis, seed: int = 0) -> OneBit:
     )
 
 
-def merged(base: Tensor, delta: OneBit, dtype: torch.dtype) -> Tensor:
+def merged(base: Tensor, delta: SignPlane, dtype: torch.dtype) -> Tensor:
     out = torch.empty(base.shape, dtype=dtype)
     merge_rows(base, delta, slice(None), out)
     return out
@@ -102,7 +102,7 @@ def test_some_rows_merge_as_they_do_among_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ties_go_to_the_even_neighbour(dtype: torch.dtype) -> None:
     half_a_step = torch.finfo(dtype).eps / 2
-    delta = OneBit.from_scales(pack_signs(torch.ones(2, 40)), 40, torch.full((2,), half_a_step), None)
+    delta = SignPlane.from_scales(pack_signs(torch.ones(2, 40)), 40, torch.full((2,), half_a_step), None)
     base = torch.ones(2, 40, dtype=dtype)
     base[1] += torch.finfo(dtype).eps
     expected = torch.stack([torch.ones(40), torch.full((40,), 1 + 2 * torch.finfo(dtype).eps)]).to(dtype)
@@ -112,7 +112,7 @@ def test_ties_go_to_the_even_neighbour(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_overflows_becomes_infinity_and_nan_stays_nan(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    delta = OneBit.from_scales(pack_signs(torch.ones(1, 37)), 37, torch.tensor([0.01 * largest]), None)
+    delta = SignPlane.from_scales(pack_signs(torch.ones(1, 37)), 37, torch.tensor([0.01 * largest]), None)
     base = torch.zeros(1, 37, dtype=dtype)
     base[0, 0], base[0, 35], base[0, 36] = largest, largest, math.nan
     out = merged(base, delta, dtype)
@@ -122,17 +122,17 @@ def test_what_overflows_becomes_infinity_and_nan_stays_nan(dtype: torch.dtype) -
 
 
 def test_values_below_the_normal_range_are_kept() -> None:
-    delta = OneBit.from_scales(pack_signs(-torch.ones(3, 50)), 50, torch.full((3,), 2.0**-120), None)
+    delta = SignPlane.from_scales(pack_signs(-torch.ones(3, 50)), 50, torch.full((3,), 2.0**-120), None)
     base = torch.full((3, 50), 2.0**-130).bfloat16()
     expected = (base.float() + delta.dense()).bfloat16()
     assert same_bits(merged(base, delta, torch.bfloat16), expected)
     subnormal = torch.full((3, 50), 2.0**-20).half()
-    tiny = OneBit.from_scales(pack_signs(torch.ones(3, 50)), 50, torch.full((3,), 2.0**-22), None)
+    tiny = SignPlane.from_scales(pack_signs(torch.ones(3, 50)), 50, torch.full((3,), 2.0**-22), None)
     assert same_bits(merged(subnormal, tiny, torch.float16), (subnormal.float() + tiny.dense()).half())
 
 
 def test_zeros_of_a_sum_keep_their_signs() -> None:
-    nothing = OneBit.from_scales(pack_signs(-torch.ones(2, 40)), 40, torch.zeros(2), None)
+    nothing = SignPlane.from_scales(pack_signs(-torch.ones(2, 40)), 40, torch.zeros(2), None)
     delta, base = MatrixDelta((nothing, nothing)), torch.full((2, 40), -0.0)
     out = torch.empty(2, 40)
     merge_delta(base, delta, slice(None), out)

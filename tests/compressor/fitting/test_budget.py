@@ -13,8 +13,8 @@ from compressor.fitting.training import Training
 from compressor.pipeline import CompressResult
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import AXES, Axis
 from deltastore.format.plan import one_bit_plan
+from deltastore.format.sign_plane import AXES, Axis
 from tests.compressor.helpers.compressing import compressed
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import (

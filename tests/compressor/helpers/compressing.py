@@ -17,7 +17,7 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import HEAD_SUFFIXES, Checkpoint
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 from deltastore.format.validate import check_artifact, check_base
 from tests.helpers.tiny_models import TinyModels
@@ -85,7 +85,7 @@ def _enriched(delta: MatrixDelta, num_planes: int, rank: int, generator: torch.G
     shape = (delta.out_features, delta.in_features)
     for number in range(1, num_planes):
         signs, first = pack_signs(torch.randn(shape, generator=generator)), delta.planes[0]
-        planes.append(OneBit(signs, shape[1], first.gain * 0.5**number, first.scale_out, first.scale_in))
+        planes.append(SignPlane(signs, shape[1], first.gain * 0.5**number, first.scale_out, first.scale_in))
     if not rank:
         return MatrixDelta(tuple(planes))
     left = torch.randn(shape[0], rank, generator=generator) * (size / rank) ** 0.5

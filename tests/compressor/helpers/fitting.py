@@ -21,8 +21,8 @@ from compressor.fitting.distillation.trainable import Trainable
 from compressor.io.pairs import TensorPair, pair_up
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import Axis, OneBit
 from deltastore.format.plan import is_matrix
+from deltastore.format.sign_plane import Axis, SignPlane
 from deltastore.format.signs import pack_signs
 from tests.compressor.helpers.compressing import SINGLE
 from tests.compressor.helpers.decoders import CPU, make_model
@@ -45,12 +45,12 @@ def random_delta(
 ) -> MatrixDelta:
     """A delta of random signs and uneven scales, some of them negative."""
 
-    def plane(number: int) -> OneBit:
+    def plane(number: int) -> SignPlane:
         signs = pack_signs(normal(10 * number, *shape))
         out = size * normal(10 * number + 1, *((1,) if axis == "scalar" else shape[:1]))
         scale_in = 1 + 0.5 * normal(10 * number + 2, shape[1])
         scales = (None if axis == "in" else out, scale_in if axis in ("in", "both") else None)
-        return OneBit.from_scales(signs, shape[1], *scales)
+        return SignPlane.from_scales(signs, shape[1], *scales)
 
     first = tuple(plane(number) for number in range(planes))
     if not rank:

@@ -15,7 +15,7 @@ from compressor.io.delta_writer import WrittenDelta
 from compressor.model_card.facts import DeltaFacts, TensorFacts
 from compressor.model_card.writer import CARD, write_card
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.onebit import Axis
+from deltastore.format.sign_plane import Axis
 
 HELD_OUT = {
     "kl": 0.0021, "agreement": 0.9812, "perplexity": 6.51, "perplexity_finetune": 6.5, "num_tokens": 2496,

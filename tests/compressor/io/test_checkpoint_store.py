@@ -26,7 +26,7 @@ from compressor.io import checkpoint_store as resume
 from compressor.io.checkpoint_store import SUFFIX, CheckpointStore, open_checkpoint_store
 from compressor.pipeline import compress
 from deltastore.errors import CheckpointError, FidelityError, PeraxisError, StorageFull, UsageError
-from deltastore.format.onebit import AXES, Axis
+from deltastore.format.sign_plane import AXES, Axis
 from peraxis import run as command
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import random_delta

@@ -18,7 +18,7 @@ from deltastore.format.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, 
 from deltastore.format.layout import MAX_FILE_BYTES, check_layout
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.validate import check_artifact, check_size
 from tests.deltastore.helpers.hostile import (
     HEADERS,
@@ -256,7 +256,7 @@ def test_pad_bits_are_found_in_rows_that_lie_across_the_pieces_a_mask_is_read_in
         signs[:, -1] = 0
         signs[rows, -1] = 0x80
         with ArtifactWriter(tmp_path / "wide") as writer:
-            plane = OneBit(signs, in_features, 1.0, scale_out=torch.ones(1, dtype=torch.float16))
+            plane = SignPlane(signs, in_features, 1.0, scale_out=torch.ones(1, dtype=torch.float16))
             writer.add_onebit(BOTH, MatrixDelta((plane,)))
             none = {"tensors": {BOTH: spec}, "files": []}
             writer.finish(tiny_manifest(writer.device_bytes).model_copy(update=none))

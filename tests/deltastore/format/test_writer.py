@@ -16,8 +16,8 @@ from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
 from deltastore.format.plan import one_bit_plan
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 from deltastore.format.validate import check_artifact
 from tests.helpers.tiny_artifact import BASE, NORM, norm, tiny_manifest, write_tiny
@@ -64,7 +64,7 @@ def test_a_plan_gives_the_bytes_that_the_writer_needs(tmp_path: Path) -> None:
         for name, shape in shapes.items():
             if len(shape) == 2 and min(shape) > 1:
                 signs, ones = pack_signs(torch.ones(shape)), [torch.ones(size) for size in shape]
-                writer.add_onebit(name, MatrixDelta((OneBit.from_scales(signs, shape[1], *ones),)))
+                writer.add_onebit(name, MatrixDelta((SignPlane.from_scales(signs, shape[1], *ones),)))
                 specs[name] = TensorSpec(codec="onebit", shape=list(shape), axis="both")
             else:
                 writer.add_whole(name, torch.ones(shape, dtype=torch.float16))
@@ -94,7 +94,7 @@ def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    delta = MatrixDelta((OneBit(pack_signs(torch.ones(2, 8)), 8, 1.0, torch.ones(2).half()),))
+    delta = MatrixDelta((SignPlane(pack_signs(torch.ones(2, 8)), 8, 1.0, torch.ones(2).half()),))
     with ArtifactWriter(tmp_path / "a") as writer:
         writer.add_whole("a.gain", torch.ones(1))
         with pytest.raises(CheckpointError, match=r"two tensors would be called 'a\.gain'"):

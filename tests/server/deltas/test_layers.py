@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 from server.deltas.batch import BatchContext, DeltaBatch
 from server.deltas.embedding import EmbeddingDelta
@@ -32,7 +32,7 @@ def coded(out_features: int, in_features: int, seed: int) -> MatrixDelta:
     planes = [drawn(out_features, in_features, seed=10 * seed + k) for k in range(1 if seed == 1 else 3)]
     return MatrixDelta(
         tuple(
-            OneBit.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
+            SignPlane.from_scales(pack_signs(delta), in_features, delta.abs().mean(1), delta.abs().mean(0))
             for delta in planes
         ),
         None if seed == 1 else drawn(out_features, 2, seed=seed).half(),

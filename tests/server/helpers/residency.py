@@ -17,7 +17,7 @@ from deltastore.errors import PeraxisError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
@@ -155,7 +155,7 @@ def write_artifact(path: Path, seed: int, norm_length: int) -> None:
     signs = torch.randint(0, 256, (24, 5), dtype=torch.uint8, generator=generator)
     with ArtifactWriter(path) as writer:
         scale = torch.ones(24, dtype=torch.float16)
-        writer.add_onebit(MATRIX, MatrixDelta((OneBit(signs, 40, 2.0**-10, scale_out=scale),)))
+        writer.add_onebit(MATRIX, MatrixDelta((SignPlane(signs, 40, 2.0**-10, scale_out=scale),)))
         writer.add_whole(NORM, torch.randn(norm_length, generator=generator).half())
         writer.add_file("chat_template.jinja", b"{{ messages }}")
         manifest = Manifest(

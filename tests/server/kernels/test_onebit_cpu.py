@@ -1,4 +1,4 @@
-"""Every CPU kernel equals the torch reference at odd shapes, and the reference equals `OneBit.dense`."""
+"""Every CPU kernel equals the torch reference at odd shapes, and the reference equals `SignPlane.dense`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
 from server.kernels import (
     add_onebit_matmul,
@@ -35,14 +35,14 @@ WAYS = [
 ]
 
 
-def coded(in_features: int, out_features: int) -> OneBit:
+def coded(in_features: int, out_features: int) -> SignPlane:
     generator = torch.Generator().manual_seed(in_features)
     signs = pack_signs(torch.randn(out_features, in_features, generator=generator))
     scale_out, scale_in = (torch.randn(n, generator=generator) for n in (out_features, in_features))
-    return OneBit.from_scales(signs, in_features, scale_out, scale_in)
+    return SignPlane.from_scales(signs, in_features, scale_out, scale_in)
 
 
-def plane_ptrs_of(delta: OneBit) -> tuple[Tensor, list[Tensor]]:
+def plane_ptrs_of(delta: SignPlane) -> tuple[Tensor, list[Tensor]]:
     """Return the addresses of a delta's plane, and the tensors that they point to."""
     assert delta.scale_in is not None
     parts = [delta.signs, delta.factor_out().contiguous(), delta.scale_in.float()]

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from compressor.fitting.distillation.trainable import LARGEST_LATENT, Rows, ScaledParameter, Trainable
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import AXES, Axis, OneBit
+from deltastore.format.sign_plane import AXES, Axis, SignPlane
 from deltastore.format.signs import pack_signs, unpack_signs
 from tests.compressor.helpers.decoders import CPU
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
@@ -133,7 +133,7 @@ def test_a_relative_step_is_in_units_of_the_vectors_mean_magnitude(moved: bool, 
 def test_a_delta_of_zeros_stays_one_however_far_relative_steps_go(axis: Axis) -> None:
     zeros = torch.zeros(1 if axis == "scalar" else SHAPE[0])
     scales = (None if axis == "in" else zeros, torch.zeros(SHAPE[1]) if axis in ("in", "both") else None)
-    delta = MatrixDelta((OneBit.from_scales(pack_signs(normal(0, *SHAPE)), SHAPE[1], *scales),))
+    delta = MatrixDelta((SignPlane.from_scales(pack_signs(normal(0, *SHAPE)), SHAPE[1], *scales),))
     trainable = Trainable.of(delta, CPU, relative=True)
     trainable.collect(normal(1, *SHAPE))
     for leaf in trainable.parameters():
@@ -146,7 +146,9 @@ def test_a_delta_of_zeros_stays_one_however_far_relative_steps_go(axis: Axis) ->
 
 def test_released_signs_stay_and_the_smallest_differences_flip_first() -> None:
     difference = normal(3, *SHAPE)
-    delta = MatrixDelta((OneBit.from_scales(pack_signs(difference), SHAPE[1], torch.ones(SHAPE[0]), None),))
+    delta = MatrixDelta(
+        (SignPlane.from_scales(pack_signs(difference), SHAPE[1], torch.ones(SHAPE[0]), None),)
+    )
     trainable = Trainable.of(delta, CPU, relative=True)
     before = trainable.dense()
     trainable.release_signs(difference.clone())
@@ -205,7 +207,7 @@ def test_a_matrix_is_added_and_its_gradient_collected_in_parts(
 def test_a_sign_that_least_squares_turned_over_is_kept_and_no_difference_is_out_of_reach() -> None:
     difference = torch.tensor([[0.0, 1.0, -1000.0, 1.0]]).repeat(2, 1)
     signs = torch.tensor([[False, False, True, True]]).repeat(2, 1)
-    plane = OneBit.from_scales(pack_signs(signs), 4, torch.ones(2), None)
+    plane = SignPlane.from_scales(pack_signs(signs), 4, torch.ones(2), None)
     trainable = Trainable.of(MatrixDelta((plane,)), CPU, relative=True)
     trainable.release_signs(difference)
     (latents,) = trainable.latents()

@@ -10,7 +10,7 @@ from compressor.fitting.layers.problem import Problem, layer_loss
 from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
 from compressor.fitting.layers.signs import RIDGE
 from compressor.fitting.layers.solve import solve
-from deltastore.format.onebit import Axis
+from deltastore.format.sign_plane import Axis
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
 
 SHAPE = (40, 56)

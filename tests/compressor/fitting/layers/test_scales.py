@@ -12,7 +12,7 @@ from compressor.fitting.layers import scales as scales_module
 from compressor.fitting.layers.problem import Problem, layer_loss
 from compressor.fitting.layers.scales import solve_scales
 from compressor.fitting.layers.solve import solve
-from deltastore.format.onebit import Axis
+from deltastore.format.sign_plane import Axis
 from tests.compressor.helpers.layer_problems import (
     Drawn,
     close,

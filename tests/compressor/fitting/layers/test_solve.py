@@ -15,7 +15,7 @@ from compressor.fitting.layers.problem import Problem, layer_loss
 from compressor.fitting.layers.scales import solve_scales
 from compressor.fitting.layers.signs import descend_signs, refine_signs
 from compressor.fitting.layers.solve import solve
-from deltastore.format.onebit import AXES, Axis
+from deltastore.format.sign_plane import AXES, Axis
 from tests.compressor.helpers.layer_problems import (
     close,
     dense,

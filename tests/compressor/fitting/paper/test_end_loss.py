@@ -27,7 +27,7 @@ from compressor.fitting.paper.scale_training import (
 )
 from compressor.io.pairs import TensorPair
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.format.onebit import OneBit
+from deltastore.format.sign_plane import SignPlane
 from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import Whole, coded, dense64, ids_of, pairs_of, weights_with
 from tests.compressor.helpers.paper_oracle import squared_error, trained_scales
@@ -167,7 +167,7 @@ class Judged:
     """One candidate of `EndLoss`."""
 
     name: str
-    delta: OneBit
+    delta: SignPlane
     loss: float
 
 
@@ -178,7 +178,7 @@ class Recording(EndLoss):
         super().__init__(*args)
         self.judged: list[Judged] = []
 
-    def __call__(self, pair: TensorPair, block: StudentBlock, delta: OneBit) -> float:
+    def __call__(self, pair: TensorPair, block: StudentBlock, delta: SignPlane) -> float:
         loss = super().__call__(pair, block, delta)
         self.judged.append(Judged(pair.name, delta, loss))
         return loss

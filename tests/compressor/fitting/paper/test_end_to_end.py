@@ -18,7 +18,7 @@ from compressor.fitting.strategies import strategy_of
 from compressor.fitting.training import Training
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.onebit import Axis, OneBit
+from deltastore.format.sign_plane import Axis, SignPlane
 from deltastore.format.signs import pack_signs, unpack_signs
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import Whole, ids_of, pairs_of, student_of, targets_of, weights_with
@@ -51,7 +51,7 @@ def begun(pairs: Mapping[str, TensorPair], axes: tuple[Axis, ...]) -> dict[str, 
         size = difference.abs()
         scale = size.mean()[None] if axis == "scalar" else size.mean(1 if axis == "out" else 0)
         scales = (None, scale) if axis == "in" else (scale, None)
-        deltas[name] = MatrixDelta((OneBit.from_scales(pack_signs(difference), pair.shape[1], *scales),))
+        deltas[name] = MatrixDelta((SignPlane.from_scales(pack_signs(difference), pair.shape[1], *scales),))
     return deltas
 
 

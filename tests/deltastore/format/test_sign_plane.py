@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltastore.format.onebit import OneBit, is_gain
+from deltastore.format.sign_plane import SignPlane, is_gain
 from deltastore.format.signs import num_stray_bits, pack_signs, packed_width, unpack_mask, unpack_signs
 
 sizes = st.integers(1, 67)
@@ -68,7 +68,7 @@ def test_scales_of_any_size_are_stored_within_half_an_ulp(axis: str, size: float
     signs = pack_signs(drawn(2, 7, 9))
     out = None if axis == "in" else scale_out * size
     into = {"in": scale_in * size, "both": scale_in}.get(axis)
-    delta = OneBit.from_scales(signs, 9, out, into)
+    delta = SignPlane.from_scales(signs, 9, out, into)
     wanted = unpack_signs(signs, 9).double() * (1 if out is None else out.double()[:, None])
     wanted *= 1 if into is None else into.double()
     bound = 2.0**-11 if axis != "both" else 2.0**-10 + 2.0**-22
@@ -82,7 +82,7 @@ def test_a_gain_is_the_power_of_two_below_the_largest_scale(
     rows: int, width: int, seed: int, exponent: int
 ) -> None:
     scale = drawn(seed, rows).double() * 2.0**exponent
-    delta = OneBit.from_scales(pack_signs(torch.ones(rows, width)), width, scale, None)
+    delta = SignPlane.from_scales(pack_signs(torch.ones(rows, width)), width, scale, None)
     assert is_gain(delta.gain)
     assert delta.gain <= float(scale.abs().max()) < 2 * delta.gain
     assert delta.scale_out is not None
@@ -96,19 +96,19 @@ def test_beside_scale_out_scale_in_has_mean_magnitude_one(
     rows: int, width: int, seed: int, exponent: int
 ) -> None:
     scale_in = drawn(seed, width).double() * 2.0**exponent
-    delta = OneBit.from_scales(pack_signs(torch.ones(rows, width)), width, drawn(seed + 1, rows), scale_in)
+    delta = SignPlane.from_scales(pack_signs(torch.ones(rows, width)), width, drawn(seed + 1, rows), scale_in)
     assert delta.scale_in is not None
     assert float(delta.scale_in.double().abs().mean()) == pytest.approx(1, rel=2.0**-11)
 
 
 def test_scales_of_zero_are_stored() -> None:
-    delta = OneBit.from_scales(pack_signs(torch.ones(2, 3)), 3, torch.zeros(2), torch.zeros(3))
+    delta = SignPlane.from_scales(pack_signs(torch.ones(2, 3)), 3, torch.zeros(2), torch.zeros(3))
     assert delta.gain == 1
     assert not delta.dense().any()
 
 
 def test_a_gain_stays_in_the_normal_range_of_float32() -> None:
-    delta = OneBit.from_scales(
+    delta = SignPlane.from_scales(
         pack_signs(torch.ones(1, 8)), 8, torch.tensor([1e-300], dtype=torch.float64), None
     )
     assert delta.gain == 2.0**-126
@@ -117,17 +117,17 @@ def test_a_gain_stays_in_the_normal_range_of_float32() -> None:
 def test_the_delta_is_sign_times_out_times_in() -> None:
     mask = torch.tensor([[True, False, True], [False, False, True]])
     scale_out, scale_in = torch.tensor([2.0, -0.5]).half(), torch.tensor([1.0, -0.25, 4.0]).half()
-    delta = OneBit(pack_signs(mask), 3, 2.0**-3, scale_out, scale_in)
+    delta = SignPlane(pack_signs(mask), 3, 2.0**-3, scale_out, scale_in)
     assert delta.dense().tolist() == [[0.25, 0.0625, 1.0], [0.0625, -0.015625, -0.25]]
 
 
 def test_rows_of_the_delta_are_rows_of_the_whole() -> None:
-    delta = OneBit.from_scales(pack_signs(drawn(0, 9, 21)), 21, drawn(1, 9), drawn(2, 21))
+    delta = SignPlane.from_scales(pack_signs(drawn(0, 9, 21)), 21, drawn(1, 9), drawn(2, 21))
     assert torch.equal(delta.dense(slice(3, 7)), delta.dense()[3:7])
 
 
 def test_a_scalar_scales_every_row() -> None:
-    delta = OneBit.from_scales(pack_signs(torch.ones(4, 8)), 8, torch.tensor([0.75]), None)
+    delta = SignPlane.from_scales(pack_signs(torch.ones(4, 8)), 8, torch.tensor([0.75]), None)
     assert delta.axis == "scalar"
     assert torch.equal(delta.dense(), torch.full((4, 8), 0.75))
 

@@ -22,8 +22,8 @@ AXES: tuple[Axis, ...] = ("scalar", "out", "in", "both")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OneBit:
-    """A matrix delta at one bit per weight, in its stored form.
+class SignPlane:
+    """One plane of a matrix delta in its stored form: a sign per weight, one or two scale vectors and a gain.
 
     Raises:
         ValueError: The signs' width, the scales or the gain are not those of a plane.
@@ -62,7 +62,7 @@ class OneBit:
         in_features: int,
         scale_out: Tensor | None,  # [out] or [1], any float dtype
         scale_in: Tensor | None,  # [in], any float dtype
-    ) -> OneBit:
+    ) -> SignPlane:
         """Normalize float scales into their stored form: FP16 vectors and a power-of-two gain.
 
         With both scales, `scale_in` is normalized to mean magnitude 1 and `scale_out` is multiplied by the mean. The

@@ -1,4 +1,4 @@
-"""Compress two checkpoints into one artifact: check, fit, write, report. Each step is another file's."""
+"""Compress two checkpoints into one artifact: check, fit, write, report. Each step is implemented in its own file."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from compressor.codec import measured
 from compressor.convert.diff_changes import TensorChange, diff_changes
 from compressor.convert.diff_files import DIVERGED, CodedModule, DiffFile, Kind
-from compressor.evaluate.fidelity import rounded
 from compressor.io.delta_writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
 from compressor.io.outputs import check_file_name, check_free_disk, check_not_an_input
 from compressor.io.pairs import TensorPair, is_finite, pair_up
 from compressor.io.row_blocks import row_blocks, workers
 from compressor.io.side_files import own_files
+from compressor.rounding import rounded
 from deltastore.base.base import architecture, different_facts
 from deltastore.base.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError, shown

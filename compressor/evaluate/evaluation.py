@@ -18,12 +18,13 @@ from torch import Tensor
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.convert.merge import MergeConfig, merge
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare, rounded
+from compressor.evaluate.fidelity import Fidelity, Predictions, compare
 from compressor.evaluate.tasks import Score, Tasks
 from compressor.fitting.calibration import Calibration, batched, calibration_text
 from compressor.io.adapters import finetune_directory
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.sources import checkpoint_directory
+from compressor.rounding import rounded
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.io.row_blocks import row_blocks
+from compressor.rounding import rounded
 from deltastore.errors import CheckpointError
 
 # For types alone, because it imports transformers, which takes seconds.
@@ -126,11 +127,6 @@ def compare(teacher: Predictions, student: Predictions, batches: Sequence[Tensor
                 ids[sequence, tokens.start + 1 : tokens.stop + 1],
             )
     return sums.fidelity()
-
-
-def rounded(value: float) -> float:
-    """Round to six digits: further ones depend on the order of sums, which differs between machines."""
-    return float(f"{value:.6g}")
 
 
 @dataclass(slots=True, eq=False)

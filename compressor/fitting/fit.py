@@ -1,6 +1,6 @@
 """Fit deltas to calibration text: layer by layer, then the byte budget, then end to end, then measure the result.
 
-Reads top to bottom; each stage is another file's, and a `FitStrategy` holds all that differs between solvers. The
+Each stage is implemented in its own file, and a `FitStrategy` holds all that differs between solvers. The
 results of a stage are kept in a `CheckpointStore`, so that an interrupted run continues with the next block or epoch
 and gives the same bytes.
 """

@@ -17,7 +17,7 @@ EPOCHS = 3
 SCALE_RATE = 0.01  # in units of each vector's mean magnitude
 SIGN_RATE = 0.003
 SIGN_ROUNDS = 2
-# Tokens per input feature of the widest layer: more of them tell least squares little.
+# Tokens per input feature of the widest layer: more tokens hardly improve the fit.
 LAYER_TOKENS = 32
 # Part of the tokens of the layer stage that become random ids: other text gains, and the end-to-end stage makes up for
 # what the text itself loses.

@@ -56,7 +56,7 @@ class FitStrategy(ABC):
     method: Method
 
     batch_sequences: ClassVar[int]  # of one step
-    min_samples: ClassVar[int]  # fewer leave nothing to fit layers to, to choose by or to judge by
+    min_samples: ClassVar[int]  # with fewer, one part of the split is empty
 
     @property
     @abstractmethod

@@ -29,6 +29,7 @@ from deltastore.memory import is_out_of_memory
 
 SUFFIX = ".progress"
 INPUTS = "inputs.json"
+STATE_FORMAT = 2  # of the stages' files; raised by every change of names or contents that a resumed run reads
 CHECKSUM = "checksum"  # the key under which a file holds the CRC-32 of its content
 FULL_BYTES = 1 << 20  # with less free, a failed write is reported as a full disk
 
@@ -42,11 +43,13 @@ class CheckpointStore:
         Another run's stages are removed only when this one saves its first, so that a mistaken command loses nothing.
 
         Raises:
-            UsageError: the directory was left by a run of other inputs, or is not a checkpoint store.
+            UsageError: the directory was left by a run of other inputs or another state format, or is not a checkpoint
+                store.
         """
         self.directory = out.with_name(out.name + SUFFIX)
         self.is_damaged = False
-        self._inputs = json.dumps(inputs, sort_keys=True, default=str).encode()
+        stored = {"state_format": STATE_FORMAT, **inputs}
+        self._inputs = json.dumps(stored, sort_keys=True, default=str).encode()
         self._check_directory()
         self._is_other_run = not resume or not (self.directory / INPUTS).is_file()
         if not self._is_other_run and (self.directory / INPUTS).read_bytes() != self._inputs:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.codec import Method
-from compressor.evaluate.fidelity import rounded
+from compressor.rounding import rounded
 from deltastore.base.base import Base
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec

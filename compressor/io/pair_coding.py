@@ -13,10 +13,10 @@ from typing import Literal
 from torch import Tensor
 
 from compressor.codec import Coded, Method, code_matrix, measured
-from compressor.evaluate.fidelity import rounded
 from compressor.io.delta_writer import CodedMatrix, DeltaTensor
 from compressor.io.pairs import Pairs, TensorPair
 from compressor.io.row_blocks import Map, row_blocks, workers
+from compressor.rounding import rounded
 from deltastore.errors import CheckpointError
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual

@@ -34,6 +34,8 @@ PART_NAMES = {
 }  # fmt: skip
 # The least relative error of normally distributed differences, coded by their signs and one scale.
 GAUSSIAN_ERROR = sqrt(1 - 2 / pi)
+# Uploads a delta to a server on this machine.
+UPLOAD = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
 TEMPLATE = """\
 ---
 {{ card_data }}
@@ -141,6 +143,7 @@ def model_card(facts: DeltaFacts) -> ModelCard:
     """Return the card of a delta; it refers to its figures by file name."""
     manifest, known = facts.written.manifest, ErrorGrid.of(facts.tensors).known
     file, base = shlex.quote(visible(facts.written.out.name)), shlex.quote(visible(manifest.base_id))
+    commands = f"{UPLOAD} --data-binary @{file}\nperaxis merge --base {base} --delta {file} --out DIR"
     card: ModelCard = ModelCard.from_template(
         _metadata(facts),
         template_str=TEMPLATE.replace("%}\n", "%}"),
@@ -148,7 +151,7 @@ def model_card(facts: DeltaFacts) -> ModelCard:
         name=code(facts.written.out.name),
         base=code(manifest.base_id),
         finetune=code(facts.finetune_id),
-        commands=f"peraxis push {file} --name NAME\nperaxis merge --base {base} --delta {file} --out DIR",
+        commands=commands,
         identity=_identity(facts),
         **_fidelity(manifest.fidelity),
         gaussian_error=f"{GAUSSIAN_ERROR:.2f}",

@@ -1,4 +1,4 @@
-"""Fit linear layers in order, each to the inputs that the layers before it, coded already, will really feed it.
+"""Fit linear layers in forward order, each to inputs computed with the coded layers before it.
 
 Runs teacher and student one block at a time; a `LayerSolver` finds each matrix. The student is the fine-tune with its
 coded matrices in place of its own (paper, section 2: X from the compressed stack so far, Y from the fine-tune).

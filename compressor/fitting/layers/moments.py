@@ -17,7 +17,7 @@ from torch import Tensor
 class Moments:
     """Sums over tokens of products of inputs: X of the student, X_t of the teacher at the same layer.
 
-    In place of C = X_t'X stands C - H, which is small where the models agree and so loses nothing to rounding.
+    `drift` is C - H, not C = X_t'X: it is small where the models agree, so it loses little to rounding.
     """
 
     gram: Tensor  # [in, in]: H = X'X

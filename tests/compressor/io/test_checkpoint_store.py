@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -301,6 +302,24 @@ def test_a_damaged_block_is_one_clear_error(models: TinyModels, begun: Path) -> 
         run(models, begun, resume=True)
 
 
+def test_a_state_of_an_older_format_is_refused(
+    models: TinyModels, begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = progress_of(begun) / "inputs.json"
+    inputs = json.loads(path.read_bytes())
+    older = {key: value for key, value in inputs.items() if key != "state_format"}
+    for state in (older, {**inputs, "state_format": inputs["state_format"] - 1}):
+        path.write_text(json.dumps(state, sort_keys=True))
+        with pytest.raises(
+            UsageError, match="left by a run with other inputs or settings.* leave --resume away"
+        ):
+            run(models, begun, resume=True)
+    path.write_text(json.dumps(inputs, sort_keys=True))
+    monkeypatch.setattr(resume, "STATE_FORMAT", resume.STATE_FORMAT + 1)
+    with pytest.raises(UsageError, match="left by a run with other inputs or settings"):
+        run(models, begun, resume=True)
+
+
 def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> None:
     (progress_of(begun) / "inputs.json").write_bytes(b"\xff{")
     with pytest.raises(UsageError, match="leave --resume away"):
@@ -355,7 +374,7 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
     assert run(models, out, resume=True) == undisturbed(OURS)
 
 
-def test_an_error_of_the_library_on_a_disk_with_room_is_not_called_a_full_one(
+def test_an_error_of_safetensors_with_free_disk_is_not_reported_as_a_full_disk(
     models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(content: Any, path: Path, **_: Any) -> None:

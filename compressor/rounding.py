@@ -1,4 +1,4 @@
-"""The digits of measured figures that are written. Imports nothing, so that every package of the compressor can use it."""
+"""The digits of measured figures that are written. Imports nothing, so that every package here can use it."""
 
 from __future__ import annotations
 

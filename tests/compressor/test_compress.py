@@ -236,7 +236,7 @@ def test_a_tied_head_that_is_stored_twice_is_tied_all_the_same(stored_twice: str
     assert compressed(models, tmp_path / "twice").digest == once.digest
 
 
-def test_tables_that_the_library_computes_are_not_carried(tmp_path: Path) -> None:
+def test_tables_that_transformers_computes_are_not_carried(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path)
     before = compressed(models, tmp_path / "one").manifest.tensors
     rewrite(

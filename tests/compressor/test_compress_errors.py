@@ -161,7 +161,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_in_the_librarys_cache_needs_no_network(
+def test_a_hub_id_in_the_hub_cache_needs_no_network(
     models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -229,7 +229,7 @@ def test_an_older_artifact_survives_a_failure(models: TinyModels) -> None:
     assert out.read_bytes() == before
 
 
-def test_a_configuration_that_the_library_refuses_is_one_error(models: TinyModels) -> None:
+def test_a_configuration_that_transformers_refuses_is_one_error(models: TinyModels) -> None:
     path = models.finetunes[0] / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": "wide"}))
     assert "config.json" in refused(models, CheckpointError)

@@ -59,7 +59,7 @@ def test_another_generation_config_is_carried_as_it_is(tmp_path: Path) -> None:
     assert files == {GENERATION: (models.finetunes[0] / GENERATION).read_bytes()}
 
 
-def test_notes_of_the_library_are_no_difference(models: TinyModels, tmp_path: Path) -> None:
+def test_notes_of_transformers_are_no_difference(models: TinyModels, tmp_path: Path) -> None:
     path = models.finetunes[0] / GENERATION
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "transformers_version": "4.0", "top_k": None})

@@ -177,7 +177,7 @@ def test_an_overlay_runs_with_the_tensors_put_over_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "num_resident"), [("mistral", 0), ("gpt_neox", 1), ("qwen3_moe", 2)]
 )
-def test_a_streamed_model_generates_as_the_library_does(
+def test_a_streamed_model_generates_as_transformers_does(
     architecture: str, num_resident: int, tmp_path: Path
 ) -> None:
     path = make_model(architecture, tmp_path)

@@ -161,7 +161,7 @@ def test_a_matrix_that_is_not_sign_coded_stays_whole(models: TinyModels) -> None
     )
 
 
-def test_tables_that_the_library_computes_are_skipped(models: TinyModels) -> None:
+def test_tables_that_transformers_computes_are_skipped(models: TinyModels) -> None:
     content = {**bitdelta(models), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     assert len(imported(models, content).manifest.tensors) == len(load_file(models.base / SINGLE))
 

@@ -41,7 +41,7 @@ def merged(models: TinyModels, directory: Path, dtype: DtypeName | None = None) 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_library_loads_a_merged_variant_and_saves_the_same(architecture: str, tmp_path: Path) -> None:
+def test_transformers_loads_a_merged_variant_and_saves_the_same(architecture: str, tmp_path: Path) -> None:
     checkpoint = merged(make_pair(architecture, tmp_path, changes=(Change(added_tokens=3),)), tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path)
     model.save_pretrained(tmp_path / "again")

@@ -144,7 +144,7 @@ def test_a_data_set_is_streamed_as_far_as_it_is_needed(models: Path, monkeypatch
             taken.append(number)
             yield {"text": "x" * LENGTH, "url": "elsewhere"}
 
-    monkeypatch.setitem(sys.modules, "datasets", _library(load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets", _datasets_module(load_dataset))
     assert text_of(models, "c4") == [ids_of("x" * LENGTH)] * 16
     assert asked == [(("allenai/c4", "en"), {"split": "train", "streaming": True})]
     assert len(taken) == 16
@@ -152,7 +152,7 @@ def test_a_data_set_is_streamed_as_far_as_it_is_needed(models: Path, monkeypatch
     assert asked[1][0] == ("someone/corpus", "german")
 
 
-def _library(load_dataset: Any) -> Any:
+def _datasets_module(load_dataset: Any) -> Any:
     """A stand-in for the parts of datasets that are used; the real package needs a network."""
     return SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=RuntimeError))
 
@@ -161,12 +161,12 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(models: Path, monkeypatch
     def unreachable(*args: Any, **kwargs: Any) -> Any:
         raise ConnectionError("Couldn't reach the hub\n(after 5 attempts)")
 
-    monkeypatch.setitem(sys.modules, "datasets", _library(unreachable))
+    monkeypatch.setitem(sys.modules, "datasets", _datasets_module(unreachable))
     with pytest.raises(UsageError, match=r"^--calibration c4: .*Couldn't reach the hub \(after 5 attempts\)"):
         text_of(models, "c4")
 
 
-def test_a_data_set_without_the_library_says_what_to_install(
+def test_a_data_set_without_the_datasets_package_says_what_to_install(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail

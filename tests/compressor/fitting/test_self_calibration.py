@@ -43,7 +43,7 @@ def test_the_same_seed_gives_the_same_text_and_another_gives_another(models: Pat
 
 
 @pytest.mark.parametrize("num_resident", [0, 2])
-def test_tokens_are_drawn_from_the_distribution_of_the_library_s_own_forward(
+def test_tokens_are_drawn_from_the_distribution_of_transformers_forward(
     num_resident: int, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare each draw's noise with the cumulated probabilities of the whole model."""

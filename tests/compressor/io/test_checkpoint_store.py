@@ -311,7 +311,7 @@ def test_a_state_of_an_older_format_is_refused(
     for state in (older, {**inputs, "state_format": inputs["state_format"] - 1}):
         path.write_text(json.dumps(state, sort_keys=True))
         with pytest.raises(
-            UsageError, match="left by a run with other inputs or settings.* leave --resume away"
+            UsageError, match=r"left by a run with other inputs or settings.* leave --resume away"
         ):
             run(models, begun, resume=True)
     path.write_text(json.dumps(inputs, sort_keys=True))

@@ -79,7 +79,7 @@ def test_it_begins_with_what_the_artifact_is(tiny: tuple[DeltaFacts, RenderedCar
 def test_it_says_how_to_serve_and_how_to_merge(tiny: tuple[DeltaFacts, RenderedCard]) -> None:
     _, card = tiny
     upload = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
-    assert f"{upload} --data-binary @tuned.safetensors\n" in card.text
+    assert f"{upload} --data-binary @tuned.safetensors" in card.text
     assert "peraxis merge --base base --delta tuned.safetensors --out DIR" in card.text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -24,13 +23,11 @@ from compressor.fitting.calibration import Calibration
 from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.training import Training
 from compressor.io import checkpoint_store as resume
-from compressor.io.checkpoint_store import SUFFIX, CheckpointStore, open_checkpoint_store
+from compressor.io.checkpoint_store import SUFFIX, CheckpointStore
 from compressor.pipeline import compress
-from deltastore.errors import CheckpointError, FidelityError, PeraxisError, StorageFull, UsageError
-from deltastore.format.sign_plane import AXES, Axis
+from deltastore.errors import CheckpointError, FidelityError, StorageFull, UsageError
 from peraxis import run as command
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
-from tests.compressor.helpers.fitting import random_delta
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)
@@ -302,24 +299,6 @@ def test_a_damaged_block_is_one_clear_error(models: TinyModels, begun: Path) -> 
         run(models, begun, resume=True)
 
 
-def test_a_state_of_an_older_format_is_refused(
-    models: TinyModels, begun: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = progress_of(begun) / "inputs.json"
-    inputs = json.loads(path.read_bytes())
-    older = {key: value for key, value in inputs.items() if key != "state_format"}
-    for state in (older, {**inputs, "state_format": inputs["state_format"] - 1}):
-        path.write_text(json.dumps(state, sort_keys=True))
-        with pytest.raises(
-            UsageError, match=r"left by a run with other inputs or settings.* leave --resume away"
-        ):
-            run(models, begun, resume=True)
-    path.write_text(json.dumps(inputs, sort_keys=True))
-    monkeypatch.setattr(resume, "STATE_FORMAT", resume.STATE_FORMAT + 1)
-    with pytest.raises(UsageError, match="left by a run with other inputs or settings"):
-        run(models, begun, resume=True)
-
-
 def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> None:
     (progress_of(begun) / "inputs.json").write_bytes(b"\xff{")
     with pytest.raises(UsageError, match="leave --resume away"):
@@ -383,34 +362,3 @@ def test_an_error_of_safetensors_with_free_disk_is_not_reported_as_a_full_disk(
     monkeypatch.setattr(resume, "save_file", fail)
     with pytest.raises(RuntimeError, match="something else"):
         run(models, tmp_path / "delta")
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_deltas_come_back_as_they_were_kept(axis: Axis, tmp_path: Path) -> None:
-    forms = [(1, 0), (2, 0), (1, 3), (2, 1)]
-    deltas = {
-        f"b|{number}.weight": [random_delta((7, 12), axis, *form), random_delta((7, 12), axis)]
-        for number, form in enumerate(forms)
-    }
-    store = CheckpointStore(tmp_path / "delta", {}, resume=False)
-    store.save_deltas("stage", deltas)
-    store.save_deltas("empty", {})
-    again = CheckpointStore(tmp_path / "delta", {}, resume=True)
-    assert (again.load_deltas("stage") or {}).keys() == deltas.keys()
-    assert again.load_deltas("empty") == {}
-    assert (
-        again.load_deltas("another") is again.load_tensors("another") is again.load_state("another") is None
-    )
-    for name, options in (again.load_deltas("stage") or {}).items():
-        for own, delta in zip(options, deltas[name], strict=True):
-            assert (own.axis, own.num_planes, own.rank) == (axis, delta.num_planes, delta.rank)
-            assert torch.equal(own.dense(), delta.dense())
-
-
-def test_what_fails_before_anything_was_kept_speaks_of_no_progress(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(PeraxisError), open_checkpoint_store(tmp_path / "delta", {}, resume=False):
-        raise UsageError("no")
-    assert capsys.readouterr().err == ""
-    assert os.listdir(tmp_path) == []

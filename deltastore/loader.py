@@ -40,20 +40,20 @@ class ObjectSource:
     digest: str  # of the whole file, 64 hex digits
     size_bytes: int
     data_start: int  # bytes before the data section
-    device_bytes: int  # bytes of the data section that go to the slot; the variant's files follow them
+    device_bytes: int  # bytes of the device section; the variant's files follow it
     chunk_sha256: tuple[str, ...]  # hex, of each 4 MiB of the file; the last may be shorter
 
     def __post_init__(self) -> None:
         num_chunks = -(-self.size_bytes // CHUNK_BYTES)
-        parts = (self.data_start, self.device_bytes, self.size_bytes - self.data_end)
-        if min(parts) < 0 or len(self.chunk_sha256) != num_chunks:
+        sizes = (self.data_start, self.device_bytes, self.size_bytes - self.data_end)
+        if min(sizes) < 0 or len(self.chunk_sha256) != num_chunks:
             raise RegistryError(
                 f"the version record of object {self.digest} contradicts itself: upload it again"
             )
 
     @property
     def data_end(self) -> int:
-        """The end of the device's part, in bytes from the beginning of the file."""
+        """The end of the device section, in bytes from the beginning of the file."""
         return self.data_start + self.device_bytes
 
     def chunk_range(self, index: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class ObjectSource:
         return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.size_bytes)
 
     def device_range(self, index: int) -> slice:
-        """The bytes of the device's part that a chunk holds, from that part's beginning; may be empty."""
+        """The bytes of the device section that a chunk holds, from the section's beginning; may be empty."""
         cuts = (min(max(cut - self.data_start, 0), self.device_bytes) for cut in self.chunk_range(index))
         return slice(*cuts)
 
@@ -114,7 +114,7 @@ class Loader:
         self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=lower_thread_priority)
 
     def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
-        """Read an object's device part into host memory and copy it into a slot; on return any stream may read it.
+        """Read an object's device section into host memory and copy it into a slot; on return any stream may read it.
 
         Nothing may read `host` or `slot` meanwhile. After an error their contents are undefined and no write is
         pending. Bytes after `device_bytes` are left unchanged.
@@ -149,7 +149,7 @@ class Loader:
         return LoadReport("disk", size, read - start, ready - read, ready - start, bytes(header))
 
     def copy(self, host: Tensor, slot: Tensor) -> LoadReport:
-        """Copy a device part that an earlier load left in host memory into a slot. Nothing is read or hashed.
+        """Copy a device section that an earlier load left in host memory into a slot. Nothing is read or hashed.
 
         Args:
             host: ``[device_bytes]`` uint8 in host memory.
@@ -166,7 +166,7 @@ class Loader:
         self._readers.shutdown()
 
     def _read(self, source: ObjectSource, target: _Target) -> None:
-        """Read all chunks up to the end of the device's part, the header's included."""
+        """Read all chunks up to the end of the device section, the header's included."""
         reads: list[Future[None]] = []
         with _opened(source) as fd:
             try:
@@ -188,10 +188,10 @@ class Loader:
             raise UsageError("the loader is closed: make another one to load again") from error
 
     def _read_chunk(self, fd: int, source: ObjectSource, index: int, target: _Target) -> None:
-        part = source.device_range(index)
+        section = source.device_range(index)
         head = target.header[slice(*source.chunk_range(index))]
-        _read_verified(fd, source, index, head, target.host[part].numpy().data)
-        self._begin_copy(target.host[part], target.slot[part])
+        _read_verified(fd, source, index, head, target.host[section].numpy().data)
+        self._begin_copy(target.host[section], target.slot[section])
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
         """Copy on the side stream without waiting; on the CPU the copy has ended on return."""
@@ -233,14 +233,14 @@ def _opened(source: ObjectSource) -> Iterator[int]:
         ) from error
 
 
-def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, part: memoryview) -> None:
+def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, section: memoryview) -> None:
     """Read one chunk and compare its digest.
 
-    Bytes of the header go to `head`, bytes of the device's part to `part`; the rest is hashed and dropped.
+    Bytes of the header go to `head`, bytes of the device section to `section`; the rest is hashed and dropped.
     """
     start, end = source.chunk_range(index)
-    rest = memoryview(bytearray(end - start - len(head) - len(part)))
-    pieces = [piece for piece in (head, part, rest) if len(piece)]
+    rest = memoryview(bytearray(end - start - len(head) - len(section)))
+    pieces = [piece for piece in (head, section, rest) if len(piece)]
     _fill(fd, pieces, source, index)
     digest = hashlib.sha256()
     for piece in pieces:

@@ -42,7 +42,7 @@ class DeltaLoad:
     slot: Slot
 
     def make_views(self) -> ResidentDelta:
-        return ResidentDelta.in_slot(self.drawing.plan, self.slot)
+        return ResidentDelta.in_slot(self.drawing.layout, self.slot)
 
 
 def measure_load(

@@ -20,7 +20,7 @@ from deltastore.format.layout import TENSOR_ALIGNMENT, padding_tensor
 from deltastore.format.parts import MatrixParts, PlaneParts
 from deltastore.format.plan import is_matrix
 from deltastore.format.signs import packed_width
-from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
+from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 
 HEAD = "lm_head.weight"
 FINGERPRINT = "0" * 64
@@ -31,7 +31,7 @@ GAIN = 2.0**-12  # small beside weights of 0.02, so that activations stay what a
 class Blueprint:
     """Layout of the deltas of one base: two scales per matrix, norms whole."""
 
-    plan: DeltaPlan
+    layout: DeltaLayout
     entries: tuple[TensorEntry, ...]  # in the order of their bytes, padding included
 
     @property
@@ -95,18 +95,18 @@ def blueprint(shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
             matrices[name] = MatrixParts((plane,), None, None, None)
         else:
             whole[name] = _append(entries, name, "BF16", shape)
-    return Blueprint(DeltaPlan(FINGERPRINT, False, HEAD, matrices, whole), tuple(entries))
+    return Blueprint(DeltaLayout(FINGERPRINT, False, HEAD, matrices, whole), tuple(entries))
 
 
 def fill(memory: Tensor, drawing: Blueprint, seed: int) -> None:
     """Fill a slot's bytes with random signs, scales of one and the base's norms."""
     generator = torch.Generator(memory.device).manual_seed(seed)
     memory[: drawing.device_bytes].random_(0, 256, generator=generator)
-    for parts in drawing.plan.matrices.values():
+    for parts in drawing.layout.matrices.values():
         for scale in parts.planes[0].scales():
             _view(memory, scale).fill_(1)
         _view(memory, parts.planes[0].gain).fill_(GAIN)
-    for entry in drawing.plan.whole.values():
+    for entry in drawing.layout.whole.values():
         _view(memory, entry).fill_(1)
 
 
@@ -114,7 +114,7 @@ def make_resident(slots: list[Slot], drawing: Blueprint) -> list[ResidentDelta]:
     """Fill each slot with a delta of its own."""
     for slot in slots:
         fill(slot.memory, drawing, slot.index)
-    return [ResidentDelta.in_slot(drawing.plan, slot) for slot in slots]
+    return [ResidentDelta.in_slot(drawing.layout, slot) for slot in slots]
 
 
 def _append(entries: list[TensorEntry], name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from bench.gpu.model import Blueprint, base_of, make_resident
 from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, BenchSizes, Rows, step_limit
 from bench.gpu.timing import captured, seconds
-from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.batch import BatchContext
 from server.deltas.resident import ResidentDelta, arena
 from server.engine.memory import CUDA_SHARE, DEFAULT_MAX_SLOTS
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
@@ -130,8 +130,7 @@ class StepBench:
         for tokens in self.sizes.prompts:
             for who, delta in (("base", None), ("one variant", self.deltas[0])):
                 pages = list(range(1, 2 + (tokens - 1) // PAGE_TOKENS))
-                batch = DeltaBatch.of([delta], [tokens], [1])
-                with self._running([Chunk(0, tokens, pages)], batch) as forward:
+                with self._running([Chunk(0, tokens, pages)], [delta]) as forward:
                     self._put_prompt(tokens, who, forward)
 
     def compare(self, plain: dict[int, float], paged: dict[int, float], base: dict[int, float]) -> None:
@@ -153,11 +152,13 @@ class StepBench:
         each, context = self.pages_each, self.sizes.context
         chunks = [Chunk(context, 1, range(1 + i * each, 1 + (i + 1) * each)) for i in range(tokens)]
         owners = [self.deltas[i * num_variants // tokens] if num_variants else None for i in range(tokens)]
-        with self._running(chunks, DeltaBatch.of(owners, [1] * tokens, [1] * tokens)) as forward:
+        with self._running(chunks, owners) as forward:
             yield forward
 
     @contextmanager
-    def _running(self, chunks: Sequence[Chunk], batch: DeltaBatch) -> Iterator[Callable[[], Tensor]]:
+    def _running(
+        self, chunks: Sequence[Chunk], deltas: Sequence[ResidentDelta | None]
+    ) -> Iterator[Callable[[], Tensor]]:
         """Prepare a pass over `chunks` that computes their last tokens' logits; its inputs are on the device."""
         assert self.attention is not None
         positions = [chunk.start + i for chunk in chunks for i in range(chunk.num_tokens)]
@@ -169,7 +170,8 @@ class StepBench:
         }
         with ExitStack() as step:
             if self.context is not None:
-                step.enter_context(self.context.step(batch))
+                num_tokens = [chunk.num_tokens for chunk in chunks]
+                step.enter_context(self.context.step(deltas, num_tokens, [1] * len(chunks)))
             metadata = AttentionMetadata.of(chunks, PAGE_TOKENS, self.device)
             step.enter_context(self.attention.step(metadata))
             yield lambda: self.model(**inputs, use_cache=False).logits

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.real.models import TEXT_TOKENS
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
+from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner
 from server.engine.request import Request
 from server.engine.sequence import Sequence
@@ -42,7 +42,7 @@ def _resident(path: Path) -> ResidentDelta:
         with path.open("rb") as file:
             file.seek(artifact.header.data_start)
             file.readinto(memory.numpy().data)
-        return ResidentDelta.in_slot(DeltaPlan.of(artifact.header, artifact.manifest, ""), Slot(0, memory))
+        return ResidentDelta.in_slot(DeltaLayout.of(artifact.header, artifact.manifest, ""), Slot(0, memory))
 
 
 def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:

@@ -119,7 +119,9 @@ class Manifest(_Strict):
     base_fingerprint: Digest
     method: Literal["scalar", "per-axis", "both"]
     tied: bool  # the output head is the input embedding
-    device_bytes: Size  # the first bytes of the data section go to the device; the variant's files follow
+    device_bytes: (
+        Size  # of the device section, with which the data section begins; the variant's files follow
+    )
     config: Facts  # as `deltastore.base.base.architecture` returns it; the base's must agree
     tensors: dict[str, TensorSpec]
     files: Annotated[list[Filename], Field(max_length=len(FILES))]

@@ -34,7 +34,7 @@ class ArtifactFacts:
     """Facts about an artifact that its checks have read, to be stored in the version record."""
 
     data_start: int  # bytes before the data section
-    device_bytes: int  # bytes of the data section that a device needs
+    device_bytes: int  # bytes of the device section
     base_fingerprint: str
     method: str
     fidelity: Mapping[str, Any] = field(default_factory=dict)

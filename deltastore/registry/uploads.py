@@ -44,10 +44,10 @@ class ChunkedDigest:
         self._whole.update(data)
         while data:
             missing = CHUNK_BYTES - self.num_bytes % CHUNK_BYTES
-            part, data = data[:missing], data[missing:]
-            self._chunk.update(part)
-            self.num_bytes += len(part)
-            if len(part) == missing:
+            piece, data = data[:missing], data[missing:]
+            self._chunk.update(piece)
+            self.num_bytes += len(piece)
+            if len(piece) == missing:
                 self._chunks.append(self._chunk.hexdigest())
                 self._chunk = hashlib.sha256()
 
@@ -92,20 +92,20 @@ class Upload:
         """Bytes written so far."""
         return self._hash.num_bytes
 
-    def write(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Append bytes.
+    def write(self, part: bytes | bytearray | memoryview) -> None:
+        """Append a part of the artifact, of any size.
 
         Raises:
-            ArtifactTooLarge: The upload would exceed `max_bytes`; none of the bytes is written.
+            ArtifactTooLarge: The upload would exceed `max_bytes`; none of the part is written.
             StorageFull: The disk is full.
             UsageError: The upload is sealed.
             RegistryError: An earlier write or sync failed.
         """
-        data = memoryview(chunk).cast("B")
+        data = memoryview(part).cast("B")
         if self._max_bytes is not None and self.num_bytes + len(data) > self._max_bytes:
             raise ArtifactTooLarge(
                 f"the upload is larger than the {self._max_bytes} bytes that this server takes: "
-                "compress it with a smaller budget, or raise the server's limit"
+                "compress it with a smaller --budget, or raise the server's --max-upload-gb"
             )
         self._check_open()
         # Until the write has succeeded: writing on after a failed write would leave a hole.

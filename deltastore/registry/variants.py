@@ -150,7 +150,9 @@ class VariantDirectory:
 
     def not_found(self, number: int | None = None) -> VariantNotFound:
         if number is None:
-            return VariantNotFound(f"there is no variant {self.name!r}: list the variants, or push it first")
+            return VariantNotFound(
+                f"there is no variant {self.name!r}: list the variants, or upload it first"
+            )
         return VariantNotFound(
             f"variant {self.name!r} has no version {number}: list its versions, or leave the number out"
         )

@@ -1,4 +1,4 @@
-"""The rows of a flat batch by delta. The model runner sets them before each step; every layer reads them.
+"""The rows of a flat batch by delta. The model runner sets them for each step; every layer reads them.
 
 Sequences are sorted by delta, so each delta owns one contiguous run of rows. Rows of no group belong to the base.
 Knows rows and deltas; no requests and no layers.
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from server.deltas.resident import ResidentDelta
-from server.deltas.stacked import HookPoints, StackedDeltas
+from server.deltas.stacked import HookPoints, StackedTables
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeltaGroup:
     """A contiguous run of rows that one delta applies to."""
 
     delta: ResidentDelta
@@ -26,49 +26,45 @@ class Group:
     logit_rows: slice  # of the output head's input, which has only the rows whose logits are computed
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaBatch:
-    """The groups of one step, ascending and disjoint."""
+def delta_groups(
+    deltas: Sequence[ResidentDelta | None], num_tokens: Sequence[int], num_logits: Sequence[int]
+) -> tuple[DeltaGroup, ...]:
+    """Group sequences that follow each other in the flat batch.
 
-    groups: tuple[Group, ...] = ()
-    num_rows: int = 0  # the base's included
+    Args:
+        deltas: each sequence's delta, None for the base.
+        num_tokens: each sequence's tokens in this step.
+        num_logits: each sequence's rows whose logits are computed.
 
-    @classmethod
-    def of(
-        cls, deltas: Sequence[ResidentDelta | None], num_tokens: Sequence[int], num_logits: Sequence[int]
-    ) -> DeltaBatch:
-        """Group sequences that follow each other in the flat batch.
-
-        Args:
-            deltas: each sequence's delta, None for the base.
-            num_tokens: each sequence's tokens in this step.
-            num_logits: each sequence's rows whose logits are computed.
-        """
-        groups: list[Group] = []
-        row = logit_row = 0
-        for delta, tokens, logits in zip(deltas, num_tokens, num_logits, strict=True):
-            rows, logit_rows = slice(row, row + tokens), slice(logit_row, logit_row + logits)
-            row, logit_row = rows.stop, logit_rows.stop
-            if delta is None or tokens == 0:
-                continue
-            if groups and groups[-1].delta is delta and groups[-1].rows.stop == rows.start:
-                before = groups.pop()
-                rows = slice(before.rows.start, rows.stop)
-                logit_rows = slice(before.logit_rows.start, logit_rows.stop)
-            groups.append(Group(delta, rows, logit_rows))
-        return cls(tuple(groups), row)
+    Returns:
+        Groups with ascending and disjoint rows.
+    """
+    groups: list[DeltaGroup] = []
+    row = logit_row = 0
+    for delta, tokens, logits in zip(deltas, num_tokens, num_logits, strict=True):
+        rows, logit_rows = slice(row, row + tokens), slice(logit_row, logit_row + logits)
+        row, logit_row = rows.stop, logit_rows.stop
+        if delta is None or tokens == 0:
+            continue
+        if groups and groups[-1].delta is delta and groups[-1].rows.stop == rows.start:
+            before = groups.pop()
+            rows = slice(before.rows.start, rows.stop)
+            logit_rows = slice(before.logit_rows.start, logit_rows.stop)
+        groups.append(DeltaGroup(delta, rows, logit_rows))
+    return tuple(groups)
 
 
 class StepDeltas:
-    """The deltas of the running step, as layers read them."""
+    """The groups of the running step and the tables of their deltas, as layers read them."""
 
-    def __init__(self, batch: DeltaBatch, stacked: StackedDeltas) -> None:
-        device = stacked.deltas[0].slot.memory.device
-        self.groups = batch.groups
-        self.stacked = stacked
-        self.ranges = _ranges([group.rows for group in batch.groups], device)  # [groups, 2] int32
-        self.logit_ranges = _ranges([group.logit_rows for group in batch.groups], device)  # [groups, 2] int32
-        self._num_rows = batch.num_rows
+    def __init__(self, groups: tuple[DeltaGroup, ...], num_rows: int, tables: StackedTables) -> None:
+        """`num_rows` counts all rows of the flat batch, the base's included."""
+        device = groups[0].delta.slot.memory.device
+        self.groups = groups
+        self.tables = tables
+        self.ranges = _ranges([group.rows for group in groups], device)  # [groups, 2] int32
+        self.logit_ranges = _ranges([group.logit_rows for group in groups], device)  # [groups, 2] int32
+        self._num_rows = num_rows
         self._group_of_row: Tensor | None = None
 
     @property
@@ -91,7 +87,7 @@ class StepDeltas:
         Returns:
             ``[rows, features]``, or `base` itself if no delta of the step changes the parameter.
         """
-        vectors = self.stacked.vectors(name, base)
+        vectors = self.tables.vectors(name, base)
         return base if vectors is None else vectors.index_select(0, self.group_of_row)
 
 
@@ -101,29 +97,36 @@ class BatchContext:
     def __init__(self) -> None:
         self.hook_points = HookPoints()
         self.current: StepDeltas | None = None  # None if all rows are the base's
-        self._stacked: StackedDeltas | None = None  # of the last step with deltas
+        self._tables: StackedTables | None = None  # of the last step with deltas
 
     @contextmanager
-    def step(self, batch: DeltaBatch) -> Iterator[None]:
-        """Make `batch` the current one while the model runs.
+    def step(
+        self,
+        deltas: Sequence[ResidentDelta | None],
+        num_tokens: Sequence[int],
+        num_logits: Sequence[int],
+    ) -> Iterator[None]:
+        """Apply deltas to the sequences of a flat batch while the model runs. Arguments are those of `delta_groups`.
 
         Raises:
-            EngineFailed: the slot of one of its deltas holds other bytes by now.
+            EngineFailed: the slot of one of the deltas holds other bytes by now.
         """
-        for group in batch.groups:
+        groups = delta_groups(deltas, num_tokens, num_logits)
+        for group in groups:
             group.delta.check_alive()
-        self.current = StepDeltas(batch, self._stack(batch)) if batch.groups else None
+        if groups:
+            self.current = StepDeltas(groups, sum(num_tokens), self._stack(groups))
         try:
             yield
         finally:
             self.current = None
 
-    def _stack(self, batch: DeltaBatch) -> StackedDeltas:
+    def _stack(self, groups: tuple[DeltaGroup, ...]) -> StackedTables:
         # Deltas compare by identity and a reloaded delta is another object, so equal tuples name the same memory.
-        deltas = tuple(group.delta for group in batch.groups)
-        if self._stacked is None or self._stacked.deltas != deltas:
-            self._stacked = self.hook_points.stack(deltas)
-        return self._stacked
+        deltas = tuple(group.delta for group in groups)
+        if self._tables is None or self._tables.deltas != deltas:
+            self._tables = self.hook_points.stack(deltas)
+        return self._tables
 
 
 def _ranges(rows: list[slice], device: torch.device) -> Tensor:

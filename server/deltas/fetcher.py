@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import (
@@ -22,15 +21,7 @@ from deltastore.loader import Loader, LoadReport, ObjectSource, lower_thread_pri
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.deltas.host_cache import HostCache
-from server.deltas.resident import DeltaPlan, ResidentDelta, Slot
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fetched:
-    """A finished load: the delta in its slot, complete and verified."""
-
-    delta: ResidentDelta
-    report: LoadReport
+from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 
 
 class Fetcher:
@@ -43,8 +34,8 @@ class Fetcher:
         self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=lower_thread_priority)
         self._host = ThreadPoolExecutor(1, "delta-copy", initializer=lower_thread_priority)
 
-    def fetch(self, record: VersionRecord, slot: Slot) -> Future[Fetched]:
-        """Start to fill a slot that no batch reads.
+    def fetch(self, record: VersionRecord, slot: Slot) -> Future[tuple[ResidentDelta, LoadReport]]:
+        """Start to fill a slot that no batch reads. The delta is complete and verified when the future has it.
 
         The future raises:
             VariantQuarantined: the stored object is corrupt; it was quarantined.
@@ -65,16 +56,16 @@ class Fetcher:
         self._loader.close()
         self.cache.close()
 
-    def _fetch(self, record: VersionRecord, slot: Slot) -> Fetched:
+    def _fetch(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
         with self.cache.copy_of(record.digest) as copy:
             if copy is not None:
                 report = self._loader.copy(copy.memory, slot.memory)
-                return Fetched(ResidentDelta.in_slot(copy.plan, slot), report)
-        plan, report = self._read(record, slot)
-        return Fetched(ResidentDelta.in_slot(plan, slot), report)
+                return ResidentDelta.in_slot(copy.layout, slot), report
+        layout, report = self._read(record, slot)
+        return ResidentDelta.in_slot(layout, slot), report
 
-    def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaPlan, LoadReport]:
-        """Read a delta from disk, through the host cache if it has memory, and plan it by its verified header."""
+    def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
+        """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
         path = self._registry.object_path(record.digest)
         source = ObjectSource(
             path,
@@ -87,18 +78,18 @@ class Fetcher:
         if record.device_bytes > len(slot.memory):
             raise ArtifactTooLarge(
                 f"{label(record)} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
-                ": compress it with a smaller budget, or serve with larger slots"
+                ": compress it with a smaller --budget, or raise the server's --slot-headroom"
             )
         with self._explained(record, path), self.cache.buffer(record.device_bytes) as buffer:
             memory = slot.memory if buffer is None else buffer.memory
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
-            plan = DeltaPlan.of(
+            layout = DeltaLayout.of(
                 header, Manifest.from_verified_metadata(header.metadata, label(record)), record.digest
             )
             if buffer is not None:
-                self.cache.keep(buffer, record, plan)
-        return plan, report
+                self.cache.keep(buffer, record, layout)
+        return layout, report
 
     @contextmanager
     def _explained(self, record: VersionRecord, path: Path) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from deltastore.errors import SettingsError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency_metrics import ResidencyMetrics
-from server.deltas.resident import DeltaPlan
+from server.deltas.resident import DeltaLayout
 
 PAGE_BYTES = 4096
 UNITS_PER_SLOT = 8
@@ -31,7 +31,7 @@ class HostCopy:
     """The verified device section of one artifact in host memory."""
 
     record: VersionRecord
-    plan: DeltaPlan
+    layout: DeltaLayout
     memory: Tensor  # [device_bytes] uint8
 
 
@@ -139,7 +139,7 @@ class HostCache:
         finally:
             self._release(buffer)
 
-    def keep(self, buffer: HostBuffer, record: VersionRecord, plan: DeltaPlan) -> None:
+    def keep(self, buffer: HostBuffer, record: VersionRecord, layout: DeltaLayout) -> None:
         """Keep a filled buffer as the copy of its delta, unless the limit or copies in use leave no memory for it."""
         with self._changed:
             if buffer.num_bytes > self.limit_bytes:
@@ -147,7 +147,7 @@ class HostCache:
             while self._num_kept_bytes + buffer.num_bytes > self.limit_bytes:
                 if not self._evict_idle():
                     return
-            buffer.copy = HostCopy(record, plan, buffer.memory)
+            buffer.copy = HostCopy(record, layout, buffer.memory)
             self._kept[record.digest] = buffer
             self._num_kept_bytes += buffer.num_bytes
             self._metrics.arrived(record, "host")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from server.deltas.batch import BatchContext, Group, StepDeltas
+from server.deltas.batch import BatchContext, DeltaGroup, StepDeltas
 from server.deltas.resident import MatrixView, ResidentDelta
 from server.deltas.stacked import HookPoint, plane_pointers
 from server.kernels import add_onebit_matmul
@@ -34,29 +34,29 @@ class LinearDelta:
         if (step := self.context.current) is None:
             return output
         x, flat = args[0].flatten(0, -2), output.flatten(0, -2)
-        special = step.stacked.special[self.hook_point]
+        beyond_first = step.tables.beyond_first[self.hook_point]
         bias = None if self.base_bias is None else step.by_row(self.bias, self.base_bias)
-        if special or bias is not self.base_bias:
+        if beyond_first or bias is not self.base_bias:
             # All terms of a row are summed in float32 before it is rounded.
             wide = flat.float()
             if bias is not None and bias is not self.base_bias:
                 wide += bias - self.base_bias
             self._add(step, wide, x)
-            for index in special:
-                self._add_special(wide, x, step.groups[index])
+            for index in beyond_first:
+                self._add_beyond_first(wide, x, step.groups[index])
             flat.copy_(wide)
         else:
             self._add(step, flat, x)
         return output
 
     def _add(self, step: StepDeltas, output: Tensor, x: Tensor) -> None:
-        if self.hook_point in step.stacked.changed:
-            add_onebit_matmul(output, x, step.stacked.plane_ptrs[self.hook_point], step.ranges)
+        if self.hook_point in step.tables.with_planes:
+            add_onebit_matmul(output, x, step.tables.plane_ptrs[self.hook_point], step.ranges)
 
-    def _add_special(self, output: Tensor, x: Tensor, group: Group) -> None:
-        """Add what a group's delta has beyond a first plane to its rows of float32 `output`, [rows, out]."""
+    def _add_beyond_first(self, output: Tensor, x: Tensor, group: DeltaGroup) -> None:
+        """Add further planes and residual, or apply a tensor stored whole, in a group's rows of float32 [rows, out]."""
         if (matrix := group.delta.matrices.get(self.weight)) is not None:
-            add_beyond_first(output, x, matrix, group.rows)
+            add_further_planes(output, x, matrix, group.rows)
         else:
             change = group.delta.whole[self.weight].float() - self.base_weight.float()
             output[group.rows] += x[group.rows].float() @ change.T
@@ -74,7 +74,7 @@ class HeadDelta:
         self.base_bias = module.bias
         self.context = context
         self.hook_point = context.hook_points.add(
-            HookPoint(lambda delta: delta.matrices.get(self._source(delta)), self._is_special)
+            HookPoint(lambda delta: delta.matrices.get(self._source(delta)), self._needs_more_than_planes)
         )
         module.register_forward_hook(self)
 
@@ -82,26 +82,26 @@ class HeadDelta:
         if (step := self.context.current) is None:
             return output
         x, num_base = args[0].flatten(0, -2), output.shape[-1]
-        special = [step.groups[index] for index in step.stacked.special[self.hook_point]]
-        special = [group for group in special if group.logit_rows.start < group.logit_rows.stop]
-        width = max((group.delta.num_rows(self._source(group.delta)) for group in special), default=0)
+        beyond_first = [step.groups[index] for index in step.tables.beyond_first[self.hook_point]]
+        beyond_first = [group for group in beyond_first if group.logit_rows.start < group.logit_rows.stop]
+        width = max((group.delta.num_rows(self._source(group.delta)) for group in beyond_first), default=0)
         if width > num_base:
             logits = output.new_full((*output.shape[:-1], width), -torch.inf)
             logits[..., :num_base] = output
         else:
             logits = output
         flat = logits.flatten(0, -2)
-        base_logits = flat[:, :num_base].float() if special else flat[:, :num_base]
-        if self.hook_point in step.stacked.changed:
-            add_onebit_matmul(base_logits, x, step.stacked.plane_ptrs[self.hook_point], step.logit_ranges)
-        if special:
-            for group in special:
-                self._add_special(base_logits, flat, x, group)
+        base_logits = flat[:, :num_base].float() if beyond_first else flat[:, :num_base]
+        if self.hook_point in step.tables.with_planes:
+            add_onebit_matmul(base_logits, x, step.tables.plane_ptrs[self.hook_point], step.logit_ranges)
+        if beyond_first:
+            for group in beyond_first:
+                self._add_beyond_first(base_logits, flat, x, group)
             flat[:, :num_base] = base_logits.to(flat.dtype)
         return logits
 
-    def _add_special(self, base_logits: Tensor, logits: Tensor, x: Tensor, group: Group) -> None:
-        """Add what a group's delta has beyond a first plane to its rows.
+    def _add_beyond_first(self, base_logits: Tensor, logits: Tensor, x: Tensor, group: DeltaGroup) -> None:
+        """Add further planes, residual, added rows and bias, or apply a tensor stored whole, in a group's rows.
 
         Args:
             base_logits: ``[rows, base tokens]`` float32, with the base's logits and the first planes' products.
@@ -113,7 +113,7 @@ class HeadDelta:
         name = self._source(delta)
         own = x[rows]
         if (matrix := delta.matrices.get(name)) is not None:
-            add_beyond_first(base_logits, x, matrix, rows)
+            add_further_planes(base_logits, x, matrix, rows)
             if matrix.added is not None:
                 logits[rows, num_base : matrix.num_rows] = own @ matrix.added.to(x.dtype).T
         elif (whole := delta.whole.get(name)) is not None:
@@ -129,7 +129,7 @@ class HeadDelta:
         """Return the name of the tensor that holds a variant's head: its own, or the embedding that it is tied to."""
         return self.embedding if delta.tied else delta.head
 
-    def _is_special(self, delta: ResidentDelta) -> bool:
+    def _needs_more_than_planes(self, delta: ResidentDelta) -> bool:
         name = self._source(delta)
         matrix = delta.matrices.get(name)
         return (
@@ -139,8 +139,8 @@ class HeadDelta:
         )
 
 
-def add_beyond_first(output: Tensor, x: Tensor, matrix: MatrixView, rows: slice) -> None:
-    """Add the products of a matrix's further planes and residual to some rows of float32 `output`, [rows, out].
+def add_further_planes(output: Tensor, x: Tensor, matrix: MatrixView, rows: slice) -> None:
+    """Add the products of a matrix's further planes and its residual to some rows of float32 `output`, [rows, out].
 
     The residual is applied as two factors and never expanded to a matrix.
     """

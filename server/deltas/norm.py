@@ -20,9 +20,8 @@ class NormDelta:
         self.context = context
         self.base: dict[str, Tensor] = {}
         self.names: dict[str, str] = {}
-        self._token_axis: int | None = (
-            None  # 1 for inputs [1, tokens, heads, features], 2 if heads come first
-        )
+        # 1 for inputs [1, tokens, heads, features], 2 if heads come first.
+        self._token_axis: int | None = None
         for parameter, value in list(module.named_parameters(recurse=False)):
             self.base[parameter] = value.detach()
             self.names[parameter] = f"{name}.{parameter}"
@@ -53,7 +52,7 @@ class NormDelta:
             return value
         if x.dim() == 3:
             return value[None]
-        # The start-up probe decides: its number of tokens is no model's number of heads.
+        # Set by the start-up probe, whose 13 tokens match no model's number of heads.
         if self._token_axis is None and x.shape[1] != x.shape[2]:
             self._token_axis = 1 if x.shape[1] == len(value) else 2
         return value[None, None] if self._token_axis == 2 else value[None, :, None]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deltastore.errors import PeraxisError
+from deltastore.loader import LoadReport
 from deltastore.registry.records import VersionRecord
-from server.deltas.fetcher import Fetched, Fetcher, label
+from server.deltas.fetcher import Fetcher, label
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot
 from server.errors import EngineFailed, InvalidRequest
@@ -25,11 +26,11 @@ Level = Literal["device", "host", "disk"]
 
 @dataclass(slots=True)
 class _SlotEntry:
-    """A slot in use: the version in it, and how many users keep it there."""
+    """A slot in use: the delta in it, a version that has this delta, and how many users keep it there."""
 
     record: VersionRecord
     slot: Slot
-    fetch: Future[Fetched]
+    fetch: Future[tuple[ResidentDelta, LoadReport]]
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
     pinned: bool = False
@@ -37,7 +38,7 @@ class _SlotEntry:
 
 @dataclass(slots=True)
 class _RetainedRecord:
-    """A version that can be loaded by its digest."""
+    """The record of a delta that may be asked for, and how many requests and calls may ask."""
 
     record: VersionRecord
     num_users: int = 0
@@ -74,14 +75,18 @@ class Residency:
         self._on_load_ended = on_load_ended
 
     def retain(self, record: VersionRecord) -> None:
-        """Make a version loadable by its digest, until `forget` has been called as often as this."""
+        """Keep a version's record, from which `load` reads its delta, until `forget` has been called as often as this.
+
+        The scheduler asks for deltas by digest alone. Each request and each call for a delta retains its record while
+        it waits or runs. The bytes of the delta are not kept by this.
+        """
         self._records.setdefault(record.digest, _RetainedRecord(record)).num_users += 1
 
     def forget(self, digest: str) -> None:
         """Undo one `retain`. A delta in a slot stays there."""
-        known = self._records[digest]
-        known.num_users -= 1
-        if not known.num_users:
+        retained = self._records[digest]
+        retained.num_users -= 1
+        if not retained.num_users:
             del self._records[digest]
 
     def is_resident(self, digest: str) -> bool:
@@ -112,7 +117,7 @@ class Residency:
         self._entries.move_to_end(digest)
 
     def load(self, digest: str) -> bool:
-        """Start to load a retained version, unless it is loading or resident. Return False if no slot can be freed."""
+        """Start to load a retained record's delta, unless it has a slot. Return False if no slot can be freed."""
         if digest in self._entries:
             return True
         record, slot = self._records[digest].record, self._take_slot()
@@ -128,8 +133,8 @@ class Residency:
         for entry in [e for e in self._entries.values() if e.delta is None and e.fetch.done()]:
             error = entry.fetch.exception()
             if error is None:
-                entry.delta = entry.fetch.result().delta
-                self._metrics.loaded(entry.record, entry.fetch.result().report)
+                entry.delta, report = entry.fetch.result()
+                self._metrics.loaded(entry.record, report)
                 self._publish()
             else:
                 self._free_slot(entry)
@@ -194,7 +199,7 @@ class Residency:
             if (oldest := next(idle, None)) is None:
                 return None
             self._evict_from_slot(oldest, "capacity")
-            # Its last use was after that of any delta without a slot.
+            # It was used more recently than any delta that is only in host memory.
             self._cache.touch(oldest.record.digest)
         return self._free.pop()
 

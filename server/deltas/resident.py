@@ -51,8 +51,8 @@ class MatrixView:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaPlan:
-    """The positions of an artifact's tensors in its data section."""
+class DeltaLayout:
+    """The positions of an artifact's tensors in its device section."""
 
     digest: str
     tied: bool  # as in `ResidentDelta`
@@ -61,7 +61,7 @@ class DeltaPlan:
     whole: Mapping[str, TensorEntry]
 
     @classmethod
-    def of(cls, header: Header, manifest: Manifest, digest: str) -> DeltaPlan:
+    def of(cls, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
         """Find the positions in the header of the artifact that `digest` names."""
         specs, entries = manifest.tensors, header.tensors
         return cls(
@@ -99,10 +99,10 @@ class ResidentDelta:
     generation: int
 
     @classmethod
-    def in_slot(cls, plan: DeltaPlan, slot: Slot) -> ResidentDelta:
-        """Make views of a slot that holds the data section of the artifact that `plan` describes."""
+    def in_slot(cls, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
+        """Make views of a slot that holds the device section of the artifact that `layout` describes."""
         planes = iter(
-            _planes([plane for parts in plan.matrices.values() for plane in parts.planes], slot.memory)
+            _planes([plane for parts in layout.matrices.values() for plane in parts.planes], slot.memory)
         )
         matrices = {
             name: MatrixView(
@@ -112,10 +112,10 @@ class ResidentDelta:
                     for part in (parts.left, parts.right, parts.added)
                 ),
             )
-            for name, parts in plan.matrices.items()
+            for name, parts in layout.matrices.items()
         }
-        whole = {name: _view(entry, slot.memory) for name, entry in plan.whole.items()}
-        return cls(plan.digest, plan.tied, plan.head, matrices, whole, slot, slot.generation)
+        whole = {name: _view(entry, slot.memory) for name, entry in layout.whole.items()}
+        return cls(layout.digest, layout.tied, layout.head, matrices, whole, slot, slot.generation)
 
     def check_alive(self) -> None:
         """Raise EngineFailed if the slot was given to another delta: a batch must never read those bytes."""

@@ -24,30 +24,31 @@ class HookPoint:
     """A layer of the model whose matrix deltas may change."""
 
     matrix: Callable[[ResidentDelta], MatrixView | None]
-    # True for a delta that needs more than one-bit planes here. Matrices of several planes need not be named.
-    is_special: Callable[[ResidentDelta], bool]
+    # True for a delta with added rows, a tensor stored whole or a head bias here. Further planes and a residual
+    # are found without it.
+    needs_more_than_planes: Callable[[ResidentDelta], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _DeltaTable:
     """The planes of one delta at all hook points."""
 
-    plane_ptrs: (
-        Tensor  # [hook points, 3] int64 on the CPU: addresses of the first plane, zeros if there is none
-    )
-    changed: frozenset[int]  # hook points with a first plane
-    special: frozenset[int]  # hook points that need more than the first plane's product
+    # [hook points, 3] int64 on the CPU: addresses of the first plane, zeros if there is none.
+    plane_ptrs: Tensor
+    with_planes: frozenset[int]  # hook points with a first plane
+    beyond_first: frozenset[int]  # hook points that need more than the first plane's product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackedDeltas:
-    """The deltas of a batch in the order of their groups, as layers use them."""
+class StackedTables:
+    """The tables of a batch's deltas, stacked in the order of their groups."""
 
     deltas: Deltas
     plane_ptrs: tuple[Tensor, ...]  # by hook point: [groups, 3] int64 on the device
-    changed: frozenset[int]  # hook points where any delta has a plane
-    # By hook point: the groups that need more than the first plane's product.
-    special: tuple[tuple[int, ...], ...]
+    # Hook points where any delta has a plane; a tensor stored whole does not count.
+    with_planes: frozenset[int]
+    # By hook point: the groups that need more than the first plane's product, those with a whole tensor included.
+    beyond_first: tuple[tuple[int, ...], ...]
     _vectors: dict[str, Tensor | None] = field(default_factory=dict)
 
     def vectors(self, name: str, base: Tensor) -> Tensor | None:
@@ -75,17 +76,17 @@ class HookPoints:
         self._points.append(point)
         return len(self._points) - 1
 
-    def stack(self, deltas: Deltas) -> StackedDeltas:
+    def stack(self, deltas: Deltas) -> StackedTables:
         """Stack the tables of deltas, which must be alive (`ResidentDelta.check_alive`)."""
         tables = [self._table(delta) for delta in deltas]
-        special = tuple(
-            tuple(group for group, table in enumerate(tables) if index in table.special)
+        beyond_first = tuple(
+            tuple(group for group, table in enumerate(tables) if index in table.beyond_first)
             for index in range(len(self._points))
         )
         plane_ptrs = torch.stack([table.plane_ptrs for table in tables], dim=1)
         plane_ptrs = plane_ptrs.to(deltas[0].slot.memory.device)
-        changed = frozenset[int]().union(*(table.changed for table in tables))
-        return StackedDeltas(deltas, plane_ptrs.unbind(), changed, special)
+        with_planes = frozenset[int]().union(*(table.with_planes for table in tables))
+        return StackedTables(deltas, plane_ptrs.unbind(), with_planes, beyond_first)
 
     def _table(self, delta: ResidentDelta) -> _DeltaTable:
         if (table := self._tables.get(delta)) is None:
@@ -93,15 +94,15 @@ class HookPoints:
             plane_ptrs = [
                 (0, 0, 0) if matrix is None else plane_pointers(matrix.planes[0]) for matrix in matrices
             ]
-            special = [
+            beyond_first = [
                 index
                 for index, (point, matrix) in enumerate(zip(self._points, matrices, strict=True))
-                if point.is_special(delta) or (matrix is not None and not matrix.is_one_plane)
+                if point.needs_more_than_planes(delta) or (matrix is not None and not matrix.is_one_plane)
             ]
             table = _DeltaTable(
                 torch.tensor(plane_ptrs, dtype=torch.int64).view(-1, 3),
                 frozenset(index for index, matrix in enumerate(matrices) if matrix is not None),
-                frozenset(special),
+                frozenset(beyond_first),
             )
             self._tables[delta] = table
         return table

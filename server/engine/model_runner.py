@@ -8,7 +8,6 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from server.deltas.batch import DeltaBatch
 from server.deltas.resident import ResidentDelta
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed
@@ -44,7 +43,7 @@ class ModelRunner:
         num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
         chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens in batch]
         metadata = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
-        delta_batch = DeltaBatch.of([_delta_of(s, deltas) for s, _ in batch], counts, num_logits)
+        own_deltas = [_delta_of(sequence, deltas) for sequence, _ in batch]
         token_ids: list[int] = []
         positions: list[int] = []
         for sequence, num_tokens in batch:
@@ -52,7 +51,7 @@ class ModelRunner:
             token_ids += sequence.tokens[start:end]
             positions += range(start, end)
         attention.clear(pages_to_zero)
-        with self._served.context.step(delta_batch), attention.step(metadata):
+        with self._served.context.step(own_deltas, counts, num_logits), attention.step(metadata):
             output = self._served.model(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),

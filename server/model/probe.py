@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from deltastore.base.base import Base
 from deltastore.memory import is_out_of_memory
-from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.batch import BatchContext
 from server.deltas.resident import ResidentDelta
 from server.errors import NotServable
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
@@ -173,12 +173,12 @@ class Probe:
                 self.delta if DELTA_TOKENS.start <= token < DELTA_TOKENS.stop else None
                 for token in range(own.start, own.stop)
             ]
-            batch = DeltaBatch.of(deltas, *[[1] * len(deltas)] * 2)
+            ones = [1] * len(deltas)
             chunk = Chunk(own.start, own.stop - own.start, [NUM_PAGES - 1])
             metadata = AttentionMetadata.of([chunk], attention.page_tokens, self.model.device)
             given, ids = self.mixed.truth.of_tokens(own), _ids(self.model)[:, own]
             try:
-                with context.step(batch), attention.step(metadata):
+                with context.step(deltas, ones, ones), attention.step(metadata):
                     parts.append(_run(self.model, self.layers, ids, given, own.start))
             except ERRORS as error:
                 raise _failed(self.model, "cannot run tokens of several variants", error) from error

@@ -49,7 +49,7 @@ def is_untouched(slot: Tensor) -> bool:
     return bool((slot == UNTOUCHED).all())
 
 
-def device_part(source: ObjectSource) -> bytes:
+def device_section(source: ObjectSource) -> bytes:
     return source.path.read_bytes()[source.data_start : source.data_end]
 
 
@@ -86,13 +86,13 @@ def source(tmp_path: Path) -> ObjectSource:
         pytest.param(2 * CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES, id="data begins with a chunk"),
     ],
 )
-def test_a_slot_receives_the_device_part_and_no_other_byte(
+def test_a_slot_receives_the_device_section_and_no_other_byte(
     tmp_path: Path, loader: Loader, size_bytes: int, data_start: int, device_bytes: int
 ) -> None:
     source = store(tmp_path / "object", size_bytes, data_start, device_bytes)
     slot = fresh_slot()
     load(loader, source, slot)
-    assert slot[:device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[:device_bytes].numpy().tobytes() == device_section(source)
     assert is_untouched(slot[device_bytes:])
 
 
@@ -110,7 +110,7 @@ def test_the_header_comes_with_the_report(tmp_path: Path, loader: Loader) -> Non
 def test_host_memory_holds_what_a_load_verified_and_can_be_copied_again_without_a_read(
     loader: Loader, source: ObjectSource
 ) -> None:
-    host, want = fresh_slot(), device_part(source)
+    host, want = fresh_slot(), device_section(source)
     loader.load(source, host, fresh_slot())
     source.path.unlink()
     slot = fresh_slot()
@@ -140,7 +140,7 @@ def test_a_chunk_is_copied_while_the_next_one_is_read(
     monkeypatch.setattr(os, "preadv", wait_for_the_first)
     load(loader, source, slot)
     assert any(copied)
-    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
@@ -158,7 +158,7 @@ def test_chunks_that_the_device_does_not_need_are_not_read(loader: Loader, sourc
     flip_byte(source.path, 3 * CHUNK_BYTES + 10)
     slot = fresh_slot()
     load(loader, source, slot)
-    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
 
 
 def test_after_a_failed_load_the_same_memory_takes_the_repaired_object(
@@ -170,7 +170,7 @@ def test_after_a_failed_load_the_same_memory_takes_the_repaired_object(
         loader.load(source, host, slot)
     flip_byte(source.path, 0)
     loader.load(source, host, slot)
-    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 4000, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES + 998])
@@ -222,7 +222,7 @@ def test_short_reads_are_continued(
     monkeypatch.setattr(os, "preadv", read_little)
     slot = fresh_slot()
     load(loader, source, slot)
-    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
 
 
 def test_a_missing_file_is_no_corrupt_object(loader: Loader, source: ObjectSource) -> None:
@@ -278,7 +278,7 @@ def test_many_threads_load_many_objects_each_into_its_own_slot(tmp_path: Path) -
             list(threads.map(loader.load, sources, [fresh_slot() for _ in sources], slots))
     loader.close()
     assert all(
-        slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+        slot[: source.device_bytes].numpy().tobytes() == device_section(source)
         for slot, source in zip(slots, sources, strict=True)
     )
 
@@ -292,7 +292,7 @@ def test_a_corrupt_object_does_not_disturb_another_that_loads_beside_it(tmp_path
         loads = [threads.submit(load, loader, bad if i % 2 else good, slot) for i, slot in enumerate(slots)]
     loader.close()
     assert [type(load.exception()) for load in loads] == [type(None), CorruptObject] * 4
-    assert all(slot[: good.device_bytes].numpy().tobytes() == device_part(good) for slot in slots[::2])
+    assert all(slot[: good.device_bytes].numpy().tobytes() == device_section(good) for slot in slots[::2])
 
 
 def test_a_closed_loader_refuses_and_may_be_closed_again(loader: Loader, source: ObjectSource) -> None:
@@ -323,7 +323,7 @@ def test_closing_waits_for_the_load_that_runs(
         assert not closing.done()
         go_on.set()
     assert running.exception() is None
-    assert slot[: source.device_bytes].numpy().tobytes() == device_part(source)
+    assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
 
 
 @pytest.mark.parametrize(
@@ -356,4 +356,4 @@ def test_on_cuda_a_loaded_slot_can_be_read_from_any_stream(source: ObjectSource)
     loader.copy(host[: source.device_bytes], slots[1])
     loader.close()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        assert all(s[: source.device_bytes].cpu().numpy().tobytes() == device_part(source) for s in slots)
+        assert all(s[: source.device_bytes].cpu().numpy().tobytes() == device_section(source) for s in slots)

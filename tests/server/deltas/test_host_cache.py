@@ -19,7 +19,7 @@ from deltastore.errors import SettingsError
 from deltastore.registry.records import VersionRecord
 from server.deltas.host_cache import PAGE_BYTES, FreeList, HostCache
 from server.deltas.residency_metrics import ResidencyMetrics
-from server.deltas.resident import DeltaPlan
+from server.deltas.resident import DeltaLayout
 from server.metrics import Metrics
 
 CPU = torch.device("cpu")
@@ -67,13 +67,13 @@ def digest(number: int) -> str:
     return f"{number:064x}"
 
 
-def delta(number: int) -> tuple[VersionRecord, DeltaPlan]:
+def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
     record = VersionRecord(
         tenant="default", name=f"v{number}", version=1, digest=digest(number), size_bytes=1, data_start=0,
         device_bytes=1, base_fingerprint="0" * 64, chunk_sha256=(), created_at="", method="both", fidelity={},
         activate=True,
     )  # fmt: skip
-    return record, DeltaPlan(digest(number), False, "", MappingProxyType({}), MappingProxyType({}))
+    return record, DeltaLayout(digest(number), False, "", MappingProxyType({}), MappingProxyType({}))
 
 
 def test_a_copy_is_found_with_its_plan_and_its_bytes() -> None:
@@ -81,7 +81,7 @@ def test_a_copy_is_found_with_its_plan_and_its_bytes() -> None:
     cached.read(7, num_pages=3)
     with cached.cache.copy_of(digest(7)) as copy:
         assert copy is not None
-        assert copy.plan.digest == copy.record.digest == digest(7)
+        assert copy.layout.digest == copy.record.digest == digest(7)
         assert torch.equal(copy.memory, torch.full((3 * PAGE_BYTES,), 7, dtype=torch.uint8))
     assert cached.memory(8) is None
 

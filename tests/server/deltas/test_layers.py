@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
-from server.deltas.batch import BatchContext, DeltaBatch
+from server.deltas.batch import BatchContext, delta_groups
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta
@@ -58,9 +58,9 @@ def resident(
     return ResidentDelta("0" * 64, tied, "h.weight", matrices, whole or {}, Slot(0, torch.empty(0)), 0)
 
 
-def batch(deltas: list[ResidentDelta]) -> DeltaBatch:
+def batch(deltas: list[ResidentDelta]) -> tuple[list[ResidentDelta | None], list[int], list[int]]:
     own = [None if variant is None else deltas[variant] for variant in VARIANTS]
-    return DeltaBatch.of(own, COUNTS, COUNTS)
+    return own, COUNTS, COUNTS
 
 
 def by_row(values: list[Tensor]) -> list[Tensor]:
@@ -79,7 +79,7 @@ def test_linear_rows_have_their_own_weights_and_biases() -> None:
     deltas = [resident({"l.weight": view(first)}, {"l.bias": bias}), resident({"l.weight": view(second)})]
     LinearDelta(layer, "l", context)
     x = drawn(1, sum(COUNTS), 13, seed=4)
-    with context.step(batch(deltas)):
+    with context.step(*batch(deltas)):
         got = layer(x)[0]
     weights = by_row([layer.weight, layer.weight + first.dense(), layer.weight + second.dense()])
     biases = by_row([layer.bias, bias, layer.bias])
@@ -92,7 +92,7 @@ def test_a_whole_matrix_replaces_the_bases() -> None:
     first, second = coded(7, 13, seed=1), drawn(7, 13, seed=2)
     LinearDelta(layer, "l", context)
     x = drawn(1, sum(COUNTS), 13, seed=4)
-    with context.step(batch([resident({"l.weight": view(first)}), resident({}, {"l.weight": second})])):
+    with context.step(*batch([resident({"l.weight": view(first)}), resident({}, {"l.weight": second})])):
         got = layer(x)[0]
     weights = by_row([layer.weight, layer.weight + first.dense(), second])
     want = torch.stack([w @ row + layer.bias for w, row in zip(weights, x[0], strict=True)])
@@ -104,7 +104,7 @@ def test_the_base_is_unchanged_after_a_mixed_step() -> None:
     x = drawn(1, sum(COUNTS), 13, seed=4)
     weight, plain = layer.weight.clone(), layer(x)
     LinearDelta(layer, "l", context)
-    with context.step(batch([resident({"l.weight": view(coded(7, 13, seed=s))}) for s in (1, 2)])):
+    with context.step(*batch([resident({"l.weight": view(coded(7, 13, seed=s))}) for s in (1, 2)])):
         layer(x)
     assert torch.equal(layer.weight, weight)
     assert torch.equal(layer(x), plain)
@@ -116,7 +116,7 @@ def test_embedding_rows_are_each_variants_own_added_ones_included() -> None:
     EmbeddingDelta(layer, "e", context)
     ids = torch.tensor([3, 10, 12, 3, 11, 0, 5, 12])
     with context.step(
-        batch([resident({"e.weight": view(first, added)}), resident({"e.weight": view(second)})])
+        *batch([resident({"e.weight": view(first, added)}), resident({"e.weight": view(second)})])
     ):
         got = layer(ids[None])[0]
     tables = by_row(
@@ -131,7 +131,7 @@ def test_logits_of_tokens_that_a_variant_lacks_are_minus_infinity() -> None:
     HeadDelta(layer, "h", "e", context)
     x = drawn(1, sum(COUNTS), 6, seed=4)
     with context.step(
-        batch([resident({"h.weight": view(first, added)}), resident({"h.weight": view(second)})])
+        *batch([resident({"h.weight": view(first, added)}), resident({"h.weight": view(second)})])
     ):
         got = layer(x)[0]
     heads = by_row(
@@ -150,7 +150,7 @@ def test_a_tied_variant_uses_its_embedding_as_its_head(seed: int) -> None:
     HeadDelta(layer, "e", "e", context)
     x = drawn(1, sum(COUNTS), 6, seed=4)
     with context.step(
-        batch(
+        *batch(
             [resident({"e.weight": view(delta)}, tied=True), resident({"e.weight": view(delta)}, tied=True)]
         )
     ):
@@ -169,14 +169,14 @@ def test_norm_rows_have_their_own_weights(kind: type[nn.Module], heads: int | No
     rows = by_row([torch.func.functional_call(norm, own, (x,))[0] for own in (base, *values)])
     want = torch.stack([result[row] for row, result in enumerate(rows)])
     NormDelta(norm, "n", context)
-    with context.step(batch([resident({}, {f"n.{k}": v for k, v in own.items()}) for own in values])):
+    with context.step(*batch([resident({}, {f"n.{k}": v for k, v in own.items()}) for own in values])):
         got = norm(x)[0]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_neighbours_of_one_delta_are_one_group() -> None:
     delta = resident({})
-    groups = DeltaBatch.of([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0]).groups
+    groups = delta_groups([delta, delta, None, delta], [2, 1, 4, 1], [1, 1, 1, 0])
     assert [group.rows for group in groups] == [slice(0, 3), slice(7, 8)]
     assert [group.logit_rows for group in groups] == [slice(0, 2), slice(3, 3)]
 
@@ -187,7 +187,7 @@ def test_logit_rows_of_the_head_are_counted_apart_from_tokens() -> None:
     HeadDelta(layer, "h", "e", context)
     deltas = [resident({"h.weight": view(first)}), resident({"h.weight": view(second)})]
     x = drawn(1, 4, 6, seed=4)
-    with context.step(DeltaBatch.of([None, *deltas], [3, 5, 2], [1, 0, 3])):
+    with context.step([None, *deltas], [3, 5, 2], [1, 0, 3]):
         got = layer(x)[0]
     want = torch.cat([x[0, :1] @ layer.weight.T, x[0, 1:] @ (layer.weight + second.dense()).T])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -198,27 +198,27 @@ def test_rows_are_the_same_bits_in_any_batch() -> None:
     deltas = [resident({"l.weight": view(coded(70, 100, seed=seed))}) for seed in (1, 2)]
     LinearDelta(layer, "l", context)
     x, base = drawn(5, 100, seed=4), nn.functional.linear
-    with context.step(DeltaBatch.of([*deltas], [3, 2], [0, 0])):
+    with context.step([*deltas], [3, 2], [0, 0]):
         together = layer(x[None])[0] - base(x, layer.weight)
     for delta, rows in zip(deltas, (slice(0, 3), slice(3, 5)), strict=True):
-        with context.step(DeltaBatch.of([None, delta], [rows.start, rows.stop - rows.start], [0, 0])):
+        with context.step([None, delta], [rows.start, rows.stop - rows.start], [0, 0]):
             alone = layer(x[None, : rows.stop])[0, rows] - base(x[: rows.stop], layer.weight)[rows]
         torch.testing.assert_close(together[rows], alone, rtol=0, atol=1e-5)
 
 
 def test_a_step_finds_the_tables_of_the_step_before_it() -> None:
     context, deltas = BatchContext(), [resident({}), resident({})]
-    with context.step(DeltaBatch.of(deltas, [3, 2], [1, 1])):
+    with context.step(deltas, [3, 2], [1, 1]):
         first = context.current
-    with context.step(DeltaBatch.of(deltas, [1, 1], [1, 1])):
+    with context.step(deltas, [1, 1], [1, 1]):
         second = context.current
-    with context.step(DeltaBatch.of(deltas[:1], [1], [1])):
+    with context.step(deltas[:1], [1], [1]):
         third = context.current
     assert first is not None
     assert second is not None
     assert third is not None
-    assert second.stacked is first.stacked
-    assert third.stacked is not first.stacked
+    assert second.tables is first.tables
+    assert third.tables is not first.tables
 
 
 def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
@@ -229,13 +229,13 @@ def test_a_slots_next_delta_is_not_taken_for_the_last_one() -> None:
     for seed in (1, 2):
         delta = coded(11, 6, seed)
         own = ResidentDelta("0" * 64, False, "h.weight", {"l.weight": view(delta)}, {}, slot, slot.generation)
-        with context.step(DeltaBatch.of([own], [2], [0])):
+        with context.step([own], [2], [0]):
             got = layer(x)[0]
         torch.testing.assert_close(got, x[0] @ (layer.weight + delta.dense()).T, rtol=1e-5, atol=1e-5)
         slot.generation += 1
         with (
             pytest.raises(EngineFailed, match="no longer holds delta"),
-            context.step(DeltaBatch.of([own], [2], [0])),
+            context.step([own], [2], [0]),
         ):
             pass
 
@@ -245,6 +245,6 @@ def test_a_batch_never_reads_a_slot_that_was_freed() -> None:
     delta.slot.generation += 1
     with (
         pytest.raises(EngineFailed, match="no longer holds delta"),
-        context.step(DeltaBatch.of([delta], [1], [1])),
+        context.step([delta], [1], [1]),
     ):
         pass

@@ -135,10 +135,10 @@ def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
     good, bad = harness.publish("good", seed=1), harness.publish("bad", seed=2)
     in_slot = ResidentDelta.in_slot
 
-    def fail_for_bad(plan: object, slot: object) -> ResidentDelta:
-        if plan.digest == bad.digest:  # type: ignore[attr-defined]
+    def fail_for_bad(layout: object, slot: object) -> ResidentDelta:
+        if layout.digest == bad.digest:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return in_slot(plan, slot)  # type: ignore[arg-type]
+        return in_slot(layout, slot)  # type: ignore[arg-type]
 
     with monkeypatch.context() as failing:
         failing.setattr(ResidentDelta, "in_slot", fail_for_bad)

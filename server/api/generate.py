@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+import fastapi
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
@@ -16,11 +17,11 @@ from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, Vari
 from deltastore.registry.records import VersionRecord
 from server.api.bodies import json_body
 from server.api.errors import error_body, request_id_of
-from server.api.running import EventStream, Running, while_connected
+from server.api.request_events import EventStream, RequestEvents, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
-from server.api.service import AnyService, CallerDep, Service
+from server.api.service import AnyService, Service, TenantDep
 from server.engine.events import DoneEvent, Event, FinishEvent, TokenEvent
-from server.engine.request import Request as EngineRequest
+from server.engine.request import Request
 from server.engine.telemetry import REASONS
 from server.sampling_params import SamplingParams
 from server.tenants import Tenant
@@ -41,50 +42,50 @@ class Output:
 
 @router.post("/generate")
 async def generate(
-    request: Request,
+    request: fastapi.Request,
     query: Annotated[GenerateQuery, Query()],
     body: Annotated[GenerateBody, Depends(json_body(GenerateBody))],
     service: AnyService,
-    caller: CallerDep,
+    tenant: TenantDep,
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
-    running = Running(service.engine)
+    events = RequestEvents(service.engine)
     try:
         submitted = await run_in_threadpool(
-            _submit, service, caller, Reference.parse(query.variant), body, running
+            _submit, service, tenant, Reference.parse(query.variant), body, events
         )
         if not body.stream:
-            reply = await while_connected(request, _gather(running, *submitted))
+            reply = await while_connected(request, _gather(events, *submitted))
             return JSONResponse(reply, headers=_headers(submitted[0]))
-        # Until the first event an error still has its own status: a delta that cannot be loaded is no 200.
-        first = await while_connected(request, running.next_event())
+        # Wait for the first event: an error before it, such as a failed load, still gets its own status.
+        first = await while_connected(request, events.next_event())
     except BaseException:
-        running.cancel()
+        events.cancel()
         raise
-    events = _stream(running, *submitted, first, request_id_of(request))
+    content = _stream(events, *submitted, first, request_id_of(request))
     headers = {**_headers(submitted[0]), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return EventStream(running, events, headers)
+    return EventStream(events, content, headers)
 
 
 def _submit(
-    service: Service, caller: Tenant, reference: Reference, body: GenerateBody, running: Running
-) -> tuple[EngineRequest, VariantTokenizer]:
+    service: Service, tenant: Tenant, reference: Reference, body: GenerateBody, events: RequestEvents
+) -> tuple[Request, VariantTokenizer]:
     """Resolve the version, tokenize and submit. Reads files and may take long: not for the event loop."""
     record = None
     if reference.name is not None:
-        record = service.registry.resolve(caller.name, reference.name, reference.version)
+        record = service.registry.resolve(tenant.name, reference.name, reference.version)
     tokenizer = _tokenizer(service, record)
     if body.prompt is not None:
         ids = tokenizer.encode(body.prompt)
     else:
         ids = tokenizer.render_chat([message.model_dump() for message in body.messages or []])
     params = _sampling_params(body, tokenizer, service.engine.max_model_len - len(ids))
-    request = EngineRequest(running.request_id, caller.name, reference.name, record, tuple(ids), params)
+    request = Request(events.request_id, tenant.name, reference.name, record, tuple(ids), params)
     try:
-        running.submit(request)
+        events.submit(request)
     except PeraxisError as error:
         reason = REASONS.get(type(error), "invalid")
-        service.metrics.tenant_rejections_total.labels(tenant=caller.name, reason=reason).inc()
+        service.metrics.tenant_rejections_total.labels(tenant=tenant.name, reason=reason).inc()
         raise
     return request, tokenizer
 
@@ -119,7 +120,7 @@ def _tokenizer(service: Service, record: VersionRecord | None) -> VariantTokeniz
         ) from error
 
 
-def _identity(request: EngineRequest) -> dict[str, Any]:
+def _identity(request: Request) -> dict[str, Any]:
     """Return the fields of a reply that name the version; the base has no version and no digest."""
     if request.record is None:
         return {"variant": BASE, "version": None, "digest": None}
@@ -127,16 +128,16 @@ def _identity(request: EngineRequest) -> dict[str, Any]:
     return {"variant": request.name, "version": request.record.version, "digest": digest}
 
 
-def _headers(request: EngineRequest) -> dict[str, str]:
+def _headers(request: Request) -> dict[str, str]:
     identity = _identity(request)
     headers = {"X-Peraxis-Variant": str(identity["variant"])}
     return headers if request.record is None else {**headers, "X-Peraxis-Digest": str(identity["digest"])}
 
 
-async def _gather(running: Running, request: EngineRequest, tokenizer: VariantTokenizer) -> dict[str, Any]:
+async def _gather(events: RequestEvents, request: Request, tokenizer: VariantTokenizer) -> dict[str, Any]:
     """Return the whole reply, once the request is done."""
     outputs = [Output() for _ in range(request.sampling_params.n)]
-    while not isinstance(event := await running.next_event(), DoneEvent):
+    while not isinstance(event := await events.next_event(), DoneEvent):
         if isinstance(event, TokenEvent):
             outputs[event.index].text += event.text
             outputs[event.index].token_ids.append(event.token_id)
@@ -157,7 +158,7 @@ async def _gather(running: Running, request: EngineRequest, tokenizer: VariantTo
 
 
 async def _stream(
-    running: Running, request: EngineRequest, tokenizer: VariantTokenizer, first: Event, request_id: str
+    events: RequestEvents, request: Request, tokenizer: VariantTokenizer, first: Event, request_id: str
 ) -> AsyncIterator[bytes]:
     """Yield `token` events, a `finish` per sequence, then `done` with the fields of a whole reply, or `error`."""
     event = first
@@ -171,7 +172,7 @@ async def _stream(
             elif isinstance(event, FinishEvent):
                 finish = {"index": event.index, "finish_reason": event.reason, "text": event.text}
                 yield _event("finish", finish)
-            event = await running.next_event()
+            event = await events.next_event()
         yield _event("done", {**_identity(request), **_totals(event)})
     except PeraxisError as error:
         yield _event("error", error_body(error, request_id))

@@ -1,4 +1,4 @@
-"""`/v1/models`: the base and every variant that the caller may use, in the format of OpenAI's API."""
+"""`/v1/models`: the base and every variant that the tenant may use, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry.records import PUBLIC, VersionRecord
 from server.api.schemas import BASE, Reference
-from server.api.service import CallerDep, Service, ServiceDep
+from server.api.service import Service, ServiceDep, TenantDep
 from server.tenants import Tenant
 
 OWNER_OF_BASE = "peraxis"
@@ -19,29 +19,29 @@ router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
-async def list_models(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
+async def list_models(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base, then the active version of each variant, loaded or not."""
-    records = await run_in_threadpool(_usable, service, caller)
+    records = await run_in_threadpool(_usable, service, tenant)
     cards = [_card(service, record.name, record) for record in records]
     return {"object": "list", "data": [_card(service, BASE, None), *cards]}
 
 
 @router.get("/{model_id}")
-async def show_model(model_id: str, service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
+async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """Show one model; ``NAME@VERSION`` names a version."""
     reference = Reference.parse(model_id)
     record = None
     if reference.name is not None:
         record = await run_in_threadpool(
-            service.registry.resolve, caller.name, reference.name, reference.version
+            service.registry.resolve, tenant.name, reference.name, reference.version
         )
     return _card(service, model_id, record)
 
 
-def _usable(service: Service, caller: Tenant) -> list[VersionRecord]:
-    """Return the active version of each variant by name; the caller's own variants hide public ones."""
+def _usable(service: Service, tenant: Tenant) -> list[VersionRecord]:
+    """Return the active version of each variant by name; the tenant's own variants hide public ones."""
     found: dict[str, VersionRecord] = {}
-    for owner in dict.fromkeys((PUBLIC, caller.name)):
+    for owner in dict.fromkeys((PUBLIC, tenant.name)):
         for variant in service.registry.variants(owner):
             for record in variant.versions:
                 if record.version == variant.active:

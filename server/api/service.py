@@ -177,7 +177,7 @@ async def admitting_service(service: Annotated[Service, Depends(service_of)]) ->
     return service
 
 
-async def caller_of(request: Request) -> Tenant:
+async def tenant_of(request: Request) -> Tenant:
     """Return the tenant of a request. The middleware counts the reply under its name."""
     request.scope["state"]["tenant"] = DEFAULT_TENANT.name
     return DEFAULT_TENANT
@@ -186,4 +186,4 @@ async def caller_of(request: Request) -> Tenant:
 # AnyService also serves requests during shutdown; ServiceDep refuses them with Draining.
 AnyService = Annotated[Service, Depends(service_of)]
 ServiceDep = Annotated[Service, Depends(admitting_service)]
-CallerDep = Annotated[Tenant, Depends(caller_of)]
+TenantDep = Annotated[Tenant, Depends(tenant_of)]

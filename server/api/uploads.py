@@ -39,7 +39,7 @@ SHA256_MEMBER = re.compile(r"\s*sha-256=:([A-Za-z0-9+/=]*):\s*")
 
 
 async def receive_upload(
-    request: Request, service: Service, caller: Tenant, name: str, *, activate: bool
+    request: Request, service: Service, tenant: Tenant, name: str, *, activate: bool
 ) -> Publication:
     """Publish the request's body as the next version of a variant, and count the outcome.
 
@@ -50,7 +50,7 @@ async def receive_upload(
     """
     outcomes = service.metrics.uploads_total
     try:
-        check_names(caller.name, name)
+        check_names(tenant.name, name)
         backend = service.backend
         expected = _expected_digest(request)
         async with _open_upload(service) as upload:
@@ -58,7 +58,7 @@ async def receive_upload(
             sealed = await service.run_in_background(upload.seal)
             facts = await service.run_in_background(_verify, sealed, expected, backend)
             publication = await service.run_in_background(
-                service.registry.publish, sealed, facts, tenant=caller.name, name=name, activate=activate
+                service.registry.publish, sealed, facts, tenant=tenant.name, name=name, activate=activate
             )
     except BaseException as error:
         rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500

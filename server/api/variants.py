@@ -1,4 +1,4 @@
-"""`/variants`: upload, list, promote, delete and download the caller's variants, and load them into slots.
+"""`/variants`: upload, list, promote, delete and download the tenant's variants, and load them into slots.
 
 Uploads go through `uploads.py`, changes of names and versions to the registry, loads to the engine.
 """
@@ -20,7 +20,7 @@ from deltastore.registry.variants import Variant
 from server.api.bodies import json_body
 from server.api.ranges import check_range
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
-from server.api.service import CallerDep, Service, ServiceDep
+from server.api.service import Service, ServiceDep, TenantDep
 from server.api.uploads import receive_upload
 from server.tenants import Tenant
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 @router.post("")
 async def upload(
-    request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, caller: CallerDep
+    request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Publish the body as the next version: 201, or 200 if the variant has these bytes already."""
-    publication = await receive_upload(request, service, caller, query.name, activate=query.activate)
+    publication = await receive_upload(request, service, tenant, query.name, activate=query.activate)
     record = publication.record
     reply = {
         "name": record.name,
@@ -49,16 +49,16 @@ async def upload(
 
 
 @router.get("")
-async def list_variants(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
-    """List every variant of the caller."""
-    variants = await run_in_threadpool(service.registry.variants, caller.name)
+async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
+    """List every variant of the tenant."""
+    variants = await run_in_threadpool(service.registry.variants, tenant.name)
     return {"variants": [_document(service, variant) for variant in variants]}
 
 
 @router.get("/{name}")
-async def show_variant(name: str, service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
+async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """Show one variant: its versions and the level of each."""
-    return _document(service, await run_in_threadpool(service.registry.variant, caller.name, name))
+    return _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
 
 
 @router.patch("/{name}")
@@ -66,55 +66,55 @@ async def activate(
     name: str,
     body: Annotated[ActivateBody, Depends(json_body(ActivateBody))],
     service: ServiceDep,
-    caller: CallerDep,
+    tenant: TenantDep,
 ) -> dict[str, Any]:
     """Promote or roll back. Running requests keep their digest."""
-    await run_in_threadpool(service.registry.activate, caller.name, name, body.active)
-    return _document(service, await run_in_threadpool(service.registry.variant, caller.name, name))
+    await run_in_threadpool(service.registry.activate, tenant.name, name, body.active)
+    return _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
 
 
 @router.delete("/{name}")
 async def delete(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    gone = await run_in_threadpool(_delete, service, caller, name, query.version)
+    gone = await run_in_threadpool(_delete, service, tenant, name, query.version)
     return {"name": name, "deleted": gone}
 
 
 @router.post("/{name}/load", status_code=202)
 async def load(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Load a version into a slot before a request needs it."""
-    record = await _resolve(service, caller, name, query)
+    record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "load", service.engine.load(record))
 
 
 @router.post("/{name}/unload", status_code=202)
 async def unload(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Free a version's slot as soon as no request uses it."""
-    record = await _resolve(service, caller, name, query)
+    record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "unload", service.engine.unload(record))
 
 
 @router.post("/{name}/pin", status_code=202)
 async def pin(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
-    record = await _resolve(service, caller, name, query)
+    record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "pin", service.engine.pin(record))
 
 
 @router.post("/{name}/unpin", status_code=202)
 async def unpin(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, caller: CallerDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Allow eviction of a pinned version again."""
-    record = await _resolve(service, caller, name, query)
+    record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "unpin", service.engine.unpin(record))
 
 
@@ -124,10 +124,10 @@ async def download(
     query: Annotated[VersionQuery, Query()],
     request: Request,
     service: ServiceDep,
-    caller: CallerDep,
+    tenant: TenantDep,
 ) -> Response:
     """Send the artifact as it was uploaded, whole or in ranges."""
-    record = await _resolve(service, caller, name, query)
+    record = await _resolve(service, tenant, name, query)
     etag = f'"sha256:{record.digest}"'
     if etag in (tag.strip() for tag in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers={"ETag": etag})
@@ -140,8 +140,8 @@ async def download(
     )
 
 
-async def _resolve(service: Service, caller: Tenant, name: str, query: VersionQuery) -> VersionRecord:
-    return await run_in_threadpool(service.registry.resolve, caller.name, name, query.version)
+async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:
+    return await run_in_threadpool(service.registry.resolve, tenant.name, name, query.version)
 
 
 async def _status_after(
@@ -170,17 +170,17 @@ def _log_failure(future: Future[None], action: str, record: VersionRecord) -> No
     future.add_done_callback(report)
 
 
-def _delete(service: Service, caller: Tenant, name: str, version: int | None) -> list[int]:
+def _delete(service: Service, tenant: Tenant, name: str, version: int | None) -> list[int]:
     """Delete, then free the slots of digests that no other variant has. Return the deleted version numbers."""
     registry = service.registry
     try:
-        variant = registry.variant(caller.name, name)
+        variant = registry.variant(tenant.name, name)
     except RegistryError as error:
         # A record is damaged, and deleting the variant repairs that.
-        log.warning("deleting %s/%s, which cannot be read: %s", caller.name, name, error)
-        registry.delete(caller.name, name, version)
+        log.warning("deleting %s/%s, which cannot be read: %s", tenant.name, name, error)
+        registry.delete(tenant.name, name, version)
         return [] if version is None else [version]
-    registry.delete(caller.name, name, version)
+    registry.delete(tenant.name, name, version)
     gone = [record for record in variant.versions if version in (None, record.version)]
     kept = {record.digest for other in registry.variants() for record in other.versions}
     for record in gone:

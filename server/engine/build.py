@@ -21,13 +21,13 @@ from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import Slot, arena
-from server.engine.admission import Admission
 from server.engine.call_queue import CallQueue
-from server.engine.core import Core
+from server.engine.core import EngineCore
 from server.engine.engine import Engine
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory
 from server.engine.model_runner import ModelRunner
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.open_requests import OpenRequests
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
 from server.errors import NotServable
@@ -76,10 +76,10 @@ def build_engine(
     tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
     telemetry = Telemetry(metrics)
     max_open = settings.max_num_seqs + settings.max_queue
-    admission = Admission(tokenizers, telemetry, max_open, _max_model_len(settings, model, kv_cache))
+    open_requests = OpenRequests(tokenizers, telemetry, max_open, _max_model_len(settings, model, kv_cache))
     runner = ModelRunner(model)
-    core = Core(runner, scheduler, residency, telemetry, settings.load_timeout, admission.remove)
-    return Engine(core, calls, admission, residency, model.base, on_lost), tokenizers
+    core = EngineCore(runner, scheduler, residency, telemetry, settings.load_timeout, open_requests.remove)
+    return Engine(core, calls, open_requests, residency, model.base, on_lost), tokenizers
 
 
 def _load_base(
@@ -107,7 +107,7 @@ def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
 
 def _allocate(
     settings: Settings, metrics: Metrics, model: ServedModel, slot_bytes: int
-) -> tuple[list[Slot], KVCache, int]:
+) -> tuple[list[Slot], KVCacheManager, int]:
     """Divide the free memory. Return the slots, the KV cache and the size of the host cache in bytes."""
     attention = model.attention
     cache_bytes = host_cache_bytes(settings)
@@ -119,7 +119,7 @@ def _allocate(
     memory = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
     attention.allocate(memory.num_pages)
     slots = arena(memory.num_slots, slot_bytes, model.device)
-    kv_cache = KVCache(memory.num_pages, attention.page_tokens)
+    kv_cache = KVCacheManager(memory.num_pages, attention.page_tokens)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     _report_memory(metrics, model, slots, kv_cache, _max_model_len(settings, model, kv_cache))
     return slots, kv_cache, cache_bytes
@@ -129,12 +129,12 @@ def _max_positions(settings: Settings, model: ServedModel) -> int:
     return min(settings.max_model_len or model.max_positions, model.max_positions)
 
 
-def _max_model_len(settings: Settings, model: ServedModel, kv_cache: KVCache) -> int:
+def _max_model_len(settings: Settings, model: ServedModel, kv_cache: KVCacheManager) -> int:
     return min(_max_positions(settings, model), kv_cache.max_tokens)
 
 
 def _report_memory(
-    metrics: Metrics, model: ServedModel, slots: list[Slot], kv_cache: KVCache, max_model_len: int
+    metrics: Metrics, model: ServedModel, slots: list[Slot], kv_cache: KVCacheManager, max_model_len: int
 ) -> None:
     """Log the sizes that were chosen, and set the gauges of device memory."""
     attention = model.attention

@@ -16,11 +16,11 @@ from torch import Tensor
 from deltastore.errors import PeraxisError
 from server.deltas.residency import Level, Residency
 from server.deltas.resident import ResidentDelta
-from server.engine.delta_calls import DeltaCalls, load_timeout
 from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
 from server.engine.model_runner import Batch, ModelRunner
 from server.engine.request import Request
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
+from server.engine.residency_calls import ResidencyCalls, load_timeout
 from server.engine.sampling import LastLogits, score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
-class Core:
+class EngineCore:
     """Admitted requests, and the step that advances them.
 
     Args:
@@ -50,7 +50,7 @@ class Core:
         load_timeout_s: float,
         on_answered: Callable[[Request], None],
     ) -> None:
-        self.delta_calls = DeltaCalls(residency, load_timeout_s)
+        self.residency_calls = ResidencyCalls(residency, load_timeout_s)
         self._runner = runner
         self._scheduler = scheduler
         self._kv_cache = scheduler.kv_cache
@@ -61,13 +61,15 @@ class Core:
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingRequests(residency, load_timeout_s)
 
-    def add_request(self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent) -> None:
+    def add_request(
+        self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent, submitted_at: float
+    ) -> None:
         """Take a request in and schedule its first sequence; the others start when its prompt is cached."""
         lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
-        state = RequestState(request, on_event, tokenizer, lookup)
+        state = RequestState(request, on_event, tokenizer, lookup, submitted_at)
         self._requests[request.id] = state
         self._waiting.add(state)
-        self._telemetry.admitted(request, lookup)
+        self._telemetry.delta_lookup(request, lookup)
         if request.record is not None:
             self._residency.retain(request.record)
         self._attempt(state, self._start_sequence, state)
@@ -93,7 +95,7 @@ class Core:
         self._fail_late(now)
         plan = self._scheduler.plan(now)
         # After scheduling, which references freshly loaded deltas so that unload cannot evict them.
-        self.delta_calls.serve(now)
+        self.residency_calls.serve(now)
         for sequence in plan.preempted:
             self._requests[sequence.request_id].outputs[sequence.index].clear_prompt_logprobs()
         for sequence in plan.too_long:
@@ -109,7 +111,7 @@ class Core:
         """Answer every request and call with an error: the engine stops."""
         for state in list(self._requests.values()):
             self._fail(state, error)
-        self.delta_calls.fail_all(error)
+        self.residency_calls.fail_all(error)
 
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""
@@ -120,7 +122,7 @@ class Core:
             if error is not None:
                 for state in [s for s in self._requests.values() if s.request.digest == digest]:
                     self._fail(state, error)
-                self.delta_calls.fail_loads(digest, error)
+                self.residency_calls.fail_prefetches(digest, error)
 
     def _fail_late(self, now: float) -> None:
         """Fail requests whose delta was not loaded in time."""
@@ -150,7 +152,7 @@ class Core:
         for computed, logits in self._forward(batch, deltas):
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
-        self._telemetry.step(time.monotonic() - began, len(batch), len(deltas))
+        self._telemetry.step(time.monotonic() - began, len({s.request_id for s, _ in batch}), len(deltas))
 
     def _deltas_of(self, batch: Batch) -> dict[str, ResidentDelta]:
         deltas = {}
@@ -207,7 +209,7 @@ class Core:
             if sequence.num_computed_tokens == sequence.num_tokens:
                 ready.append((row - 1, sequence))
             else:
-                self._kv_cache.commit(sequence)
+                self._kv_cache.cache_full_pages(sequence)
         if ready:
             last = LastLogits(logits[[row for row, _ in ready]])
             for index, (_, sequence) in enumerate(ready):
@@ -216,7 +218,7 @@ class Core:
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
         first = sequence.num_computed_tokens + 1
-        following = state.request.prompt_ids[first : first + len(logits)]
+        following = list(state.request.prompt_ids[first : first + len(logits)])
         num_top = state.request.sampling_params.prompt_logprobs
         assert num_top is not None
         scored = score(logits[: len(following)], following, num_top)
@@ -226,7 +228,7 @@ class Core:
         """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
         output = state.outputs[sequence.index]
         token = last.sample(row, state.tokenizer.num_embeddings, output.sampler, sequence.tokens)
-        self._kv_cache.commit(sequence)
+        self._kv_cache.cache_full_pages(sequence)
         now = time.monotonic()
         reason = output.add_token(token)
         state.num_generated_tokens += 1
@@ -286,7 +288,7 @@ class Core:
 
     def _fail(self, state: RequestState, error: PeraxisError) -> None:
         now = time.monotonic()
-        self._telemetry.finished(state.request, "error", now - state.admitted_at)
+        self._telemetry.finished(state.request, "error", now - state.submitted_at)
         for output in state.outputs.values():
             self._kv_cache.discard(output.sequence)
         self._release(state)

@@ -15,13 +15,13 @@ from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Level, Residency
-from server.engine.admission import Admission
 from server.engine.call_queue import CallQueue
-from server.engine.core import Core
-from server.engine.delta_calls import LoadCall, UnloadCall
+from server.engine.core import EngineCore
 from server.engine.events import ErrorEvent
+from server.engine.open_requests import OpenRequests
 from server.engine.request import Request
 from server.engine.request_state import OnEvent
+from server.engine.residency_calls import Prefetch, Unload
 from server.errors import Draining
 
 SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long
@@ -38,9 +38,9 @@ class Engine:
 
     def __init__(
         self,
-        core: Core,
+        core: EngineCore,
         calls: CallQueue,
-        admission: Admission,
+        open_requests: OpenRequests,
         residency: Residency,
         base: Base,
         on_lost: Callable[[], None],
@@ -48,7 +48,7 @@ class Engine:
         self.base = base
         self._on_lost = on_lost
         self._core = core
-        self._admission = admission
+        self._open_requests = open_requests
         self._residency = residency
         self._calls = calls
         self._stopping = False
@@ -68,8 +68,10 @@ class Engine:
             QueueFull, Draining: the request can be sent again later.
             ArtifactError: the variant's tokenizer cannot be loaded.
         """
-        tokenizer = self._admission.admit(request, on_event)
-        self._calls.put(lambda: self._core.add_request(request, tokenizer, on_event))
+        tokenizer = self._open_requests.add(request, on_event)
+        # Taken here, so that the wait in the call queue counts.
+        submitted_at = time.monotonic()
+        self._calls.put(lambda: self._core.add_request(request, tokenizer, on_event, submitted_at))
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
@@ -78,7 +80,7 @@ class Engine:
     def load(self, record: VersionRecord, *, pin: bool = False) -> Future[None]:
         """Load a version into a slot and, with `pin`, never evict it; done when requests can use it."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.delta_calls.add_load(LoadCall(record, pin, future)))
+        self._calls.put(lambda: self._core.residency_calls.add_prefetch(Prefetch(record, pin, future)))
         return future
 
     def pin(self, record: VersionRecord) -> Future[None]:
@@ -92,7 +94,7 @@ class Engine:
     def unload(self, record: VersionRecord) -> Future[None]:
         """Free a version's slot once no request runs on it; done when it is free."""
         future: Future[None] = Future()
-        self._calls.put(lambda: self._core.delta_calls.add_unload(UnloadCall(record.digest, future)))
+        self._calls.put(lambda: self._core.residency_calls.add_unload(Unload(record.digest, future)))
         return future
 
     def level_of(self, digest: str) -> Level:
@@ -105,12 +107,12 @@ class Engine:
 
     def num_requests_on(self, digest: str) -> int:
         """Return how many requests on a delta are admitted and not answered in full."""
-        return self._admission.num_open_of(digest)
+        return self._open_requests.num_open_of(digest)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
-        return self._admission.max_model_len
+        return self._open_requests.max_model_len
 
     @property
     def slot_bytes(self) -> int:
@@ -123,13 +125,13 @@ class Engine:
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._admission.drain()
+        self._open_requests.drain()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Refuse new requests, let the admitted ones end for up to `timeout_s`, then stop the thread."""
         self.drain()
         deadline = time.monotonic() + timeout_s
-        while self._admission.num_open() and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._open_requests.num_open() and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping = True
         self._thread.join(STUCK_S)
@@ -173,5 +175,5 @@ class Engine:
             self._calls.run(wait_s=0.0)
             self._core.fail_all(error)
         finally:
-            for on_event in self._admission.remove_all():
+            for on_event in self._open_requests.remove_all():
                 on_event(ErrorEvent(error))

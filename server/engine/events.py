@@ -51,11 +51,11 @@ class FinishEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Durations of a request, in seconds from its admission."""
+    """Durations of a request in seconds, each from the time at which `Engine.submit` admitted it."""
 
     queue_s: float  # to its first step, loading included
-    load_s: float  # the part of `queue_s` spent loading its delta
-    cold: bool  # the delta was not resident at admission
+    load_s: float  # until its delta was resident, waiting for a slot included; 0 if it was resident at once
+    cold: bool  # the delta was not resident when the engine took the request in
     ttft_s: float  # to the first token
     total_s: float
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from server.deltas.residency import Level
@@ -28,13 +26,13 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request between admission and its last event."""
+    """A request between `Engine.submit` and its last event."""
 
     request: Request
     on_event: OnEvent
     tokenizer: VariantTokenizer
-    lookup: Level  # where its delta was at admission: device, host or disk; device for the base
-    admitted_at: float = field(default_factory=time.monotonic)
+    lookup: Level  # where its delta was when the engine took it in: device, host or disk; device for the base
+    submitted_at: float  # when `Engine.submit` admitted it
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
@@ -59,11 +57,11 @@ class RequestState:
         started = now if self.started_at is None else self.started_at
         first = now if self.first_token_at is None else self.first_token_at
         return Timings(
-            queue_s=started - self.admitted_at,
-            load_s=0.0 if self.loaded_at is None else self.loaded_at - self.admitted_at,
+            queue_s=started - self.submitted_at,
+            load_s=0.0 if self.loaded_at is None else self.loaded_at - self.submitted_at,
             cold=self.cold,
-            ttft_s=first - self.admitted_at,
-            total_s=now - self.admitted_at,
+            ttft_s=first - self.submitted_at,
+            total_s=now - self.submitted_at,
         )
 
 
@@ -81,7 +79,7 @@ class SequenceOutput:
         self._num_left = params.max_new_tokens
         self._prompt_logprobs: list[ScoredToken] = []
 
-    def add_prompt_logprobs(self, scored: Items[ScoredToken]) -> None:
+    def add_prompt_logprobs(self, scored: list[ScoredToken]) -> None:
         """Take log-probabilities of prompt tokens, in order; send them when the prompt is complete."""
         self._prompt_logprobs += scored
         if len(self._prompt_logprobs) == self.sequence.num_prompt_tokens - 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from server.engine.events import ScoredToken
 from server.errors import EngineFailed
 from server.sampling_params import SamplingParams
 
-# A lower temperature chooses the likeliest token, too, and overflows float32 on the way.
+# Below this, take the argmax: scaled logits would overflow float32.
 GREEDY_BELOW = 1e-4
 
 
@@ -67,7 +66,7 @@ class Sampler:
 
 
 class LastLogits:
-    """Logits of the next token of each sequence that a step completes.
+    """One row of logits per sequence whose last token this step computes.
 
     Args:
         logits: ``[sequences, vocab]`` float32, on any device.
@@ -95,7 +94,7 @@ class LastLogits:
 
 def score(
     logits: Tensor,  # [tokens, vocab] float32
-    token_ids: Items[int],
+    token_ids: list[int],
     num_top: int,
 ) -> list[ScoredToken]:
     """Return each token's log-probability under its row of logits, with the row's `num_top` likeliest tokens."""

@@ -39,7 +39,7 @@ class Sequence:
         self.page_table = PageTable()
         # Until the prompt's log-probabilities are complete, the logits of all its tokens are computed.
         self.needs_prompt_logits = request.sampling_params.prompt_logprobs is not None and index == 0
-        self.order = -1  # of arrival, among all sequences ever added to the scheduler; -1 before
+        self.arrival = -1  # number among all sequences ever added to the scheduler; -1 before
         self.waiting_since = 0.0
         self.num_tokens_at_admission = 0
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing
@@ -55,11 +55,11 @@ class Sequence:
 
     @property
     def is_waiting(self) -> bool:
-        return self.order in self.queue.waiting
+        return self.arrival in self.queue.waiting
 
     @property
     def has_progressed(self) -> bool:
-        """True once it has generated a token since admission; preempting earlier wastes the prefill."""
+        """True once it has generated a token since it was admitted; preempting earlier wastes the prefill."""
         return len(self.tokens) > self.num_tokens_at_admission
 
     @property

@@ -6,12 +6,11 @@ from deltastore.errors import PeraxisError
 from server.deltas.residency import Level
 from server.engine.events import Timings
 from server.engine.request import Request
-from server.errors import Draining, LoadTimeout, QueueFull
+from server.errors import Draining, QueueFull
 from server.metrics import Metrics
 
 # Values of the label `reason` of rejections; other errors count as "invalid".
 REASONS: dict[type[PeraxisError], str] = {
-    LoadTimeout: "load_timeout",
     QueueFull: "queue_full",
     Draining: "draining",
 }
@@ -27,8 +26,8 @@ class Telemetry:
         """Count a request that was not admitted."""
         self._metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
 
-    def admitted(self, request: Request, lookup: Level) -> None:
-        """Count where an admitted request's delta was: device, host or disk."""
+    def delta_lookup(self, request: Request, lookup: Level) -> None:
+        """Count where a request's delta was when the engine took it in: device, host or disk."""
         if request.record is not None:
             self._metrics.variant_lookups_total.labels(result=lookup).inc()
 
@@ -50,10 +49,10 @@ class Telemetry:
         """Count preempted sequences."""
         self._metrics.preemptions_total.inc(num_sequences)
 
-    def step(self, seconds: float, num_sequences: int, num_variants: int) -> None:
+    def step(self, seconds: float, num_requests: int, num_variants: int) -> None:
         """Record a step; the base is none of its variants."""
         self._metrics.step_seconds.observe(seconds)
-        self._metrics.batch_requests.observe(num_sequences)
+        self._metrics.batch_requests.observe(num_requests)
         self._metrics.batch_distinct_variants.observe(num_variants)
 
     def first_token(self, request: Request, lookup: Level, timings: Timings) -> None:

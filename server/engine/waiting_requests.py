@@ -7,7 +7,7 @@ from server.engine.request_state import RequestState
 
 
 class WaitingRequests:
-    """Tells which requests wait for a load, and for how long.
+    """Requests that wait for their first step; tells which of them wait for a load.
 
     Args:
         load_timeout_s: after which a request whose delta is not resident is late.
@@ -16,7 +16,7 @@ class WaitingRequests:
     def __init__(self, residency: Residency, load_timeout_s: float) -> None:
         self._residency = residency
         self._load_timeout_s = load_timeout_s
-        self._by_digest: dict[str | None, dict[str, RequestState]] = {}  # and request id
+        self._by_digest: dict[str | None, dict[str, RequestState]] = {}  # by digest, then request id
 
     @property
     def num_requests(self) -> int:
@@ -50,7 +50,7 @@ class WaitingRequests:
             state
             for digest in self._not_resident()
             for state in self._by_digest[digest].values()
-            if now - state.admitted_at > self._load_timeout_s
+            if now - state.submitted_at > self._load_timeout_s
         ]
 
     def _not_resident(self) -> list[str]:

@@ -1,11 +1,11 @@
-"""Chooses which waiting sequence is admitted next: the first of the tenant, then of the variant, that was served least.
+"""Choose the next sequence to admit: the earliest one of the least-served queue of the least-served tenant.
 
 The sequences of one tenant for one variant wait in a `VariantQueue`; the variant queues of a tenant are its
 `TenantQueue`. Both count the tokens that they were served (the virtual token counters of Sheng et al., "Fairness in
 Serving Large Language Models", 2024). A queue that becomes ready is raised to the smallest counter of the ready queues,
 so idle time is not saved up (the start tag of start-time fair queueing).
 
-A sequence is known by its order of arrival alone. This file must not know slots, pages or steps.
+A sequence is known by its number of arrival alone. This file must not know slots, pages or steps.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class VariantQueue:
-    """The waiting sequences of one tenant for one variant, by order of arrival; admitted only while it is open."""
+    """The waiting sequences of one tenant for one variant, by number of arrival; admitted only while it is open."""
 
     tenant: TenantQueue
     digest: str | None  # None is the base
@@ -135,7 +135,7 @@ class VariantQueue:
         return not self.waiting and not self.num_running
 
     def first(self) -> int:
-        """Return the order of the earliest waiting sequence; at least one must wait."""
+        """Return the number of the earliest waiting sequence; at least one must wait."""
         while self.heap[0] not in self.waiting:
             heapq.heappop(self.heap)
         return self.heap[0]
@@ -161,17 +161,17 @@ class FairQueue:
         """Return the queue of a tenant's sequences for one variant, made on first use."""
         return self._tenants.get(tenant).variants.get(digest)
 
-    def push(self, queue: VariantQueue, order: int) -> None:
+    def push(self, queue: VariantQueue, arrival: int) -> None:
         """Let a sequence wait, ahead of those of its queue that arrived later."""
-        heapq.heappush(queue.heap, order)
-        queue.waiting.add(order)
+        heapq.heappush(queue.heap, arrival)
+        queue.waiting.add(arrival)
         queue.tenant.num_waiting += 1
         if queue.is_open and len(queue.waiting) == 1:
             self._activate(queue)
 
-    def remove(self, queue: VariantQueue, order: int) -> None:
+    def remove(self, queue: VariantQueue, arrival: int) -> None:
         """Remove a waiting sequence that is admitted or has ended."""
-        queue.waiting.remove(order)
+        queue.waiting.remove(arrival)
         queue.tenant.num_waiting -= 1
         if len(queue.heap) > 2 * len(queue.waiting) + HEAP_SLACK:
             queue.heap = sorted(queue.waiting)
@@ -183,7 +183,7 @@ class FairQueue:
             self._activate(queue)
 
     def first(self) -> int | None:
-        """Return the order of the sequence to admit next; it keeps waiting until `remove`."""
+        """Return the number of the sequence to admit next; it keeps waiting until `remove`."""
         tenant = self._tenants.first()
         queue = None if tenant is None else tenant.variants.first()
         return None if queue is None else queue.first()

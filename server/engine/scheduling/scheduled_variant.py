@@ -12,7 +12,9 @@ from server.engine.sequence import Sequence
 class SlotState(Enum):
     """The state of a variant that has sequences."""
 
-    COLD = auto()  # waits for a slot
+    WAITING = (
+        auto()
+    )  # for a slot; it may still be resident, since a slot keeps its delta until another needs it
     OVERDUE = auto()  # has waited for `cold_wait_s`
     LOADING = auto()
     OPEN = auto()  # resident and held; its sequences may be admitted
@@ -20,7 +22,7 @@ class SlotState(Enum):
 
     @property
     def is_waiting(self) -> bool:
-        return self in (SlotState.COLD, SlotState.OVERDUE)
+        return self in (SlotState.WAITING, SlotState.OVERDUE)
 
     @property
     def is_held(self) -> bool:
@@ -33,11 +35,11 @@ class ScheduledVariant:
 
     digest: str
     state: SlotState
-    waiting_since: float  # time at which it became cold
+    waiting_since: float  # when it began to wait for a slot
     opened_at: float = 0.0
     was_used: bool = False  # one of its sequences was admitted since it was opened
     num_waiting: int = 0  # sequences
-    running: dict[int, Sequence] = field(default_factory=dict)  # by order
+    running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
     queues: dict[VariantQueue, None] = field(default_factory=dict)  # those with waiting sequences
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from server.deltas.residency import Residency
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.slot_policy import SlotPolicy
 from server.engine.sequence import Sequence
 
@@ -47,7 +47,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv_cache: KVCache,
+        kv_cache: KVCacheManager,
         residency: Residency,
         max_num_seqs: int,
         max_batch_tokens: int,
@@ -73,7 +73,7 @@ class Scheduler:
         # Both by order of arrival.
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        # Order of the sequence that last found too few pages, and how many pages were available then.
+        # Arrival of the sequence that last found too few pages, and how many pages were available then.
         self._too_few_pages = -1, -1
         self._num_added = 0
         # The time of the last call that passed one.
@@ -82,28 +82,28 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """Running sequences in order of arrival."""
-        return [self._running[order] for order in sorted(self._running)]
+        return [self._running[arrival] for arrival in sorted(self._running)]
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Let a new sequence wait for admission.
+        """Let a new sequence wait to be admitted.
 
         Raises:
             ValueError: the sequence was added before.
         """
-        if sequence.order >= 0:
+        if sequence.arrival >= 0:
             raise ValueError(f"sequence {sequence.id} was scheduled before")
         self._now = now
-        sequence.order = self._num_added
+        sequence.arrival = self._num_added
         self._num_added += 1
         sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.digest)
         self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended and release its pages; no effect if it is not scheduled."""
-        if self._waiting.pop(sequence.order, None) is not None:
-            self._queue.remove(sequence.queue, sequence.order)
+        if self._waiting.pop(sequence.arrival, None) is not None:
+            self._queue.remove(sequence.queue, sequence.arrival)
             self._slot_policy.leave(sequence, self._now)
-        elif sequence.order in self._running:
+        elif sequence.arrival in self._running:
             self.kv_cache.release(sequence)
             self._stop(sequence)
 
@@ -126,14 +126,14 @@ class Scheduler:
     def charge(self, plan: StepPlan, now: float) -> None:
         """Charge the variant queues for a computed step. Prompt tokens were charged when they were planned."""
         self._now = now
-        self._slot_policy.repay(plan.num_tokens)
+        self._slot_policy.refill_recompute_budget(plan.num_tokens)
         for queue, cost in plan.costs:
             queue.charge(cost)
 
     def _decode(self, plan: StepPlan) -> None:
         """Plan one token for each running sequence whose prompt is computed, in order of arrival."""
         for sequence in self.running:
-            if sequence.order not in self._running or sequence.num_missing_tokens != 1:
+            if sequence.arrival not in self._running or sequence.num_missing_tokens != 1:
                 continue
             if self._allocate_next(sequence, plan):
                 plan.add(sequence, 1)
@@ -148,7 +148,7 @@ class Scheduler:
             if len(self._running) == 1:
                 self._refuse(sequence, plan)
                 return False
-            victim = max(self._preemptible(self._running.values()), key=_preemption_order)
+            victim = max(self._preemptible(self._running.values()), key=_preemption_key)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
@@ -157,11 +157,11 @@ class Scheduler:
     def _prefill(self, plan: StepPlan) -> None:
         """Plan chunks of prompts, those begun before and those of sequences admitted now, in order of fairness."""
         begun = deque(
-            sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_order)
+            sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_key)
         )
         while plan.num_tokens < self._max_batch_tokens:
             first = self._first_waiting() if plan.admits else None
-            if begun and (first is None or _fairness_order(begun[0]) <= _fairness_order(first)):
+            if begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
                 self._plan_chunk(begun.popleft(), plan)
             elif first is None:
                 return
@@ -169,8 +169,8 @@ class Scheduler:
                 self._plan_chunk(first, plan)
 
     def _first_waiting(self) -> Sequence | None:
-        order = self._queue.first()
-        return None if order is None else self._waiting[order]
+        arrival = self._queue.first()
+        return None if arrival is None else self._waiting[arrival]
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
         share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
@@ -228,8 +228,8 @@ class Scheduler:
 
     def _allocate_all(self, sequence: Sequence) -> bool:
         """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
-        order, num_available = self._too_few_pages
-        if self._running and order == sequence.order and num_available >= self.kv_cache.num_available:
+        arrival, num_available = self._too_few_pages
+        if self._running and arrival == sequence.arrival and num_available >= self.kv_cache.num_available:
             # No pages came free, so the cached prefix is not looked up again.
             return False
         self.kv_cache.attach_prefix(sequence)
@@ -239,14 +239,14 @@ class Scheduler:
         if num_missing + reserve <= num_free and self.kv_cache.allocate(sequence, num_missing):
             return True
         self.kv_cache.release(sequence)
-        self._too_few_pages = sequence.order, self.kv_cache.num_available
+        self._too_few_pages = sequence.arrival, self.kv_cache.num_available
         return False
 
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt a running sequence for one that has waited for `preempt_wait_s`; False if there is none.
 
-        The victim's tenant must have another running sequence and the beneficiary's none (likewise between one
-        tenant's variants), so swaps cannot reverse.
+        Only from a tenant with two or more running sequences to one with none (or between two variants of one tenant),
+        so two sequences never preempt each other in turn.
         """
         if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
             return False
@@ -259,32 +259,32 @@ class Scheduler:
             return False
         victims = [s for s in self._preemptible(victims) if s.has_progressed]
         if victims:
-            self._preempt(max(victims, key=_preemption_order), plan)
+            self._preempt(max(victims, key=_preemption_key), plan)
         return bool(victims)
 
     def _preemptible(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return all of the sequences but the one that arrived first among all running ones."""
         first = min(self._running)
-        return [sequence for sequence in sequences if sequence.order != first]
+        return [sequence for sequence in sequences if sequence.arrival != first]
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.waiting_since = self._now
-        self._waiting[sequence.order] = sequence
+        self._waiting[sequence.arrival] = sequence
         self._slot_policy.enqueue(sequence, self._now)
-        self._queue.push(sequence.queue, sequence.order)
+        self._queue.push(sequence.queue, sequence.arrival)
 
     def _start(self, sequence: Sequence) -> None:
         """Let a waiting sequence run."""
-        del self._waiting[sequence.order]
-        self._running[sequence.order] = sequence
-        self._queue.remove(sequence.queue, sequence.order)
+        del self._waiting[sequence.arrival]
+        self._running[sequence.arrival] = sequence
+        self._queue.remove(sequence.queue, sequence.arrival)
         sequence.num_tokens_at_admission = sequence.num_tokens
         sequence.queue.count_running(1)
         self._slot_policy.admit(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """Let a running sequence run no more."""
-        del self._running[sequence.order]
+        del self._running[sequence.arrival]
         sequence.queue.count_running(-1)
         self._slot_policy.stop(sequence, self._now)
 
@@ -300,12 +300,12 @@ class Scheduler:
         self.remove(sequence)
 
 
-def _fairness_order(sequence: Sequence) -> tuple[float, bool, float, int]:
-    """Sort by the tenant served least; of one tenant, prompts begun before come before waiting ones."""
+def _fairness_key(sequence: Sequence) -> tuple[float, bool, float, int]:
+    """Key whose minimum is computed first: of the least-served tenant, prompts begun before waiting ones."""
     queue = sequence.queue
-    return queue.tenant.counter, sequence.is_waiting, queue.counter, sequence.order
+    return queue.tenant.counter, sequence.is_waiting, queue.counter, sequence.arrival
 
 
-def _preemption_order(sequence: Sequence) -> tuple[float, int]:
-    """Sort by preference against preemption: last comes the latest arrival of the tenant served most."""
-    return sequence.queue.tenant.counter, sequence.order
+def _preemption_key(sequence: Sequence) -> tuple[float, int]:
+    """Key whose maximum is preempted first: the latest arrival of the most-served tenant."""
+    return sequence.queue.tenant.counter, sequence.arrival

@@ -1,22 +1,22 @@
-"""Chooses which cold variant is loaded next, and which resident variant gives up its slot for it.
+"""Chooses which waiting variant is loaded next, and which resident variant gives up its slot for it.
 
-A resident variant without sequences gives up its slot at once, the least recently used first. One that has sequences
-keeps its slot for `min_resident_s`, and then:
+A resident variant without sequences can be evicted whenever a slot is needed, the least recently used first. One that
+has sequences keeps its slot for `min_resident_s`, and then:
 
 - Once other variants have waited for half of `cold_wait_s`, it is closed: no sequence of it is admitted any more, and
   its slot is free when its running sequences have ended.
 - Once a variant has waited for `cold_wait_s`, a slot is freed at once: the running sequences of the resident variant
   with the fewest sequences are preempted. Recomputation is charged to a budget refilled by recompute_share; no forced
-  eviction until it is repaid, so throughput cannot collapse.
+  eviction until it is refilled, so throughput cannot collapse.
 
-Loads go to the tenant that had the fewest, so one tenant's hundred cold variants do not delay another tenant's one.
+Loads go to the tenant that had the fewest, so one tenant's hundred waiting variants do not delay another tenant's one.
 
-The first sequence of a cold variant can therefore start after at most
+The first sequence of a variant that waits for a slot can therefore start after at most
 
-    cold_wait_s + ceil((ahead + 1) / slots) * (min_resident_s + load + first_token) + (ahead + 1) * repay
+    cold_wait_s + ceil((ahead + 1) / slots) * (min_resident_s + load + first_token) + (ahead + 1) * refill
 
-where `ahead` is the number of cold variants loaded before it, `slots` the number of slots that are not pinned, `load`
-the time of one load, `first_token` the time from the end of a load to the first token of the variant, and `repay` the
+where `ahead` is the number of variants loaded before it, `slots` the number of slots that are not pinned, `load`
+the time of one load, `first_token` the time from the end of a load to the first token of the variant, and `refill` the
 time in which `recompute_share` of the computed tokens equals the tokens that one variant's running sequences hold in
 the KV cache.
 
@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice, takewhile
 
 from server.deltas.residency import Residency
-from server.engine.scheduling.cold_queue import ColdQueue
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
 from server.engine.scheduling.scheduled_variant import ScheduledVariant, SlotState
+from server.engine.scheduling.slot_queue import SlotQueue
 from server.engine.sequence import Sequence
 
 # Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
@@ -43,8 +43,8 @@ CLOSE_AFTER = 0.5
 class SlotPolicy:
     """Moves each variant that has sequences through the states of `SlotState`.
 
-    `_variants` holds each variant that has sequences, and exactly one collection of `_in_state` does, in order of
-    entry. The two cold queues index those that wait for a slot by tenant. The time of a step depends on the number of
+    `_variants` has every variant that has sequences; `_in_state` has the same by state, in order of entry. The two slot
+    queues have those that wait for a slot by tenant. The time of a step depends on the number of
     slots and of variants that change state in it, not on how many wait.
 
     `Scheduler` reports each sequence that begins to wait, is admitted, stops or leaves, and each load that has ended.
@@ -54,11 +54,11 @@ class SlotPolicy:
         self._residency = residency
         self._queue = queue
         self._constants = constants
-        # Tokens to recompute because of forced evictions, not yet repaid.
-        self._debt = 0.0
+        # Tokens recomputed because of forced evictions beyond the budget; none is forced while it is above 0.
+        self._recompute_debt = 0.0
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
-        self._cold_by_tenant, self._overdue_by_tenant = ColdQueue(), ColdQueue()
+        self._waiting_by_tenant, self._overdue_by_tenant = SlotQueue(), SlotQueue()
         # Variants to open at the end of the next update if they still wait and are resident then.
         self._maybe_resident: list[ScheduledVariant] = []
 
@@ -79,7 +79,7 @@ class SlotPolicy:
         """Count a waiting sequence as running."""
         if sequence.queue.digest is not None:
             variant = self._variants[sequence.queue.digest]
-            variant.running[sequence.order] = sequence
+            variant.running[sequence.arrival] = sequence
             variant.was_used = True
             self._stop_waiting(sequence, variant)
 
@@ -87,7 +87,7 @@ class SlotPolicy:
         """Remove a running sequence that has ended, or that waits again and was enqueued before this call."""
         if sequence.queue.digest is not None:
             variant = self._variants[sequence.queue.digest]
-            del variant.running[sequence.order]
+            del variant.running[sequence.arrival]
             self._release_unused(variant, now)
 
     def leave(self, sequence: Sequence, now: float) -> None:
@@ -108,7 +108,7 @@ class SlotPolicy:
             if self._residency.is_resident(digest):
                 self._open(variant, now)
             else:
-                self._become_cold(variant, now)
+                self._become_waiting(variant, now)
 
     def update(self, now: float, preempt: Callable[[Sequence], None]) -> None:
         """Begin the loads for which a slot is free or can be freed.
@@ -119,7 +119,7 @@ class SlotPolicy:
         """
         self._mark_overdue(now)
         self._reopen()
-        while (loads := self._cold_by_tenant.first()) is not None and self._load(loads.oldest, now):
+        while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads.oldest, now):
             loads.counter += 1
         while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(now, preempt):
             if not self._load(loads.oldest, now):
@@ -128,14 +128,14 @@ class SlotPolicy:
         self._open_resident(now)
         self._close_for_waiting(now)
 
-    def repay(self, num_tokens: int) -> None:
+    def refill_recompute_budget(self, num_tokens: int) -> None:
         """Refill the budget for recomputation by its share of the tokens that a step computed."""
-        self._debt = max(0.0, self._debt - self._constants.recompute_share * num_tokens)
+        self._recompute_debt = max(0.0, self._recompute_debt - self._constants.recompute_share * num_tokens)
 
     def _mark_overdue(self, now: float) -> None:
-        cold = self._in_state[SlotState.COLD]
-        while cold:
-            variant = next(iter(cold.values()))
+        waiting = self._in_state[SlotState.WAITING]
+        while waiting:
+            variant = next(iter(waiting.values()))
             if now - variant.waiting_since < self._constants.cold_wait_s:
                 break
             self._move(variant, SlotState.OVERDUE)
@@ -161,25 +161,27 @@ class SlotPolicy:
         return True
 
     def _close_for_waiting(self, now: float) -> None:
-        """Close as many variants as others wait for long enough, if they had their slots for `min_resident_s`."""
+        """Close one open variant per variant that has waited `CLOSE_AFTER * cold_wait_s`, less those closed already."""
         num_held = len(self._in_state[SlotState.OPEN]) + len(self._in_state[SlotState.CLOSED])
         latest = now - self._constants.cold_wait_s * CLOSE_AFTER
-        impatient = takewhile(lambda variant: variant.waiting_since <= latest, self._longest_waiting())
-        num_missing = sum(1 for _ in islice(impatient, num_held)) - len(self._in_state[SlotState.CLOSED])
+        waiting_for_long = takewhile(lambda variant: variant.waiting_since <= latest, self._longest_waiting())
+        num_missing = sum(1 for _ in islice(waiting_for_long, num_held)) - len(
+            self._in_state[SlotState.CLOSED]
+        )
         if num_missing > 0:
             still_open = [v for v in self._evictable(now) if v.state is SlotState.OPEN]
-            for variant in sorted(still_open, key=_eviction_order)[:num_missing]:
+            for variant in sorted(still_open, key=_eviction_key)[:num_missing]:
                 self._close(variant)
                 self._release_unused(variant, now)
 
     @property
     def _num_waiting(self) -> int:
         """Number of variants that wait for a slot."""
-        return len(self._in_state[SlotState.COLD]) + len(self._in_state[SlotState.OVERDUE])
+        return len(self._in_state[SlotState.WAITING]) + len(self._in_state[SlotState.OVERDUE])
 
     def _longest_waiting(self) -> Iterator[ScheduledVariant]:
         """Variants that wait for a slot, the longest waiting first."""
-        return chain(self._in_state[SlotState.OVERDUE].values(), self._in_state[SlotState.COLD].values())
+        return chain(self._in_state[SlotState.OVERDUE].values(), self._in_state[SlotState.WAITING].values())
 
     def _reopen(self) -> None:
         """Open closed variants whose slots no waiting variant needs any more."""
@@ -192,15 +194,15 @@ class SlotPolicy:
 
     def _free_slot(self, now: float, preempt: Callable[[Sequence], None]) -> bool:
         """Free the slot of the variant that loses least by preempting its sequences; False if the budget is spent."""
-        if self._debt > 0:
+        if self._recompute_debt > 0:
             return False
         progressed = (variant for variant in self._evictable(now) if variant.has_progressed)
-        victim = min(progressed, key=_eviction_order, default=None)
+        victim = min(progressed, key=_eviction_key, default=None)
         if victim is None:
             return False
         self._close(victim)
         for sequence in list(victim.running.values()):
-            self._debt += sequence.num_computed_tokens
+            self._recompute_debt += sequence.num_computed_tokens
             preempt(sequence)
         self._release_unused(victim, now)
         return True
@@ -220,8 +222,8 @@ class SlotPolicy:
         sequences would never be idle when a slot is looked for.
         """
         others_wait = self._num_waiting > 0
-        variant = self._variants[digest] = ScheduledVariant(digest, SlotState.COLD, now)
-        self._in_state[SlotState.COLD][digest] = variant
+        variant = self._variants[digest] = ScheduledVariant(digest, SlotState.WAITING, now)
+        self._in_state[SlotState.WAITING][digest] = variant
         if self._residency.is_loading(digest):
             self._move(variant, SlotState.LOADING)
         elif self._residency.is_resident(digest) and not others_wait:
@@ -244,15 +246,15 @@ class SlotPolicy:
         for queue in variant.queues:
             queue.is_open = False
 
-    def _become_cold(self, variant: ScheduledVariant, now: float) -> None:
+    def _become_waiting(self, variant: ScheduledVariant, now: float) -> None:
         """Let a variant wait for a slot, behind those that wait already."""
-        self._move(variant, SlotState.COLD)
+        self._move(variant, SlotState.WAITING)
         variant.waiting_since = now
         for queue in variant.queues:
             self._await_slot(queue, variant)
 
     def _await_slot(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
-        self._cold_by_tenant.add(queue.tenant.name, variant)
+        self._waiting_by_tenant.add(queue.tenant.name, variant)
         if variant.state is SlotState.OVERDUE:
             self._overdue_by_tenant.add(queue.tenant.name, variant)
 
@@ -262,10 +264,10 @@ class SlotPolicy:
         queue = sequence.queue
         if not queue.waiting:
             del variant.queues[queue]
-            self._remove_cold(queue, variant)
+            self._remove_waiting(queue, variant)
 
-    def _remove_cold(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
-        self._cold_by_tenant.remove(queue.tenant.name, variant.digest)
+    def _remove_waiting(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
+        self._waiting_by_tenant.remove(queue.tenant.name, variant.digest)
         self._overdue_by_tenant.remove(queue.tenant.name, variant.digest)
 
     def _release_unused(self, variant: ScheduledVariant, now: float) -> None:
@@ -273,7 +275,7 @@ class SlotPolicy:
         if not variant.num_sequences:
             self._move(variant, None)
         elif variant.state is SlotState.CLOSED and not variant.running:
-            self._become_cold(variant, now)
+            self._become_waiting(variant, now)
             self._maybe_resident.append(variant)
 
     def _move(self, variant: ScheduledVariant, state: SlotState | None) -> None:
@@ -287,11 +289,11 @@ class SlotPolicy:
             variant.state = state
         if old.is_waiting and (state is None or not state.is_waiting):
             for queue in variant.queues:
-                self._remove_cold(queue, variant)
+                self._remove_waiting(queue, variant)
         if old.is_held and (state is None or not state.is_held):
             self._residency.release(digest)
 
 
-def _eviction_order(variant: ScheduledVariant) -> tuple[bool, int, float]:
-    """Sort closed variants first, then those with the fewest sequences, then those opened first."""
+def _eviction_key(variant: ScheduledVariant) -> tuple[bool, int, float]:
+    """Key whose minimum is evicted first: closed variants, then those with the fewest sequences, opened first."""
     return variant.state is SlotState.OPEN, variant.num_sequences, variant.opened_at

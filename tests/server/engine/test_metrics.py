@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.engine.events import DoneEvent, PromptEvent, TokenEvent
+from server.engine.model_runner import Batch
 from tests.server.helpers.live_server import eventually
-from tests.server.helpers.served import Family, Served, generate, make_family, merged, serving
+from tests.server.helpers.served import (
+    WAIT_S,
+    Family,
+    Served,
+    generate,
+    make_family,
+    merged,
+    on_forward,
+    serving,
+)
 
 PROMPT = list(range(40, 75))  # two pages of 16 and three tokens
 NEW = 6
@@ -45,6 +57,34 @@ def test_steps_count_their_requests_and_variants(served: Served, family: Family)
     served.ask(None, PROMPT, max_new_tokens=NEW)
     assert eventually(lambda: served.metric("step_seconds_count") == 2 * NEW)
     assert served.metric("batch_distinct_variants_sum") == NEW  # the base is none
+
+
+def test_sequences_of_one_request_count_once_in_a_step(served: Served) -> None:
+    served.ask(None, PROMPT, max_new_tokens=NEW, n=3)
+    assert eventually(lambda: served.metric("step_seconds_count") == NEW + 1)  # the first is one token ahead
+    assert served.metric("batch_requests_sum") == NEW + 1
+
+
+def test_the_wait_for_the_engine_thread_counts_as_queue_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing, may_end = threading.Event(), threading.Event()
+
+    def hold(batch: Batch, forward: Callable[[], Tensor]) -> Tensor:
+        computing.set()
+        assert may_end.wait(WAIT_S)
+        return forward()
+
+    on_forward(monkeypatch, hold)
+    first = served.start(None, PROMPT, max_new_tokens=1)
+    assert computing.wait(WAIT_S)
+    second = served.start(None, PROMPT, max_new_tokens=1)
+    time.sleep(0.3)
+    may_end.set()
+    first.answer()
+    end = second.answer().end
+    assert isinstance(end, DoneEvent)
+    assert end.timings.queue_s >= 0.3
 
 
 def test_tokens_gaps_and_latencies_are_counted_once_each(served: Served) -> None:

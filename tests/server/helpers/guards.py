@@ -26,7 +26,7 @@ from server.app import create_app
 from server.deltas.resident import ResidentDelta, Slot
 from server.engine.engine import Engine
 from server.engine.request import Request
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.metrics import Metrics
@@ -112,11 +112,11 @@ def load_into_a_slot_that_is_too_small(directory: Path) -> None:
 
 
 def kv_cache_of_one_page(directory: Path) -> None:
-    KVCache(num_pages=1, page_tokens=16)
+    KVCacheManager(num_pages=1, page_tokens=16)
 
 
 def prefix_attached_to_a_sequence_with_pages(directory: Path) -> None:
-    kv_cache, sequence = KVCache(num_pages=8, page_tokens=16), _sequence()
+    kv_cache, sequence = KVCacheManager(num_pages=8, page_tokens=16), _sequence()
     kv_cache.attach_prefix(sequence)
     kv_cache.allocate(sequence, 4)
     kv_cache.attach_prefix(sequence)
@@ -124,7 +124,7 @@ def prefix_attached_to_a_sequence_with_pages(directory: Path) -> None:
 
 def sequence_scheduled_twice(directory: Path) -> None:
     with running_residency(directory) as resident:
-        scheduler = Scheduler(KVCache(8, 16), resident.residency, max_num_seqs=4, max_batch_tokens=64)
+        scheduler = Scheduler(KVCacheManager(8, 16), resident.residency, max_num_seqs=4, max_batch_tokens=64)
         sequence = _sequence()
         scheduler.add(sequence, now=0.0)
         scheduler.add(sequence, now=0.0)
@@ -132,7 +132,7 @@ def sequence_scheduled_twice(directory: Path) -> None:
 
 def step_without_tokens_for_prompts(directory: Path) -> None:
     with running_residency(directory) as resident:
-        Scheduler(KVCache(8, 16), resident.residency, max_num_seqs=64, max_batch_tokens=64)
+        Scheduler(KVCacheManager(8, 16), resident.residency, max_num_seqs=64, max_batch_tokens=64)
 
 
 def assert_statement(directory: Path) -> None:

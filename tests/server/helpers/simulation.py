@@ -18,7 +18,7 @@ from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.engine.request import Request
 from server.engine.scheduling.constants import SchedulerConstants
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 
@@ -162,9 +162,9 @@ def step_limits(max_num_seqs: int = 64, max_batch_tokens: int = 512, **constants
     return StepLimits(max_num_seqs, max_batch_tokens, SchedulerConstants(**constants))  # type: ignore[arg-type]
 
 
-def pages(num_pages: int, page_tokens: int = 16) -> KVCache:
-    """Make a KV cache of so many pages beside the padding page. Nothing is committed to it, so no prefix is found."""
-    return KVCache(num_pages + 1, page_tokens)
+def pages(num_pages: int, page_tokens: int = 16) -> KVCacheManager:
+    """Make a KV cache of so many pages beside the padding page. No full page is cached, so no prefix is found."""
+    return KVCacheManager(num_pages + 1, page_tokens)
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class Simulation:
     """The limits, pages, slots and costs of a simulation, and what it computed."""
 
     limits: StepLimits = field(default_factory=StepLimits)
-    kv_cache: KVCache = field(default_factory=lambda: pages(100_000))
+    kv_cache: KVCacheManager = field(default_factory=lambda: pages(100_000))
     residency: SimResidency = field(default_factory=lambda: SimResidency(8, load_s=0.02))
     costs: Costs = field(default_factory=Costs)
     on_step: Callable[[StepPlan, float], None] = lambda plan, now: None

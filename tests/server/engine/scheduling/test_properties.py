@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.slot_policy import SlotPolicy
 from tests.server.helpers.simulation import (
     SimResidency,
@@ -61,7 +61,7 @@ def sequences(draw: st.DrawFn) -> list[SimSequence]:
 @settings(max_examples=150, deadline=None)
 @given(LIMITS, SLOTS, PAGES, sequences())
 def test_every_sequence_ends_once_and_gives_everything_back(
-    limits: StepLimits, residency: SimResidency, kv_cache: KVCache, sequences: list[SimSequence]
+    limits: StepLimits, residency: SimResidency, kv_cache: KVCacheManager, sequences: list[SimSequence]
 ) -> None:
     sim = Simulation(limits, kv_cache, residency)
     scheduler = sim.scheduler()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.scheduling.kv_cache import KVCache
+from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import StepPlan
 from server.engine.sequence import Sequence
 from tests.server.helpers.simulation import (
@@ -195,7 +195,7 @@ def test_admission_leaves_pages_for_the_running_sequences_to_grow() -> None:
 def test_while_no_pages_come_free_a_prefix_is_not_looked_for_again() -> None:
     attached = []
 
-    class CountingCache(KVCache):
+    class CountingCache(KVCacheManager):
         def attach_prefix(self, sequence: Sequence) -> None:
             attached.append(sequence.id)
             super().attach_prefix(sequence)

@@ -16,7 +16,7 @@ from server.engine.sequence import PageTable, Sequence
 PADDING_PAGE = 0
 
 
-class KVCache:
+class KVCacheManager:
     """Reference-counted pages of `page_tokens` tokens, and the prefix cache over those that no sequence uses."""
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -98,7 +98,7 @@ class KVCache:
             table.is_counted = True
         return True
 
-    def commit(self, sequence: Sequence) -> None:
+    def cache_full_pages(self, sequence: Sequence) -> None:
         """Add the pages that have become full to the prefix cache of the sequence's delta and tenant."""
         table = sequence.page_table
         for index in range(len(table.keys), sequence.num_computed_tokens // self.page_tokens):
@@ -109,7 +109,7 @@ class KVCache:
                 self._key_of_page[page] = key
 
     def discard(self, sequence: Sequence) -> None:
-        """Release the pages of a failed sequence and remove them from the prefix cache, since their numbers are bad."""
+        """Release a failed sequence's pages and uncache them: their keys and values may be wrong."""
         for page in sequence.page_table.pages:
             if page in self._key_of_page:
                 del self._page_of_key[self._key_of_page.pop(page)]

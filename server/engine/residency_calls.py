@@ -14,7 +14,7 @@ from server.errors import LoadTimeout
 
 
 @dataclass(slots=True, eq=False)
-class LoadCall:
+class Prefetch:
     """A call to load a version and, with `pin`, to never evict it."""
 
     record: VersionRecord
@@ -24,31 +24,31 @@ class LoadCall:
 
 
 @dataclass(slots=True, eq=False)
-class UnloadCall:
+class Unload:
     """A call to free a version's slot once no request runs on it."""
 
     digest: str
     future: Future[None]
 
 
-class DeltaCalls:
-    """Answers calls when the residency of their delta is as they ask."""
+class ResidencyCalls:
+    """Answers calls when their delta is loaded or unloaded."""
 
     def __init__(self, residency: Residency, load_timeout_s: float) -> None:
         self._residency = residency
         self._load_timeout_s = load_timeout_s
-        self._loads: list[LoadCall] = []
-        self._unloads: list[UnloadCall] = []
+        self._prefetches: list[Prefetch] = []
+        self._unloads: list[Unload] = []
 
-    def add_load(self, call: LoadCall) -> None:
+    def add_prefetch(self, call: Prefetch) -> None:
         """Take a call to load. Pending calls to unload the same delta are answered: this one is newer."""
         for unload in [u for u in self._unloads if u.digest == call.record.digest]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         self._residency.retain(call.record)
-        self._loads.append(call)
+        self._prefetches.append(call)
 
-    def add_unload(self, call: UnloadCall) -> None:
+    def add_unload(self, call: Unload) -> None:
         """Take a call to unload."""
         self._unloads.append(call)
 
@@ -57,45 +57,46 @@ class DeltaCalls:
         for unload in [u for u in self._unloads if self._residency.evict(u.digest, "unload")]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
-        for load in list(self._loads):
-            self._serve_load(load, now)
+        for prefetch in list(self._prefetches):
+            self._serve_prefetch(prefetch, now)
 
-    def fail_loads(self, digest: str, error: PeraxisError) -> None:
+    def fail_prefetches(self, digest: str, error: PeraxisError) -> None:
         """Answer the calls to load a delta whose load has failed."""
-        for load in [load for load in self._loads if load.record.digest == digest]:
-            self._end_load(load)
-            load.future.set_exception(error)
+        for prefetch in [prefetch for prefetch in self._prefetches if prefetch.record.digest == digest]:
+            self._end_prefetch(prefetch)
+            prefetch.future.set_exception(error)
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every pending call with an error: the engine stops."""
-        pending: list[LoadCall | UnloadCall] = [*self._loads, *self._unloads]
-        self._loads, self._unloads = [], []
+        pending: list[Prefetch | Unload] = [*self._prefetches, *self._unloads]
+        self._prefetches, self._unloads = [], []
         for call in pending:
             call.future.set_exception(error)
 
-    def _serve_load(self, load: LoadCall, now: float) -> None:
-        digest = load.record.digest
+    def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
+        digest = prefetch.record.digest
         resident = self._residency.is_resident(digest)
-        if not resident and now - load.called_at <= self._load_timeout_s:
+        if not resident and now - prefetch.called_at <= self._load_timeout_s:
             self._residency.load(digest)
             return
-        self._end_load(load)
+        self._end_prefetch(prefetch)
         try:
             if not resident:
-                raise load_timeout(load.record, self._load_timeout_s)
-            if load.pin:
+                raise load_timeout(prefetch.record, self._load_timeout_s)
+            if prefetch.pin:
                 self._residency.pin(digest)
-            load.future.set_result(None)
+            prefetch.future.set_result(None)
         except PeraxisError as error:
-            load.future.set_exception(error)
+            prefetch.future.set_exception(error)
 
-    def _end_load(self, load: LoadCall) -> None:
-        self._loads.remove(load)
-        self._residency.forget(load.record.digest)
+    def _end_prefetch(self, prefetch: Prefetch) -> None:
+        self._prefetches.remove(prefetch)
+        self._residency.forget(prefetch.record.digest)
 
 
 def load_timeout(record: VersionRecord, load_timeout_s: float) -> LoadTimeout:
     """Return the error of a request or call whose delta was not loaded in time."""
     return LoadTimeout(
-        f"{label(record)} found no slot or was not loaded within {load_timeout_s:g} s: try again, or unpin some"
+        f"{label(record)} found no slot or was not loaded within {load_timeout_s:g} s: "
+        "try again later, or unpin another variant"
     )

@@ -1,4 +1,4 @@
-"""A submitted request on the event loop: its events come in, and leaving early cancels it."""
+"""The events of a submitted request on the event loop; leaving early cancels the request."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
-from fastapi import Request
+import fastapi
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event
-from server.engine.request import Request as EngineRequest
+from server.engine.request import Request
 
 T = TypeVar("T")
 
 
-class Running:
+class RequestEvents:
     """One request, to be submitted under `request_id`, and its events.
 
-    Used on the event loop, but for `submit`. Call `cancel` in the end, however the request ended.
+    Use on the event loop, except `submit`. Always call `cancel` last; it does nothing after the end.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -33,7 +33,7 @@ class Running:
         self._loop = asyncio.get_running_loop()
         self._submitted = self._cancelled = self._ended = False
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Submit the request. May read files: call it on a thread. Raises what `Engine.submit` does."""
         self._engine.submit(request, self._on_event)
         self._submitted = True
@@ -63,18 +63,18 @@ class Running:
 class EventStream(StreamingResponse):
     """Server-sent events of a request; cancels it when the client disconnects, even before the first byte."""
 
-    def __init__(self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._running = running
+    def __init__(self, events: RequestEvents, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers, media_type="text/event-stream")
+        self._request_events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._running.cancel()
+            self._request_events.cancel()
 
 
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
+async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
     """Await `work`; cancel it and raise ClientDisconnect if the client disconnects first.
 
     The body of `request` must have been read.
@@ -91,6 +91,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         watching.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(request: fastapi.Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Cold variants in the order in which they are loaded: the oldest of the tenant that had the fewest loads."""
+"""Variants that wait for a slot, in the order in which they get one: the oldest of the tenant with the fewest loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from server.engine.scheduling.scheduled_variant import ScheduledVariant
 
 @dataclass(slots=True, eq=False)
 class TenantLoads:
-    """The cold variants that one tenant waits for, the longest waiting first."""
+    """The variants without a slot that one tenant waits for, the longest waiting first."""
 
     counter: float = 0.0  # loads so far
     variants: dict[str, ScheduledVariant] = field(default_factory=dict)  # by digest
@@ -28,8 +28,8 @@ class TenantLoads:
         return next(iter(self.variants.values()))
 
 
-class ColdQueue:
-    """Cold variants, grouped by the tenants that wait for them."""
+class SlotQueue:
+    """Variants that wait for a slot, grouped by the tenants that wait for them."""
 
     def __init__(self) -> None:
         self._tenants: LeastServed[str, TenantLoads] = LeastServed(lambda name: TenantLoads())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.request import Request
-from server.engine.scheduling.kv_cache import PADDING_PAGE, KVCache
+from server.engine.scheduling.kv_cache_manager import PADDING_PAGE, KVCacheManager
 from server.engine.sequence import Sequence
 from server.sampling_params import SamplingParams
 from tests.server.helpers.simulation import version
@@ -29,19 +29,19 @@ def sequence(
     return Sequence(Request("r", tenant, digest, record, tuple(tokens), params), 0)
 
 
-def begin(cache: KVCache, seq: Sequence) -> Sequence:
+def begin(cache: KVCacheManager, seq: Sequence) -> Sequence:
     cache.attach_prefix(seq)
     return seq
 
 
-def compute(cache: KVCache, seq: Sequence) -> None:
+def compute(cache: KVCacheManager, seq: Sequence) -> None:
     """Compute all tokens, as one step would."""
     assert cache.allocate(seq, len(seq.tokens) - seq.num_computed_tokens)
     seq.num_computed_tokens = len(seq.tokens)
-    cache.commit(seq)
+    cache.cache_full_pages(seq)
 
 
-def seen(cache: KVCache, tokens: list[int], digest: str | None = None, tenant: str = "default") -> int:
+def seen(cache: KVCacheManager, tokens: list[int], digest: str | None = None, tenant: str = "default") -> int:
     """Return how many cached tokens a new sequence is given."""
     newcomer = begin(cache, sequence(tokens, digest, tenant))
     found = newcomer.num_computed_tokens
@@ -50,7 +50,7 @@ def seen(cache: KVCache, tokens: list[int], digest: str | None = None, tenant: s
 
 
 def test_a_prefix_is_found_again_in_whole_pages_and_its_last_token_is_left_to_compute() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     first = begin(cache, sequence(list(range(10))))
     compute(cache, first)
     assert seen(cache, list(range(10))) == 8
@@ -60,7 +60,7 @@ def test_a_prefix_is_found_again_in_whole_pages_and_its_last_token_is_left_to_co
 
 
 def test_a_prefix_outlives_the_sequence_that_made_it() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     first = begin(cache, sequence(list(range(9))))
     compute(cache, first)
     cache.release(first)
@@ -69,7 +69,7 @@ def test_a_prefix_outlives_the_sequence_that_made_it() -> None:
 
 
 def test_a_prefix_is_found_only_by_the_same_delta_and_tenant() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     compute(cache, begin(cache, sequence(list(range(9)), "ab", "c")))
     assert seen(cache, list(range(9)), "ab", "c") == 8
     for digest, tenant in ((None, "c"), ("", "c"), ("ab", "d"), ("a", "bc"), ("abc", ""), ("ac", "c")):
@@ -77,14 +77,14 @@ def test_a_prefix_is_found_only_by_the_same_delta_and_tenant() -> None:
 
 
 def test_a_sequence_with_prompt_logprobs_is_given_no_cached_prefix() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     compute(cache, begin(cache, sequence(list(range(9)))))
     newcomer = begin(cache, sequence(list(range(9)), prompt_logprobs=0))
     assert newcomer.num_computed_tokens == 0
 
 
 def test_allocating_more_pages_than_are_available_changes_nothing() -> None:
-    cache = KVCache(4, SIZE)
+    cache = KVCacheManager(4, SIZE)
     seq = begin(cache, sequence(list(range(20))))
     assert not cache.allocate(seq, 13)
     assert seq.page_table.pages == []
@@ -94,7 +94,7 @@ def test_allocating_more_pages_than_are_available_changes_nothing() -> None:
 
 
 def test_discarded_pages_are_never_found_again() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     bad = begin(cache, sequence(list(range(9))))
     compute(cache, bad)
     cache.discard(bad)
@@ -103,7 +103,7 @@ def test_discarded_pages_are_never_found_again() -> None:
 
 
 def test_the_least_recently_used_prefix_is_forgotten_first_and_its_end_before_its_beginning() -> None:
-    cache = KVCache(6, SIZE)
+    cache = KVCacheManager(6, SIZE)
     for start in (0, 100):
         seq = begin(cache, sequence(list(range(start, start + 9))))
         compute(cache, seq)
@@ -117,7 +117,7 @@ def test_the_least_recently_used_prefix_is_forgotten_first_and_its_end_before_it
 
 
 def test_each_allocated_page_is_reported_once_to_be_zeroed() -> None:
-    cache = KVCache(3, SIZE)
+    cache = KVCacheManager(3, SIZE)
     first = begin(cache, sequence([1] * 5))
     compute(cache, first)
     assert sorted(cache.take_pages_to_zero()) == sorted(first.page_table.pages)
@@ -129,7 +129,7 @@ def test_each_allocated_page_is_reported_once_to_be_zeroed() -> None:
 
 
 def test_queries_and_hits_are_counted_in_tokens() -> None:
-    cache = KVCache(10, SIZE)
+    cache = KVCacheManager(10, SIZE)
     compute(cache, begin(cache, sequence(list(range(9)))))
     waiting = begin(cache, sequence(list(range(9))))
     # As if there were too few pages for the rest.
@@ -143,7 +143,7 @@ def test_queries_and_hits_are_counted_in_tokens() -> None:
 @given(st.integers(0, 2**32), st.integers(2, 12))
 def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) -> None:
     draw = random.Random(seed)
-    cache, live = KVCache(num_pages, SIZE), list[Sequence]()
+    cache, live = KVCacheManager(num_pages, SIZE), list[Sequence]()
     for _ in range(60):
         action = draw.random()
         if action < 0.5:
@@ -151,7 +151,7 @@ def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) 
             seq = begin(cache, sequence(tokens, tenant=draw.choice("ab")))
             if cache.allocate(seq, len(tokens) - seq.num_computed_tokens):
                 seq.num_computed_tokens = len(tokens)
-                cache.commit(seq)
+                cache.cache_full_pages(seq)
                 live.append(seq)
             else:
                 cache.release(seq)
@@ -168,8 +168,8 @@ def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) 
 
 def test_a_cache_without_pages_and_a_second_prefix_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 pages, got 1"):
-        KVCache(1, SIZE)
-    cache = KVCache(10, SIZE)
+        KVCacheManager(1, SIZE)
+    cache = KVCacheManager(10, SIZE)
     seq = begin(cache, sequence(list(range(9))))
     compute(cache, seq)
     with pytest.raises(RuntimeError, match="r/0 has pages already"):

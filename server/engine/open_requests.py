@@ -1,4 +1,4 @@
-"""Admission of requests: checks them, refuses what cannot be served, and counts those that are open. Thread-safe.
+"""Open requests: checks new ones, refuses those that cannot be served, counts the others. Thread-safe.
 
 Runs on the threads that submit; knows no scheduler and no model.
 """
@@ -15,8 +15,8 @@ from server.errors import Draining, InvalidRequest, QueueFull
 from server.text.tokenizer import Tokenizers, VariantTokenizer
 
 
-class Admission:
-    """Open requests: admitted, and not answered in full.
+class OpenRequests:
+    """Requests that were admitted and are not answered in full.
 
     Args:
         max_open: most requests that run or wait.
@@ -34,7 +34,7 @@ class Admission:
         self._open: dict[str, tuple[Request, OnEvent]] = {}
         self._draining = False
 
-    def admit(self, request: Request, on_event: OnEvent) -> VariantTokenizer:
+    def add(self, request: Request, on_event: OnEvent) -> VariantTokenizer:
         """Admit a request and return its variant's tokenizer. Reads files if the tokenizer is not cached.
 
         Raises:

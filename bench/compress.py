@@ -31,7 +31,7 @@ from compressor.codec import Method
 from compressor.config import CompressConfig
 from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from deltastore.base.base import architecture
 from demo.table import table
@@ -160,9 +160,13 @@ def write_pair(directory: Path, shapes: LlamaShapes) -> None:
 
 def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     """Compress the pair in this process and measure its peak of memory; call it in a fresh process."""
-    training = Training(Calibration("self", FITTED_SAMPLES), device="cpu") if fit else None
+    fit_settings = FitSettings(Calibration("self", FITTED_SAMPLES), device="cpu") if fit else None
     config = CompressConfig(
-        str(directory / "base"), str(directory / "finetune"), directory / "delta", method, training=training
+        str(directory / "base"),
+        str(directory / "finetune"),
+        directory / "delta",
+        method,
+        fit_settings=fit_settings,
     )
     needs = plan(config)
     # Imports what compressing imports.

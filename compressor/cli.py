@@ -170,13 +170,13 @@ def compress(
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
     from compressor.config import CompressConfig
     from compressor.fitting.calibration import Calibration
-    from compressor.fitting.training import Training
+    from compressor.fitting.fit_settings import FitSettings
     from compressor.pipeline import compress as run
     from compressor.pipeline import plan as run_plan
 
-    training = None
+    fit_settings = None
     if calibration != "none":
-        training = Training(
+        fit_settings = FitSettings(
             Calibration(calibration, samples, seed=seed),
             solver=solver,
             refine_signs=refine_signs,
@@ -190,7 +190,7 @@ def compress(
             with_scalar=with_scalar,
         )
     config = CompressConfig(
-        base, finetune, out, method, embeddings, progress, training, min_agreement, resume, report
+        base, finetune, out, method, embeddings, progress, fit_settings, min_agreement, resume, report
     )
     if plan:
         _print_plan(run_plan(config), as_json)

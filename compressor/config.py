@@ -1,6 +1,6 @@
 """The settings of one `compress` run: two checkpoints, an output and options.
 
-Reads no files; the settings of fitting to text are `fitting/training.py`.
+Reads no files; the settings of fitting to text are `fitting/fit_settings.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from compressor.codec import Method
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:  # brings transformers, which takes seconds
-    from compressor.fitting.training import Training
+    from compressor.fitting.fit_settings import FitSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class CompressConfig:
     method: Method = "both"
     embeddings: Literal["compress", "whole"] = "compress"
     progress: bool = False
-    training: Training | None = None  # None fits the weights alone
+    fit_settings: FitSettings | None = None  # None fits the weights alone
     min_agreement: float | None = None  # of most likely tokens, on text held out; less of it is a failure
     resume: bool = False
     report: Path | None = None  # a directory for a model card
@@ -40,7 +40,7 @@ class CompressConfig:
             return
         if not 0 <= self.min_agreement <= 1:
             raise UsageError(f"--min-agreement {self.min_agreement}: give a share from 0 to 1")
-        if self.training is None:
+        if self.fit_settings is None:
             raise UsageError(
                 "--min-agreement is measured on text: give it with a --calibration other than none"
             )
@@ -48,8 +48,9 @@ class CompressConfig:
     def settings(self) -> dict[str, Any]:
         """Return the settings that change the artifact's bytes."""
         settings = {"method": self.method, "calibration": "none", "embeddings": self.embeddings}
-        if self.training is None:
+        if self.fit_settings is None:
             return settings
-        from compressor.fitting.strategies import strategy_of  # brings transformers, which takes seconds
+        # Deferred, because it imports transformers, which takes seconds.
+        from compressor.fitting.strategies.by_solver import strategy_of
 
-        return settings | strategy_of(self.training, self.method).settings()
+        return settings | strategy_of(self.fit_settings, self.method).settings()

@@ -38,7 +38,7 @@ from deltastore.progress import identify_base
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:
     from compressor.fitting.fit import Fitted
-    from compressor.fitting.training import Training
+    from compressor.fitting.fit_settings import FitSettings
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
 NUM_EXAMPLES = 4  # in a model card
@@ -91,7 +91,7 @@ def compress(config: CompressConfig) -> CompressResult:
 
 
 def _check_outputs(config: CompressConfig) -> None:
-    text = None if config.training is None else config.training.calibration.source
+    text = None if config.fit_settings is None else config.fit_settings.calibration.source
     inputs = {"--base": config.base, "--finetune": config.finetune, "--calibration": text}
     check_not_an_input(config.out, inputs)
     if config.report is not None:
@@ -123,12 +123,12 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
     check_memory(config, pairs, coded)
     base = _identify(pairs.base, config)
     with ArtifactWriter(config.out) as writer:
-        if config.training is None:
+        if config.fit_settings is None:
             contents = _contents(config, base, pairs, files, None)
             return *write_delta(contents, writer, progress=config.progress), ()
-        inputs = _inputs(base, pairs.finetune, config, config.training)
+        inputs = _inputs(base, pairs.finetune, config, config.fit_settings)
         with open_checkpoint_store(config.out, inputs, resume=config.resume) as store:
-            fitted = _fit(config, config.training, pairs, coded, store)
+            fitted = _fit(config, config.fit_settings, pairs, coded, store)
             _check_agreement(config, fitted)
             contents = _contents(config, base, pairs, files, fitted)
             manifest, digest = write_delta(contents, writer, progress=config.progress)
@@ -161,7 +161,7 @@ def _write_card(
     from compressor.evaluate.examples import examples
 
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
-    device = torch.device("cpu") if config.training is None else config.training.torch_device()
+    device = torch.device("cpu") if config.fit_settings is None else config.fit_settings.torch_device()
     with Artifact.open(config.out) as artifact:
         base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
         shown = examples(base, pairs.finetune, delta, unseen[:NUM_EXAMPLES], device)
@@ -169,21 +169,25 @@ def _write_card(
 
 
 def _fit(
-    config: CompressConfig, training: Training, pairs: Pairs, coded: frozenset[str], store: CheckpointStore
+    config: CompressConfig,
+    fit_settings: FitSettings,
+    pairs: Pairs,
+    coded: frozenset[str],
+    store: CheckpointStore,
 ) -> Fitted:
     """Fit the deltas of the matrices that differ to calibration text."""
     # Deferred, because it imports transformers, which takes seconds.
     from compressor.fitting.fit import Fit
-    from compressor.fitting.strategies import strategy_of
+    from compressor.fitting.strategies.by_solver import strategy_of
 
-    spare_bytes = int((training.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
+    spare_bytes = int((fit_settings.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)
     return_freed_memory()
     fit = Fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in fitted_names},
         base=base_with_added_rows(pairs),
         finetune=finetune_with_own_head(pairs),
-        strategy=strategy_of(training, config.method),
+        strategy=strategy_of(fit_settings, config.method),
         spare_bytes=spare_bytes,
         store=store,
         shows_progress=config.progress,
@@ -191,14 +195,16 @@ def _fit(
     return fit.run()
 
 
-def _inputs(base: Base, finetune: Checkpoint, config: CompressConfig, training: Training) -> dict[str, Any]:
+def _inputs(
+    base: Base, finetune: Checkpoint, config: CompressConfig, fit_settings: FitSettings
+) -> dict[str, Any]:
     """Return what a resumed run must share with the run that it continues."""
     return {
         "base": base.fingerprint,
         "finetune": identify_base(finetune, config.progress).fingerprint,
         "version": version("peraxis"),
         "settings": config.settings(),
-        "text": training.calibration.source,
+        "text": fit_settings.calibration.source,
     }
 
 

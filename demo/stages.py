@@ -16,7 +16,7 @@ from compressor.codec import Method
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import CompressResult, compress
 from demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
 from demo.score import exact_match
@@ -36,18 +36,18 @@ class CompressionMode:
 
     name: str
     method: Method
-    training: Training | None  # None codes the weights alone
+    fit_settings: FitSettings | None  # None codes the weights alone
 
     @property
     def title(self) -> str:
-        return f"{self.method}, {'weights only' if self.training is None else 'fitted (default)'}"
+        return f"{self.method}, {'weights only' if self.fit_settings is None else 'fitted (default)'}"
 
 
 # The last one holds the defaults of `peraxis compress`; its deltas are uploaded under the task's own name.
 MODES = (
     CompressionMode("scalar", "scalar", None),
     CompressionMode("weights", "both", None),
-    CompressionMode("default", "both", Training(Calibration("self"))),
+    CompressionMode("default", "both", FitSettings(Calibration("self"))),
 )
 SERVED = MODES[-1]
 
@@ -104,7 +104,9 @@ def compress_all(models: Models, work: Path, progress: Callable[[str], None]) ->
 def _compress_and_score(models: Models, task: Task, mode: CompressionMode, work: Path) -> ScoredDelta:
     out, merged = work / f"{task.name}-{mode.name}.safetensors", work / f"{task.name}-{mode.name}-merged"
     base, finetune = str(models.base), str(models.finetunes[task.name])
-    result = compress(CompressConfig(base, finetune, out, mode.method, progress=True, training=mode.training))
+    result = compress(
+        CompressConfig(base, finetune, out, mode.method, progress=True, fit_settings=mode.fit_settings)
+    )
     merge(MergeConfig(base, out, merged))
     items = task.items(split="test", count=NUM_ITEMS, seed=0)
     return ScoredDelta(task, mode, result, exact_match(merged, task, items))

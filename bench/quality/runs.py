@@ -19,7 +19,7 @@ from bench.quality.text import Amount
 from compressor.codec import Method
 from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import compress
 from deltastore.base.base import architecture
 
@@ -60,10 +60,10 @@ class Run:
         Args:
             files: the calibration text of each kind that is a file.
         """
-        training = None
+        fit_settings = None
         if self.text != "none":
             source = str(files.get(self.text, self.text))
-            training = Training(
+            fit_settings = FitSettings(
                 Calibration(source, amount.samples, amount.length),
                 solver=self.solver,
                 distill_epochs=self.distill_epochs,
@@ -72,7 +72,7 @@ class Run:
                 device="cpu",
             )
         return CompressConfig(
-            str(base), str(finetune), out, self.delta, embeddings=self.embeddings, training=training
+            str(base), str(finetune), out, self.delta, embeddings=self.embeddings, fit_settings=fit_settings
         )
 
 

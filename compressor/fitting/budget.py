@@ -1,6 +1,6 @@
 """Spend bytes beyond one bit per weight on the upgrades whose measured gain per byte is largest.
 
-Measures larger forms of deltas in a student and buys them; `layers/least_squares.py` finds those of linear layers.
+Measures larger forms of deltas in a student and buys them; those of linear layers are found by the layer solver.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from compressor.fitting.distillation.student import DEVICE_PART, HOST_BYTES
 from compressor.fitting.fit import MEASURED_SEQUENCES
 from compressor.fitting.shapes import FitShapes
 from compressor.fitting.stage_cost import MemoryItem, StageCost
-from compressor.fitting.strategy import FLOAT32_BYTES, LATENT_BYTES, FitStrategy
+from compressor.fitting.strategies.strategy import FLOAT32_BYTES, LATENT_BYTES, FitStrategy
 
 LIBRARIES_BYTES = 120 << 20  # of torch and glibc's heap beside tensors, as measured
 LOGITS_COPIES = 8  # logits of one part of the tokens, their logarithms and their gradients
@@ -40,12 +40,12 @@ class FitCost:
 
     def stages(self) -> Iterator[StageCost]:
         """Yield the stages in their order."""
-        if self.strategy.training.calibration.source == "self":
+        if self.strategy.fit_settings.calibration.source == "self":
             yield self._sampling()
         yield self._teaching()
         if self.strategy.fits_layers:
             yield self._layers()
-        if self.strategy.training.budget > 1:
+        if self.strategy.fit_settings.budget > 1:
             yield self._upgrades()
         if self.strategy.distillation.epochs:
             yield self._distilling()
@@ -53,11 +53,11 @@ class FitCost:
 
     @property
     def _length(self) -> int:
-        return self.strategy.training.calibration.length
+        return self.strategy.fit_settings.calibration.length
 
     @property
     def _num_samples(self) -> int:
-        return self.strategy.training.calibration.samples
+        return self.strategy.fit_settings.calibration.samples
 
     @property
     def _choosing_tokens(self) -> int:

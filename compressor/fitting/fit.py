@@ -26,7 +26,7 @@ from compressor.fitting.distillation.teacher import Teacher, TeacherTargets
 from compressor.fitting.distillation.trainable import Trainable
 from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.shapes import widest_input
-from compressor.fitting.strategy import FitStrategy, LayerStageInputs
+from compressor.fitting.strategies.strategy import FitStrategy, LayerStageInputs
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore, flatten_deltas, unflatten_deltas
 from compressor.io.pairs import TensorPair
@@ -89,7 +89,7 @@ class Fit:
             UsageError: text that cannot be had or is too short; settings that do not go together.
         """
         self.strategy.check(self.spare_bytes)
-        device = self.strategy.training.torch_device()
+        device = self.strategy.fit_settings.torch_device()
         decoder = Decoder(self.finetune, device, torch.float32)
         sequences = self._calibration_text(decoder)
         widest = widest_input([pair.shape for pair in self.pairs.values()])
@@ -106,7 +106,7 @@ class Fit:
     def _calibration_text(self, finetune: Decoder) -> list[Tensor]:
         stored = self.store.load_tensors("text")
         if stored is None:
-            calibration = self.strategy.training.calibration
+            calibration = self.strategy.fit_settings.calibration
             tokens = calibration.samples * calibration.length if calibration.source == "self" else 0
             with progress_bar(tokens, "sampling text", "token", self.shows_progress and tokens > 0) as bar:
                 sequences = calibration_text(calibration, finetune, bar.update)

@@ -21,7 +21,7 @@ from compressor.planning.machine import free_memory, measure_rate
 from deltastore.format.plan import FP16_BYTES, one_bit_plan
 
 if TYPE_CHECKING:  # brings transformers, which takes seconds
-    from compressor.fitting.training import Training
+    from compressor.fitting.fit_settings import FitSettings
 
 CODING_BYTES = 110 << 20  # of the threads that code weights alone, as measured
 CODING_PASSES = 12  # over all bytes: fingerprints, differences, the artifact's signs and errors
@@ -56,7 +56,7 @@ def requirements_of(
         files: the fine-tune's own files that the artifact stores.
     """
     device = device_of(config)
-    stages, rate = stage_costs(config, config.training, pairs, coded), measure_rate(device)
+    stages, rate = stage_costs(config, config.fit_settings, pairs, coded), measure_rate(device)
     return Requirements(
         stages,
         [rate.seconds(stage) for stage in stages],
@@ -67,25 +67,25 @@ def requirements_of(
 
 def device_of(config: CompressConfig) -> torch.device:
     """Return the device where models run; weights alone are coded on the CPU."""
-    return torch.device("cpu") if config.training is None else config.training.torch_device()
+    return torch.device("cpu") if config.fit_settings is None else config.fit_settings.torch_device()
 
 
 def stage_costs(
-    config: CompressConfig, training: Training | None, pairs: Pairs, coded: Collection[str]
+    config: CompressConfig, fit_settings: FitSettings | None, pairs: Pairs, coded: Collection[str]
 ) -> list[StageCost]:
     """Return the cost of every stage of `config` with the fit's settings replaced by `training`."""
     moved = float(CODING_PASSES * sum(pair.num_bytes for pair in pairs.tensors))
     coding = StageCost("coding", [MemoryItem("row blocks of every thread", CODING_BYTES, "host")], 0.0, moved)
-    if training is None:
+    if fit_settings is None:
         return [coding]
     # They bring transformers, which takes seconds.
     from compressor.fitting.cost import FitCost
-    from compressor.fitting.strategies import strategy_of
+    from compressor.fitting.strategies.by_solver import strategy_of
 
     shapes = shapes_of(pairs.tensors, coded, pairs.finetune.config)
-    device = training.torch_device()
+    device = fit_settings.torch_device()
     free = free_memory(device)["host" if device.type == "cpu" else "device"]
-    fit = FitCost(shapes, strategy_of(training, config.method), device.type == "cpu", free)
+    fit = FitCost(shapes, strategy_of(fit_settings, config.method), device.type == "cpu", free)
     return [*fit.stages(), coding]
 
 
@@ -100,13 +100,14 @@ def disk_bytes(
     matrices = one_bit_plan({pair.name: pair.shape for pair in pairs.tensors if pair.name in coded})
     whole = sum(pair.tensor.num_bytes for pair in pairs.tensors if pair.name not in coded)
     added = sum(pair.added_rows * pair.row_bytes for pair in pairs.tensors if pair.name in coded)
-    budget, copies = (1.0, 2) if config.training is None else (config.training.budget, 4)
+    budget, copies = (1.0, 2) if config.fit_settings is None else (config.fit_settings.budget, 4)
     needed = int(copies * budget * matrices.device_bytes)
     needed += 2 * (whole + added + sum(map(len, files.values())))
-    if config.training is not None:
-        from compressor.fitting.strategies import strategy_of  # brings transformers, which takes seconds
+    if config.fit_settings is not None:
+        # Deferred, because it imports transformers, which takes seconds.
+        from compressor.fitting.strategies.by_solver import strategy_of
 
         num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
         num_scales = matrices.scales_bytes // FP16_BYTES
-        needed += strategy_of(config.training, config.method).state_bytes(num_weights, num_scales)
+        needed += strategy_of(config.fit_settings, config.method).state_bytes(num_weights, num_scales)
     return needed

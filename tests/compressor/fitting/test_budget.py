@@ -9,7 +9,7 @@ import pytest
 
 from compressor.fitting.budget import Upgrade, measure, spend, stored_bytes
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import CompressResult
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.matrix import MatrixDelta
@@ -174,8 +174,8 @@ def test_a_budget_is_kept_and_brings_the_delta_nearer(architecture: str, tmp_pat
     models = make_pair(architecture, tmp_path, changes=(Change(noise=0.2),))
     sizes, divergences, forms = [], [], []
     for budget in (1.0, 1.1, 1.5):
-        training = Training(FEW, distill_epochs=0, budget=budget)
-        result = compressed(models, tmp_path / f"{budget}", training=training)
+        fit_settings = FitSettings(FEW, distill_epochs=0, budget=budget)
+        result = compressed(models, tmp_path / f"{budget}", fit_settings=fit_settings)
         norms = sum(spec.codec == "whole" for spec in result.manifest.tensors.values())
         wide = 2 * 64 * norms  # norms of float32 checkpoints, which the plan takes for 16 bits
         assert result.manifest.device_bytes <= budget * plan_bytes(models, result) + wide
@@ -190,5 +190,7 @@ def test_a_budget_is_kept_and_brings_the_delta_nearer(architecture: str, tmp_pat
 
 def test_a_tied_embedding_can_be_given_a_second_plane(tmp_path: Path) -> None:
     models = make_pair("qwen2", tmp_path, changes=(Change(noise=0.2),))
-    result = compressed(models, tmp_path / "delta", training=Training(FEW, distill_epochs=1, budget=2.0))
+    result = compressed(
+        models, tmp_path / "delta", fit_settings=FitSettings(FEW, distill_epochs=1, budget=2.0)
+    )
     assert result.manifest.tensors[EMBEDDING].planes == 2

@@ -9,20 +9,20 @@ from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.cost import FitCost
+from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.stage_cost import StageCost
-from compressor.fitting.strategies import strategy_of
-from compressor.fitting.training import Training
+from compressor.fitting.strategies.by_solver import strategy_of
 from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.model_shapes import LLAMA_8B, QWEN_1B5, shapes_of
 
-DEFAULT = Training(Calibration("self", 256))
+DEFAULT = FitSettings(Calibration("self", 256))
 GB = 10**9
 
 
 def stages_of(
-    shapes: LlamaShapes, training: Training = DEFAULT, *, is_cpu: bool, free: int
+    shapes: LlamaShapes, fit_settings: FitSettings = DEFAULT, *, is_cpu: bool, free: int
 ) -> list[StageCost]:
-    return list(FitCost(shapes_of(shapes), strategy_of(training, "both"), is_cpu, free).stages())
+    return list(FitCost(shapes_of(shapes), strategy_of(fit_settings, "both"), is_cpu, free).stages())
 
 
 def peak(stages: list[StageCost], where: str) -> int:

@@ -20,11 +20,11 @@ from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel
 from compressor.config import CompressConfig
 from compressor.evaluate.fidelity import fidelity
-from compressor.fitting import least_squares
 from compressor.fitting.calibration import Calibration, calibration_text, held_out
 from compressor.fitting.fit import TextSplit
-from compressor.fitting.strategies import strategy_of
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
+from compressor.fitting.strategies import least_squares
+from compressor.fitting.strategies.by_solver import strategy_of
 from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
@@ -35,7 +35,7 @@ from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a 
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=20, length=16, seed=0)
-OURS = Training(SELF, distill_epochs=1)
+OURS = FitSettings(SELF, distill_epochs=1)
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
 NOISY = (Change(noise=0.2),)
 WIDE = 1 << 20  # input features for which layers take all the text that there is
@@ -71,8 +71,8 @@ def test_the_artifact_is_as_good_as_it_says(
     architecture: str, change: Change, budget: float, tmp_path: Path
 ) -> None:
     models = make_pair(architecture, tmp_path, seed=5, changes=(change,))
-    training = Training(SELF, distill_epochs=1, budget=budget)
-    result = compressed(models, tmp_path / "delta", training=training)
+    fit_settings = FitSettings(SELF, distill_epochs=1, budget=budget)
+    result = compressed(models, tmp_path / "delta", fit_settings=fit_settings)
     expected = measured(models, tmp_path / "delta", SELF)
     said = result.manifest.fidelity["held_out"]
     assert said.keys() == expected.keys()
@@ -85,8 +85,8 @@ def test_the_artifact_is_as_good_as_it_says(
 @pytest.mark.parametrize("method", ["scalar", "per-axis"])
 def test_paper_and_bitdelta_are_as_good_as_they_say(solver: Any, method: Any, tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
-    training = Training(SELF, solver=solver, distill_epochs=1)
-    result = compressed(models, tmp_path / "delta", method=method, training=training)
+    fit_settings = FitSettings(SELF, solver=solver, distill_epochs=1)
+    result = compressed(models, tmp_path / "delta", method=method, fit_settings=fit_settings)
     expected = measured(models, tmp_path / "delta", SELF)
     assert result.manifest.fidelity["held_out"] == pytest.approx(expected, rel=1e-3)
     axes = {spec.axis for spec in result.manifest.tensors.values() if spec.codec == "onebit"}
@@ -96,7 +96,7 @@ def test_paper_and_bitdelta_are_as_good_as_they_say(solver: Any, method: Any, tm
 def test_matrices_that_the_finetune_left_alone_are_not_made_up_for(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     rewrite(models.finetunes[0], lambda tensors: unchanged(tensors, models.base))
-    result = compressed(models, tmp_path / "delta", training=OURS)
+    result = compressed(models, tmp_path / "delta", fit_settings=OURS)
     assert not [name for name in result.manifest.tensors if ".layers.0." in name]
     assert result.manifest.fidelity["held_out"] == pytest.approx(
         measured(models, tmp_path / "delta", SELF), rel=1e-3
@@ -106,8 +106,8 @@ def test_matrices_that_the_finetune_left_alone_are_not_made_up_for(tmp_path: Pat
 @pytest.mark.parametrize("solver", ["lstsq", "adamw"])
 def test_a_finetune_that_is_its_base_has_an_empty_delta(solver: Any, tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=(Change(noise=0.0),))
-    training = Training(SELF, solver=solver, distill_epochs=1, budget=1.0)
-    result = compressed(models, tmp_path / "delta", method="per-axis", training=training)
+    fit_settings = FitSettings(SELF, solver=solver, distill_epochs=1, budget=1.0)
+    result = compressed(models, tmp_path / "delta", method="per-axis", fit_settings=fit_settings)
     assert result.manifest.tensors == {}
     assert result.manifest.fidelity["held_out"]["kl"] == 0
 
@@ -115,19 +115,24 @@ def test_a_finetune_that_is_its_base_has_an_empty_delta(solver: Any, tmp_path: P
 def test_only_norms_that_differ_need_no_fitting(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=(Change(noise=0.0),))
     rewrite(models.finetunes[0], lambda tensors: tensors[NORM].mul_(1.5))
-    result = compressed(models, tmp_path / "delta", training=Training(SELF, budget=1.5))
+    result = compressed(models, tmp_path / "delta", fit_settings=FitSettings(SELF, budget=1.5))
     assert result.manifest.tensors.keys() == {NORM}
     assert result.manifest.fidelity["held_out"]["kl"] == 0 < result.manifest.fidelity["base"]["kl"]
 
 
 @pytest.mark.parametrize(
-    ("method", "training"),
-    [("both", Training(SELF, budget=1.2)), ("per-axis", Training(SELF, solver="adamw", distill_epochs=1))],
+    ("method", "fit_settings"),
+    [
+        ("both", FitSettings(SELF, budget=1.2)),
+        ("per-axis", FitSettings(SELF, solver="adamw", distill_epochs=1)),
+    ],
     ids=["ours", "paper"],
 )
-def test_the_same_inputs_give_the_same_bytes(method: Any, training: Training, tmp_path: Path) -> None:
+def test_the_same_inputs_give_the_same_bytes(method: Any, fit_settings: FitSettings, tmp_path: Path) -> None:
     models = make_pair("qwen2", tmp_path, seed=5, changes=NOISY)
-    made = [compressed(models, tmp_path / name, method=method, training=training).digest for name in "ab"]
+    made = [
+        compressed(models, tmp_path / name, method=method, fit_settings=fit_settings).digest for name in "ab"
+    ]
     assert made[0] == made[1]
 
 
@@ -135,7 +140,7 @@ def test_distillation_brings_a_delta_nearer(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     text = Calibration("self", samples=48, length=24)
     found = [
-        compressed(models, tmp_path / f"{epochs}", training=Training(text, distill_epochs=epochs))
+        compressed(models, tmp_path / f"{epochs}", fit_settings=FitSettings(text, distill_epochs=epochs))
         for epochs in (0, 3)
     ]
     none, some = (result.manifest.fidelity["held_out"]["kl"] for result in found)
@@ -146,9 +151,11 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
-    digests = [compressed(models, tmp_path / "0", training=Training(SELF, distill_epochs=0)).digest]
+    digests = [compressed(models, tmp_path / "0", fit_settings=FitSettings(SELF, distill_epochs=0)).digest]
     monkeypatch.setattr(least_squares, "SCALE_RATE", 10.0)  # so that every step does harm
-    wild = compressed(models, tmp_path / "wild", training=Training(SELF, distill_epochs=2, learn_signs=False))
+    wild = compressed(
+        models, tmp_path / "wild", fit_settings=FitSettings(SELF, distill_epochs=2, learn_signs=False)
+    )
     with Artifact.open(tmp_path / "0") as one, Artifact.open(tmp_path / "wild") as other:
         for name, spec in wild.manifest.tensors.items():
             if spec.codec == "onebit":
@@ -158,12 +165,12 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
 
 def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     text = [torch.tensor([number]) for number in range(200)]
-    paper = strategy_of(Training(SELF, solver="adamw"), "per-axis")
+    paper = strategy_of(FitSettings(SELF, solver="adamw"), "per-axis")
     split = TextSplit.of(text, paper, widest=WIDE)
     parts = [[int(ids) for ids in part] for part in (split.layers, split.end, split.choosing, split.judging)]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
-    ours = TextSplit.of(text, strategy_of(Training(SELF), "both"), widest=WIDE)
+    ours = TextSplit.of(text, strategy_of(FitSettings(SELF), "both"), widest=WIDE)
     assert len(ours.layers) == len(ours.end) == 180
 
 
@@ -182,7 +189,7 @@ def test_an_adapter_is_fitted_like_any_finetune(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=())
     adapter = adapted(models, tmp_path / "adapter")
     results = [
-        compress(CompressConfig(str(models.base), str(adapter), tmp_path / name, training=OURS))
+        compress(CompressConfig(str(models.base), str(adapter), tmp_path / name, fit_settings=OURS))
         for name in "ab"
     ]
     assert results[0].digest == results[1].digest
@@ -197,8 +204,8 @@ def test_a_delta_says_nothing_of_where_things_lay(tmp_path: Path) -> None:
     text = tmp_path / "private" / "words.txt"
     text.parent.mkdir()
     text.write_text("words of a domain " * 200)
-    training = Training(Calibration(str(text), 20, 16), distill_epochs=1)
-    result = compressed(models, tmp_path / "delta", training=training)
+    fit_settings = FitSettings(Calibration(str(text), 20, 16), distill_epochs=1)
+    result = compressed(models, tmp_path / "delta", fit_settings=fit_settings)
     assert str(tmp_path).encode() not in (tmp_path / "delta").read_bytes()
     assert "private" not in result.manifest.model_dump_json()
     assert result.manifest.compressor["settings"]["calibration"]["source"] == "words.txt"
@@ -209,8 +216,10 @@ def test_fewer_sequences_than_asked_for_are_told_and_noted(
 ) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
     (tmp_path / "words.txt").write_text("one two three four " * 20)
-    training = Training(Calibration(str(tmp_path / "words.txt"), 200, 16), distill_epochs=0)
-    noted = compressed(models, tmp_path / "delta", training=training).manifest.compressor["num_sequences"]
+    fit_settings = FitSettings(Calibration(str(tmp_path / "words.txt"), 200, 16), distill_epochs=0)
+    noted = compressed(models, tmp_path / "delta", fit_settings=fit_settings).manifest.compressor[
+        "num_sequences"
+    ]
     assert 16 <= noted < 200
     assert f"makes {noted} sequences of 16 tokens, fewer than --samples 200" in capsys.readouterr().err
 
@@ -230,7 +239,7 @@ def refused(models: TinyModels, kind: type[PeraxisError], **config: Any) -> str:
     """Return the error's message; check that it is one line and that no file is left."""
     out = models.base.parent / "out" / "delta"
     out.parent.mkdir()
-    settings: dict[str, Any] = {"training": OURS, **config}
+    settings: dict[str, Any] = {"fit_settings": OURS, **config}
     with pytest.raises(kind) as caught:
         compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, **settings))
     assert os.listdir(out.parent) == []
@@ -259,7 +268,7 @@ def test_inputs_that_overflow_are_refused_by_the_layer_that_reads_them(models: T
 
     rewrite(models.finetunes[0], overflow)
     config = CompressConfig(
-        str(models.base), str(models.finetunes[0]), models.base.parent / "delta", training=OURS
+        str(models.base), str(models.finetunes[0]), models.base.parent / "delta", fit_settings=OURS
     )
     with pytest.raises(
         CheckpointError, match=r"the inputs of tensor 'model\.layers\.0\.mlp\..* not finite or overflow"
@@ -275,53 +284,53 @@ def test_a_shrunk_vocabulary_is_refused_before_any_file_is_left(models: TinyMode
 def test_text_that_is_too_short_is_refused_before_any_file_is_left(models: TinyModels) -> None:
     text = models.base.parent / "short.txt"
     text.write_text("a few words")
-    short = Training(Calibration(str(text), 20, 16))
-    assert "short.txt: its text makes 0 sequences" in refused(models, UsageError, training=short)
+    short = FitSettings(Calibration(str(text), 20, 16))
+    assert "short.txt: its text makes 0 sequences" in refused(models, UsageError, fit_settings=short)
 
 
 @pytest.mark.parametrize(("solver", "least"), [("lstsq", 4), ("adamw", 8)])
 def test_so_few_samples_that_none_can_be_held_out_are_refused(
     solver: Any, least: int, models: TinyModels
 ) -> None:
-    few = Training(Calibration("self", least - 1, 16), solver=solver)
-    message = refused(models, UsageError, training=few, method="per-axis")
+    few = FitSettings(Calibration("self", least - 1, 16), solver=solver)
+    message = refused(models, UsageError, fit_settings=few, method="per-axis")
     assert message.startswith(f"--samples {least - 1}: give at least {least}")
-    enough = Training(Calibration("self", least, 16), solver=solver)
-    result = compressed(models, models.base.parent / "delta", method="per-axis", training=enough)
+    enough = FitSettings(Calibration("self", least, 16), solver=solver)
+    result = compressed(models, models.base.parent / "delta", method="per-axis", fit_settings=enough)
     assert result.manifest.fidelity["held_out"]["num_tokens"] >= 16
 
 
 def test_the_papers_solver_has_no_both(models: TinyModels) -> None:
-    message = refused(models, UsageError, training=Training(SELF, solver="adamw"))
+    message = refused(models, UsageError, fit_settings=FitSettings(SELF, solver="adamw"))
     assert message.startswith(
         "--solver adamw trains one vector or one number per matrix: give --method per-axis"
     )
 
 
 def test_the_papers_solver_has_no_budget(models: TinyModels) -> None:
-    paper = Training(SELF, solver="adamw", budget=1.5)
-    assert "needs --solver lstsq" in refused(models, UsageError, training=paper, method="per-axis")
+    paper = FitSettings(SELF, solver="adamw", budget=1.5)
+    assert "needs --solver lstsq" in refused(models, UsageError, fit_settings=paper, method="per-axis")
 
 
 @pytest.mark.parametrize("budget", [0.9, -1.0, math.nan, math.inf])
 def test_a_budget_that_is_none_is_refused(budget: float) -> None:
     with pytest.raises(UsageError, match=r"--budget .*: give at least 1"):
-        Training(SELF, budget=budget)
+        FitSettings(SELF, budget=budget)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-4, math.nan, math.inf])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(UsageError, match=r"--rate .*: give a number above 0"):
-        Training(SELF, rate=rate)
+        FitSettings(SELF, rate=rate)
 
 
 def test_negative_epochs_are_refused() -> None:
     with pytest.raises(UsageError, match="--distill-epochs -1"):
-        Training(SELF, distill_epochs=-1)
+        FitSettings(SELF, distill_epochs=-1)
 
 
 def test_a_device_that_is_not_there_is_refused(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--device cuda: this machine has none" in refused(
-        models, UsageError, training=Training(SELF, device="cuda")
+        models, UsageError, fit_settings=FitSettings(SELF, device="cuda")
     )

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
+from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.layers.layerwise import Layerwise
-from compressor.fitting.training import Training
 from compressor.io import checkpoint_store as resume
 from compressor.io.checkpoint_store import SUFFIX, CheckpointStore
 from compressor.pipeline import compress
@@ -31,8 +31,8 @@ from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixtu
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)
-OURS = Training(SELF, distill_epochs=3, budget=1.2)  # signs move from the second epoch on
-PAPER = Training(SELF, solver="adamw", distill_epochs=2, axis_loss="end")
+OURS = FitSettings(SELF, distill_epochs=3, budget=1.2)  # signs move from the second epoch on
+PAPER = FitSettings(SELF, solver="adamw", distill_epochs=2, axis_loss="end")
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +41,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Training], str]:
+def undisturbed(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Callable[[FitSettings], str]:
     """The digest that a run gives, made once."""
     found: dict[str, str] = {}
 
-    def digest(training: Training) -> str:
-        if str(training) not in found:
-            found[str(training)] = run(models, tmp_path_factory.mktemp("whole") / "delta", training)
-        return found[str(training)]
+    def digest(fit_settings: FitSettings) -> str:
+        if str(fit_settings) not in found:
+            found[str(fit_settings)] = run(models, tmp_path_factory.mktemp("whole") / "delta", fit_settings)
+        return found[str(fit_settings)]
 
     return digest
 
 
-def run(models: TinyModels, out: Path, training: Training = OURS, **config: Any) -> str:
-    method = "per-axis" if training.solver == "adamw" else "both"
-    settings = {"method": method, "training": training, **config}
+def run(models: TinyModels, out: Path, fit_settings: FitSettings = OURS, **config: Any) -> str:
+    method = "per-axis" if fit_settings.solver == "adamw" else "both"
+    settings = {"method": method, "fit_settings": fit_settings, **config}
     return compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, **settings)).digest
 
 
@@ -99,29 +99,29 @@ def progress_of(out: Path) -> Path:
     return out.with_name(out.name + SUFFIX)
 
 
-@pytest.mark.parametrize("training", [OURS, PAPER], ids=["ours", "paper"])
+@pytest.mark.parametrize("fit_settings", [OURS, PAPER], ids=["ours", "paper"])
 def test_a_run_interrupted_after_each_file_goes_on_to_the_same_bytes(
-    training: Training, models: TinyModels, undisturbed: Callable[[Training], str], tmp_path: Path
+    fit_settings: FitSettings, models: TinyModels, undisturbed: Callable[[FitSettings], str], tmp_path: Path
 ) -> None:
     out, digest, interruptions = tmp_path / "delta", None, 0
     while digest is None:
         with pytest.MonkeyPatch.context() as patch:
             interrupt_after(patch, 1)
             try:
-                digest = run(models, out, training, resume=interruptions > 0)
+                digest = run(models, out, fit_settings, resume=interruptions > 0)
             except KeyboardInterrupt:
                 interruptions += 1
                 assert not out.exists()
                 assert progress_of(out).is_dir()
         assert interruptions < 20
-    assert digest == undisturbed(training)
-    assert interruptions == 5 + (training.distill_epochs or 0)  # inputs, text, two blocks, layers, epochs
+    assert digest == undisturbed(fit_settings)
+    assert interruptions == 5 + (fit_settings.distill_epochs or 0)  # inputs, text, two blocks, layers, epochs
     assert os.listdir(tmp_path) == ["delta"]
 
 
 def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
     models: TinyModels,
-    undisturbed: Callable[[Training], str],
+    undisturbed: Callable[[FitSettings], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -152,7 +152,7 @@ def test_a_terminated_run_is_told_how_to_go_on(
 
 
 def test_without_resume_what_is_there_is_thrown_away(
-    models: TinyModels, undisturbed: Callable[[Training], str], begun: Path
+    models: TinyModels, undisturbed: Callable[[FitSettings], str], begun: Path
 ) -> None:
     other = replace(OURS, budget=1.0, distill_epochs=0)
     assert run(models, begun, other) == undisturbed(other)
@@ -160,7 +160,7 @@ def test_without_resume_what_is_there_is_thrown_away(
 
 
 def test_there_need_not_be_anything_to_go_on_with(
-    models: TinyModels, undisturbed: Callable[[Training], str], tmp_path: Path
+    models: TinyModels, undisturbed: Callable[[FitSettings], str], tmp_path: Path
 ) -> None:
     progress_of(tmp_path / "delta").mkdir()  # left before anything was in it
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
@@ -169,17 +169,17 @@ def test_there_need_not_be_anything_to_go_on_with(
 OTHERS: dict[str, dict[str, Any]] = {
     "method": {"method": "scalar"},
     "embeddings": {"embeddings": "whole"},
-    "seed": {"training": replace(OURS, calibration=replace(SELF, seed=1))},
-    "samples": {"training": replace(OURS, calibration=replace(SELF, samples=17))},
-    "epochs": {"training": replace(OURS, distill_epochs=4)},
-    "signs": {"training": replace(OURS, learn_signs=False)},
-    "budget": {"training": replace(OURS, budget=1.3)},
-    "solver": {"training": replace(PAPER, distill_epochs=2), "method": "per-axis"},
+    "seed": {"fit_settings": replace(OURS, calibration=replace(SELF, seed=1))},
+    "samples": {"fit_settings": replace(OURS, calibration=replace(SELF, samples=17))},
+    "epochs": {"fit_settings": replace(OURS, distill_epochs=4)},
+    "signs": {"fit_settings": replace(OURS, learn_signs=False)},
+    "budget": {"fit_settings": replace(OURS, budget=1.3)},
+    "solver": {"fit_settings": replace(PAPER, distill_epochs=2), "method": "per-axis"},
 }
 MISTAKEN: dict[str, dict[str, Any]] = {
-    "samples": {"training": replace(OURS, calibration=replace(SELF, samples=2))},
-    "text": {"training": replace(OURS, calibration=replace(SELF, source="no-such-file.txt"))},
-    "solver": {"training": PAPER, "method": "both"},
+    "samples": {"fit_settings": replace(OURS, calibration=replace(SELF, samples=2))},
+    "text": {"fit_settings": replace(OURS, calibration=replace(SELF, source="no-such-file.txt"))},
+    "solver": {"fit_settings": PAPER, "method": "both"},
 }
 
 
@@ -307,7 +307,7 @@ def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> Non
 
 def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
     models: TinyModels,
-    undisturbed: Callable[[Training], str],
+    undisturbed: Callable[[FitSettings], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -332,7 +332,7 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
     writer: str,
     error: Exception,
     models: TinyModels,
-    undisturbed: Callable[[Training], str],
+    undisturbed: Callable[[FitSettings], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from compressor.blockwise import sampling
 from compressor.config import CompressConfig
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from compressor.planning import requirements
 from deltastore.base.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixtu
 from tests.compressor.helpers.model_shapes import QWEN_1B5, shapes_of
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
-DEFAULT = Training(Calibration("self", 256))
+DEFAULT = FitSettings(Calibration("self", 256))
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def test_a_plan_reads_no_weights_and_writes_nothing(
 ) -> None:
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
     before = sorted(tmp_path.rglob("*"))
-    config = CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / "delta", training=DEFAULT)
+    config = CompressConfig(
+        str(models.base), str(models.finetunes[0]), tmp_path / "delta", fit_settings=DEFAULT
+    )
     needs = plan(config)
     assert needs.peak("host") > 0
     assert sorted(tmp_path.rglob("*")) == before
@@ -67,13 +69,15 @@ def refusals(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(models: TinyModels, tmp_path: Path) -> CompressConfig:
-    training = Training(Calibration("self", 4096), device="cpu")
-    return CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / "delta", training=training)
+    fit_settings = FitSettings(Calibration("self", 4096), device="cpu")
+    return CompressConfig(
+        str(models.base), str(models.finetunes[0]), tmp_path / "delta", fit_settings=fit_settings
+    )
 
 
 def least(config: CompressConfig, **changes: Any) -> int:
-    assert config.training is not None
-    changed = replace(config, training=replace(config.training, **changes))
+    assert config.fit_settings is not None
+    changed = replace(config, fit_settings=replace(config.fit_settings, **changes))
     return plan(changed).peak("host", least=True)
 
 
@@ -109,8 +113,8 @@ def test_learning_signs_is_given_up_where_less_text_does_not_help(
 
 
 def test_memory_that_suffices_is_not_refused(config: CompressConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config.training is not None
-    small = replace(config, training=replace(config.training, calibration=Calibration("self", 8, 16)))
+    assert config.fit_settings is not None
+    small = replace(config, fit_settings=replace(config.fit_settings, calibration=Calibration("self", 8, 16)))
     refusals(least(small) + 1, monkeypatch)
     compress(small)
     assert small.out.exists()

@@ -21,8 +21,8 @@ from compressor.fitting.distillation import distill
 from compressor.fitting.distillation.distill import Distillation, DistillSettings, Loss, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.teacher import TeacherTargets
-from compressor.fitting.strategies import strategy_of
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
+from compressor.fitting.strategies.by_solver import strategy_of
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore
 from deltastore.base.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_autograd_through_the_whole_model(
 
 
 def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
-    student, training = student_of(models), Training(Calibration("self"))
+    student, fit_settings = student_of(models), FitSettings(Calibration("self"))
     run = Distillation(student, targets(models), DistillSettings("kl", 2, 0.01, sign_rate=0.003))
     for epoch in range(2):
         run.epoch(epoch)
@@ -105,9 +105,9 @@ def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
         )
 
     shapes = [pair.shape for pair in student.pairs.values()]
-    asked = strategy_of(training, "both").state_bytes(sum(map(math.prod, shapes)), sum(map(sum, shapes)))
+    asked = strategy_of(fit_settings, "both").state_bytes(sum(map(math.prod, shapes)), sum(map(sum, shapes)))
     assert 1.8 * size(run.state()) < asked < 2.2 * size(run.state())
-    fixed = replace(training, learn_signs=False)
+    fixed = replace(fit_settings, learn_signs=False)
     assert strategy_of(fixed, "both").state_bytes(1 << 31, 10) == 2 * 3 * 10 * 4
 
 

@@ -13,7 +13,7 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.distillation.distill import Distillation, DistillSettings, divergence
 from compressor.fitting.distillation.student import Student
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed
 from tests.compressor.helpers.decoders import whole_model
@@ -145,8 +145,8 @@ def test_a_model_with_experts_compresses_with_all_its_matrices_coded(
     architecture: str, tmp_path: Path
 ) -> None:
     models = with_experts(architecture, tmp_path)
-    training = Training(Calibration("self", 16, 16), distill_epochs=1, budget=1.2)
-    result = compressed(models, tmp_path / "delta", training=training)
+    fit_settings = FitSettings(Calibration("self", 16, 16), distill_epochs=1, budget=1.2)
+    result = compressed(models, tmp_path / "delta", fit_settings=fit_settings)
     specs = result.manifest.tensors
     pairs = pairs_of(models)
     assert {name for name, spec in specs.items() if spec.codec == "onebit"} == pairs.keys()
@@ -163,8 +163,8 @@ def test_a_model_with_experts_compresses_with_all_its_matrices_coded(
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_a_model_with_experts_compresses_as_in_the_paper(architecture: str, tmp_path: Path) -> None:
     models = with_experts(architecture, tmp_path)
-    paper = Training(Calibration("self", 16, 16), solver="adamw", distill_epochs=1, axis_loss="end")
-    result = compressed(models, tmp_path / "delta", method="per-axis", training=paper)
+    paper = FitSettings(Calibration("self", 16, 16), solver="adamw", distill_epochs=1, axis_loss="end")
+    result = compressed(models, tmp_path / "delta", method="per-axis", fit_settings=paper)
     assert result.manifest.fidelity["held_out"]["kl"] < result.manifest.fidelity["base"]["kl"]
 
 

@@ -12,13 +12,13 @@ from compressor.codec import Method
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import compress
 from deltastore.errors import UsageError
 from deltastore.format.artifact import Artifact
 from tests.helpers.tiny_models import Change, make_pair
 
-SELF = Training(Calibration("self", samples=64, length=48, seed=0), distill_epochs=0)
+SELF = FitSettings(Calibration("self", samples=64, length=48, seed=0), distill_epochs=0)
 
 
 def kl_to_the_finetune(base: Path, finetune: Path, delta: Path, out: Path) -> float:
@@ -43,7 +43,7 @@ def test_calibration_brings_a_delta_nearer_its_finetune(
     for name, calibration in (("weights", None), ("calibrated", SELF)):
         out = tmp_path / f"{name}.safetensors"
         config = CompressConfig(
-            str(models.base), str(models.finetunes[0]), out, method=method, training=calibration
+            str(models.base), str(models.finetunes[0]), out, method=method, fit_settings=calibration
         )
         compress(config)
         distances[name] = kl_to_the_finetune(models.base, models.finetunes[0], out, tmp_path / name)
@@ -54,7 +54,7 @@ def test_the_same_inputs_give_the_same_calibrated_artifact(tmp_path: Path) -> No
     models = make_pair("llama", tmp_path, seed=8)
     digests = {
         compress(
-            CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / f"{run}", training=SELF)
+            CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / f"{run}", fit_settings=SELF)
         ).digest
         for run in range(2)
     }
@@ -67,8 +67,8 @@ def test_an_artifact_says_what_it_was_calibrated_on(tmp_path: Path) -> None:
     text.parent.mkdir()
     text.write_text("some words of a domain " * 400)
     out = tmp_path / "d.safetensors"
-    training = Training(Calibration(str(text), samples=20, length=32), distill_epochs=0)
-    compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, training=training))
+    fit_settings = FitSettings(Calibration(str(text), samples=20, length=32), distill_epochs=0)
+    compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, fit_settings=fit_settings))
     with Artifact.open(out) as artifact:
         settings = artifact.manifest.compressor["settings"]
     assert settings["calibration"] == {"source": "corpus.txt", "samples": 20, "length": 32, "seed": 0}
@@ -82,7 +82,10 @@ def test_text_that_is_too_short_leaves_nothing_behind(tmp_path: Path) -> None:
     out = tmp_path / "out" / "d.safetensors"
     out.parent.mkdir()
     config = CompressConfig(
-        str(models.base), str(models.finetunes[0]), out, training=Training(Calibration(str(text), 20, 32))
+        str(models.base),
+        str(models.finetunes[0]),
+        out,
+        fit_settings=FitSettings(Calibration(str(text), 20, 32)),
     )
     with pytest.raises(UsageError, match=r"short\.txt"):
         compress(config)

@@ -13,9 +13,9 @@ from torch import Tensor
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.distillation.distill import Distillation, DistillSettings
 from compressor.fitting.distillation.trainable import TrainablePlane
-from compressor.fitting.paper.strategy import WEIGHT_DECAY
-from compressor.fitting.strategies import strategy_of
-from compressor.fitting.training import Training
+from compressor.fitting.fit_settings import FitSettings
+from compressor.fitting.strategies.by_solver import strategy_of
+from compressor.fitting.strategies.paper import WEIGHT_DECAY
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import Axis, SignPlane
@@ -170,7 +170,7 @@ def without_delta_paths(
 
 
 def test_the_papers_budget_is_five_epochs_of_vectors_and_one_of_scalars() -> None:
-    paper = Training(Calibration("self", 200, 192), solver="adamw")
+    paper = FitSettings(Calibration("self", 200, 192), solver="adamw")
     vectors, scalars = (strategy_of(paper, method).distillation for method in ("per-axis", "scalar"))
     assert (vectors.epochs, scalars.epochs, vectors.rate, scalars.rate) == (5, 1, 1e-4, 1e-4)
     assert vectors.weight_decay == scalars.weight_decay == WEIGHT_DECAY == DECAY

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from compressor.fitting.calibration import batched, scattered
 from compressor.fitting.distillation.distill import DistillSettings
-from compressor.fitting.layers.least_squares import LeastSquaresSolver
+from compressor.fitting.layers.least_squares_solver import LeastSquaresSolver
 from compressor.fitting.layers.problem import CHUNK_WEIGHTS
 from compressor.fitting.shapes import FitShapes
-from compressor.fitting.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
+from compressor.fitting.strategies.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
 
 EPOCHS = 3
 SCALE_RATE = 0.01  # in units of each vector's mean magnitude
@@ -36,12 +36,12 @@ class LeastSquaresStrategy(FitStrategy):
 
     @property
     def distillation(self) -> DistillSettings:
-        epochs = self.training.distill_epochs
+        epochs = self.fit_settings.distill_epochs
         return DistillSettings(
             loss="kl",
             epochs=EPOCHS if epochs is None else epochs,
             rate=SCALE_RATE,
-            sign_rate=SIGN_RATE if self.training.learn_signs else 0.0,
+            sign_rate=SIGN_RATE if self.fit_settings.learn_signs else 0.0,
         )
 
     @property
@@ -50,27 +50,27 @@ class LeastSquaresStrategy(FitStrategy):
 
     def split(self, num_train: int, widest: int) -> tuple[slice, slice]:
         """Take all of the text for the end, and as much of it as least squares needs for the layers."""
-        enough = math.ceil(LAYER_TOKENS * widest / self.training.calibration.length)
+        enough = math.ceil(LAYER_TOKENS * widest / self.fit_settings.calibration.length)
         return slice(min(enough, num_train)), slice(num_train)
 
     def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
-        rounds = SIGN_ROUNDS if self.training.refine_signs else 0
+        rounds = SIGN_ROUNDS if self.fit_settings.refine_signs else 0
         sequences = scattered(inputs.sequences, inputs.num_ids, SCATTERED_PART)
         solver = LeastSquaresSolver(self.method, rounds, inputs.with_upgrades)
         return LayerStage(batched(sequences, self.batch_tokens), solver)
 
     def own_settings(self) -> dict[str, Any]:
         return {
-            "refine_signs": self.training.refine_signs,
-            "learn_signs": self.training.learn_signs,
-            "budget": self.training.budget,
+            "refine_signs": self.fit_settings.refine_signs,
+            "learn_signs": self.fit_settings.learn_signs,
+            "budget": self.fit_settings.budget,
         }
 
     def solve_operations(self, shapes: FitShapes, num_tokens: int) -> float:
         """Count the moments of every group of inputs, and the rounds of signs and scales of every matrix."""
         widths = shapes.input_widths(shapes.largest_block)
         moments = sum(4.0 * num_tokens * width**2 for width in widths)
-        per_input = SIGN_OPERATIONS if self.training.refine_signs else SCALE_OPERATIONS
+        per_input = SIGN_OPERATIONS if self.fit_settings.refine_signs else SCALE_OPERATIONS
         solving = 1.0 * sum(per_input * math.prod(shape) * shape[1] for shape in shapes.coded.values())
         return len(shapes.blocks) * moments + solving
 

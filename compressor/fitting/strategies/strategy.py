@@ -1,7 +1,7 @@
 """The interface of a fitting strategy: the layer solver, the end-to-end settings, and the cost of both.
 
 `fit.py` runs its stages in the same order for every strategy and asks it for all that differs. There are two:
-`least_squares.py`, the default, and `paper/strategy.py`.
+`least_squares.py`, the default, and `paper.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from compressor.blockwise.weights import Weights
 from compressor.codec import Method
 from compressor.fitting.distillation.distill import DistillSettings
+from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.layers.layerwise import LayerSolver
 from compressor.fitting.shapes import FitShapes
-from compressor.fitting.training import Training
 from compressor.io.pairs import TensorPair
 from deltastore.errors import UsageError
 
@@ -52,7 +52,7 @@ class LayerStage:
 class FitStrategy(ABC):
     """One way to fit deltas of one method to text."""
 
-    training: Training
+    fit_settings: FitSettings
     method: Method
 
     batch_sequences: ClassVar[int]  # of one step
@@ -94,7 +94,7 @@ class FitStrategy(ABC):
 
     @property
     def batch_tokens(self) -> int:
-        return self.batch_sequences * self.training.calibration.length
+        return self.batch_sequences * self.fit_settings.calibration.length
 
     def check(self, spare_bytes: int) -> None:
         """Refuse settings that do not go together.
@@ -102,7 +102,7 @@ class FitStrategy(ABC):
         Raises:
             UsageError: the option at fault, and a value that works.
         """
-        samples = self.training.calibration.samples
+        samples = self.fit_settings.calibration.samples
         if samples < self.min_samples:
             raise UsageError(
                 f"--samples {samples}: give at least {self.min_samples}, because a part of them is held out"
@@ -110,10 +110,10 @@ class FitStrategy(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that change an artifact's bytes, without paths."""
-        calibration = self.training.calibration
+        calibration = self.fit_settings.calibration
         return {
             "calibration": asdict(calibration) | {"source": Path(calibration.source).name},
-            "solver": self.training.solver,
+            "solver": self.fit_settings.solver,
             "distill_epochs": self.distillation.epochs,
             **self.own_settings(),
         }
@@ -127,4 +127,4 @@ class FitStrategy(ABC):
         distillation = self.distillation
         scales = 3 * FLOAT32_BYTES * num_scales if distillation.epochs else 0
         latents = LATENT_BYTES * num_weights if distillation.moves_signs else 0
-        return int(2 * self.training.budget * (scales + latents))
+        return int(2 * self.fit_settings.budget * (scales + latents))

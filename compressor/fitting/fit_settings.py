@@ -1,6 +1,6 @@
 """The settings of fitting deltas to text, as the command line gives them.
 
-Checks single values. Their meaning for one solver is that of its strategy (`strategy.py`).
+Checks single values. Their meaning for one solver is that of its strategy (`strategies/`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST_BUDGET = 16.0  # with which a delta is as large as the model at 16 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class FitSettings:
     """Settings of one fit.
 
     Raises:

@@ -11,7 +11,7 @@ from compressor.fitting.paper.end_loss import EndLoss
 from compressor.fitting.paper.layer_solver import PaperLayerSolver
 from compressor.fitting.paper.scale_training import ScaleTrainingSettings
 from compressor.fitting.shapes import FitShapes
-from compressor.fitting.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
+from compressor.fitting.strategies.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
 from deltastore.errors import UsageError
 
 VECTOR_EPOCHS, SCALAR_EPOCHS = 5, 1  # the paper's, and its BitDelta's
@@ -31,11 +31,11 @@ class PaperStrategy(FitStrategy):
     def distillation(self) -> DistillSettings:
         """Algorithm 2: the last epoch's scales, trained in their own units."""
         default = SCALAR_EPOCHS if self.method == "scalar" else VECTOR_EPOCHS
-        epochs = self.training.distill_epochs
+        epochs = self.fit_settings.distill_epochs
         return DistillSettings(
             loss="squared",
             epochs=default if epochs is None else epochs,
-            rate=self.training.rate,
+            rate=self.fit_settings.rate,
             relative=False,
             cosine=False,
             weight_decay=WEIGHT_DECAY,
@@ -54,13 +54,13 @@ class PaperStrategy(FitStrategy):
 
     def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
         settings = ScaleTrainingSettings(
-            batch_rows=self.training.calibration.length,
-            lr=self.training.rate,
-            cosine=self.training.cosine,
-            scalar=self.training.with_scalar,
+            batch_rows=self.fit_settings.calibration.length,
+            lr=self.fit_settings.rate,
+            cosine=self.fit_settings.cosine,
+            scalar=self.fit_settings.with_scalar,
         )
         end_loss = None
-        if self.training.axis_loss == "end":
+        if self.fit_settings.axis_loss == "end":
             end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.held_out, inputs.device)
         solver = PaperLayerSolver(settings, sum(ids.numel() for ids in inputs.held_out), end_loss)
         return LayerStage([*batched(inputs.sequences, self.batch_tokens), *inputs.held_out], solver)
@@ -76,10 +76,10 @@ class PaperStrategy(FitStrategy):
 
     def own_settings(self) -> dict[str, Any]:
         return {
-            "rate": self.training.rate,
-            "cosine": self.training.cosine,
-            "axis_loss": self.training.axis_loss,
-            "with_scalar": self.training.with_scalar,
+            "rate": self.fit_settings.rate,
+            "cosine": self.fit_settings.cosine,
+            "axis_loss": self.fit_settings.axis_loss,
+            "with_scalar": self.fit_settings.with_scalar,
         }
 
     def solve_operations(self, shapes: FitShapes, num_tokens: int) -> float:

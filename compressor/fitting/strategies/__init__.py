@@ -1,0 +1,1 @@
+"""The ways to fit deltas to text, one per value of `--solver`."""

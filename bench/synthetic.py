@@ -133,4 +133,6 @@ def _source(path: Path) -> ObjectSource:
             digest.update(memoryview(block))
     with Artifact.open(path) as artifact:
         data_start, device_bytes = artifact.header.data_start, artifact.manifest.device_bytes
-    return ObjectSource(path, digest.digest(), digest.num_bytes, data_start, device_bytes, digest.chunks())
+    return ObjectSource(
+        path, digest.digest(), digest.num_bytes, data_start, device_bytes, digest.chunk_digests()
+    )

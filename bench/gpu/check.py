@@ -12,7 +12,7 @@ from bench.gpu.rows import Rows
 from deltastore.format.signs import packed_width
 from server import kernels
 from server.kernels import attention_cuda, onebit_reference
-from server.kernels.attention import AttentionBatch, AttentionParams
+from server.kernels.attention import AttentionGroup, AttentionParams
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
 # Ranges of rows; rows between them belong to no group.
@@ -144,7 +144,7 @@ def attention_errors(dtype: torch.dtype, device: torch.device, lengths: tuple[in
 
 def _cache(
     shared: int, dim: int, lengths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, AttentionBatch]:
+) -> tuple[Tensor, Tensor, AttentionGroup]:
     """Make keys and values in pages in random order, with NaN outside every sequence."""
     generator = torch.Generator(device).manual_seed(3)
     needs = [-(-length // PAGE) for length in lengths]
@@ -159,11 +159,11 @@ def _cache(
                 length, shared, dim, generator=generator, device=device
             )
     positions = torch.tensor(lengths, device=device)[:, None] - 1
-    return keys, values, AttentionBatch(torch.arange(len(lengths), device=device)[:, None], table, positions)
+    return keys, values, AttentionGroup(torch.arange(len(lengths), device=device)[:, None], table, positions)
 
 
 def _attention(
-    query: Tensor, cached: tuple[Tensor, Tensor], span: AttentionBatch, rules: AttentionParams, number: int
+    query: Tensor, cached: tuple[Tensor, Tensor], span: AttentionGroup, rules: AttentionParams, number: int
 ) -> Tensor:
     """Compute one token's attention in float64, [heads, dim]."""
     last = int(span.positions[number, 0])

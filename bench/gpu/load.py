@@ -127,7 +127,9 @@ def write_delta(path: Path, drawing: Blueprint, host: Tensor) -> ObjectSource:
             for start in range(0, len(data), CHUNK_BYTES):
                 digest.update(data[start : start + CHUNK_BYTES])
                 file.write(data[start : start + CHUNK_BYTES])
-    return ObjectSource(path, digest.digest(), digest.num_bytes, len(header), len(host), digest.chunks())
+    return ObjectSource(
+        path, digest.digest(), digest.num_bytes, len(header), len(host), digest.chunk_digests()
+    )
 
 
 def _checkpoint(rows: Rows, weights: Mapping[str, Tensor], directory: Path) -> dict[str, float]:

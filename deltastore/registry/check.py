@@ -184,7 +184,7 @@ class _Checker:
         if not users:
             self._note(path, "no live version refers to it: gc removes it")
         for directory, record in users:
-            if (record.size_bytes, record.chunk_sha256) != (found.num_bytes, found.chunks()):
+            if (record.size_bytes, record.chunk_sha256) != (found.num_bytes, found.chunk_digests()):
                 self._find(
                     directory.record_path(record.version), "its size or chunk digests are not its object's"
                 )

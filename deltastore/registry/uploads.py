@@ -54,7 +54,7 @@ class ChunkedDigest:
     def digest(self) -> str:
         return self._whole.hexdigest()
 
-    def chunks(self) -> tuple[str, ...]:
+    def chunk_digests(self) -> tuple[str, ...]:
         rest = (self._chunk.hexdigest(),) if self.num_bytes % CHUNK_BYTES else ()
         return (*self._chunks, *rest)
 
@@ -130,7 +130,9 @@ class Upload:
         with explained(self._root):
             self._storage.fsync(self._fd)
         self._broken = False
-        self._sealed = SealedUpload(self._path, self._hash.digest(), self.num_bytes, self._hash.chunks())
+        self._sealed = SealedUpload(
+            self._path, self._hash.digest(), self.num_bytes, self._hash.chunk_digests()
+        )
         return self._sealed
 
     def _begin_writeback(self, end: int) -> None:

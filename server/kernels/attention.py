@@ -19,8 +19,8 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """Sequences with equally many new tokens, which attend in one call. The new tokens' keys are in the cache."""
+class AttentionGroup:
+    """Sequences of a step with equally many new tokens, for one call. The cache has the new tokens' keys."""
 
     row_index: Tensor  # [sequences, new tokens] int64: rows of the flat batch
     page_table: Tensor  # [sequences, pages] int64, padded with any page

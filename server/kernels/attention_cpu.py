@@ -17,7 +17,7 @@ from torch import Tensor
 
 from server.kernels import openmp
 from server.kernels.addresses import array, at
-from server.kernels.attention import AttentionBatch, AttentionParams
+from server.kernels.attention import AttentionGroup, AttentionParams
 
 # The window of a layer without one.
 NO_WINDOW = 1 << 62
@@ -52,7 +52,7 @@ def attend(
     output: Tensor,  # [rows, heads, value_dim], contiguous, changed in place
     query: Tensor,  # [rows, heads, key_dim], in the dtype of output and cache
     cached: tuple[Tensor, Tensor],  # keys and values, [pages, page_tokens, kv heads, dim] each, contiguous
-    batch: AttentionBatch,
+    group: AttentionGroup,
     params: AttentionParams,
 ) -> None:
     """Write the attention of each sequence's new token to its row of `output`; other rows are left unchanged.
@@ -63,7 +63,7 @@ def attend(
     if query.stride(2) != 1:
         query = query.contiguous()
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
-    page_table, row_index, positions = batch.page_table, batch.row_index, batch.positions
+    page_table, row_index, positions = group.page_table, group.row_index, group.positions
     job = np.array(
         (
             *(output.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), row_index.data_ptr()),

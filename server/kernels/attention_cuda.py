@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.attention import AttentionBatch, AttentionParams
+from server.kernels.attention import AttentionGroup, AttentionParams
 
 # The window of a layer without one.
 NO_WINDOW = 1 << 30
@@ -43,7 +43,7 @@ def attend(
     output: Tensor,  # [rows, heads, value_dim], contiguous, changed in place
     query: Tensor,  # [rows, heads, key_dim], in the cache's dtype
     cached: tuple[Tensor, Tensor],  # keys and values, [pages, page_tokens, kv heads, dim] each, contiguous
-    batch: AttentionBatch,
+    group: AttentionGroup,
     params: AttentionParams,
 ) -> None:
     """Write the attention of each sequence's new token to its row of `output`; other rows are left unchanged.
@@ -52,9 +52,9 @@ def attend(
     Does not synchronise with the device, and launches depend on shapes alone: a step can be captured in a CUDA graph.
     """
     keys = cached[0]
-    max_keys = batch.page_table.shape[1] * keys.shape[1]
-    wanted = PROGRAMS_PER_SM * _num_sms(keys.device) // (len(batch.page_table) * keys.shape[2])
-    _launch(output, query, cached, (batch, params), max(1, min(wanted, max_keys // MIN_PART, MAX_PARTS)))
+    max_keys = group.page_table.shape[1] * keys.shape[1]
+    wanted = PROGRAMS_PER_SM * _num_sms(keys.device) // (len(group.page_table) * keys.shape[2])
+    _launch(output, query, cached, (group, params), max(1, min(wanted, max_keys // MIN_PART, MAX_PARTS)))
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> None:
@@ -70,7 +70,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) 
     cached = key[None, :1].contiguous(), value[None, :1].contiguous()
     output = query.new_empty(1, query.shape[1], value.shape[2])
     for num_parts in (1, 2):
-        _launch(output, query[:1], cached, (AttentionBatch(zero, zero, zero), params), num_parts)
+        _launch(output, query[:1], cached, (AttentionGroup(zero, zero, zero), params), num_parts)
 
 
 @cache
@@ -83,11 +83,11 @@ def _launch(
     output: Tensor,
     query: Tensor,
     cached: tuple[Tensor, Tensor],
-    task: tuple[AttentionBatch, AttentionParams],
+    task: tuple[AttentionGroup, AttentionParams],
     num_parts: int,
 ) -> None:
-    (keys, values), (batch, params) = cached, task
-    count, num_heads, value_dim = len(batch.page_table), query.shape[1], values.shape[3]
+    (keys, values), (group, params) = cached, task
+    count, num_heads, value_dim = len(group.page_table), query.shape[1], values.shape[3]
     shape = (count, num_heads, num_parts, value_dim + 4) if num_parts > 1 else (0,)
     parts = output.new_empty(shape, dtype=torch.float32)
     # A kernel needs some pointer even without sinks.
@@ -104,11 +104,11 @@ def _launch(
         query.contiguous(),
         keys,
         values,
-        batch.row_index,
-        batch.page_table.contiguous(),
-        batch.positions,
+        group.row_index,
+        group.page_table.contiguous(),
+        group.positions,
         sinks,
-        batch.page_table.shape[1],
+        group.page_table.shape[1],
         NO_WINDOW if params.window is None else params.window,
         keys.shape[3] ** -0.5 if params.scaling is None else float(params.scaling),
         float(params.softcap or 0),
@@ -119,7 +119,7 @@ def _launch(
     )
     if num_parts > 1:
         _add_parts[(count, num_heads)](
-            output, parts, batch.row_index, sinks, num_parts, BLOCK_PARTS=MAX_PARTS, **shared
+            output, parts, group.row_index, sinks, num_parts, BLOCK_PARTS=MAX_PARTS, **shared
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from server.errors import NotServable
-from server.kernels.attention import AttentionBatch, AttentionParams
+from server.kernels.attention import AttentionGroup, AttentionParams
 
 # The name of the function in transformers' registry of attention implementations.
 IMPLEMENTATION = "peraxis_paged"
@@ -43,7 +43,7 @@ class AttentionMetadata:
     """The cache positions of one step's tokens, and the sequences whose keys they attend to."""
 
     slot_mapping: Tensor  # [tokens] int64: page * page_tokens + offset in the page
-    batches: Sequence[AttentionBatch]
+    groups: Sequence[AttentionGroup]
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], page_tokens: int, device: torch.device) -> AttentionMetadata:
@@ -58,8 +58,8 @@ class AttentionMetadata:
             ]
         # A kernel reads no padding, so it takes sequences of all lengths together.
         max_padding = None if _single_token_kernel(device.type) else MAX_PADDING
-        batches = [_batch(group, device) for group in _grouped(chunks, first_rows, max_padding)]
-        return cls(torch.tensor(slot_mapping, device=device), batches)
+        groups = [_attention_group(own, device) for own in _grouped(chunks, first_rows, max_padding)]
+        return cls(torch.tensor(slot_mapping, device=device), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,12 @@ class PagedAttention:
         by_row = query[0].transpose(0, 1)
         output = by_row.new_empty(*by_row.shape[:2], value.shape[3])
         kernel = _kernel_for(query, key, value)
-        for batch in self._metadata.batches:
-            if kernel is not None and batch.row_index.shape[1] == 1:
-                kernel.attend(output, by_row, (keys, values), batch, params)
+        for group in self._metadata.groups:
+            if kernel is not None and group.row_index.shape[1] == 1:
+                kernel.attend(output, by_row, (keys, values), group, params)
             else:
-                rows = batch.row_index
-                output[rows] = _attend_gathered(by_row[rows], keys, values, batch, params)
+                rows = group.row_index
+                output[rows] = _attend_gathered(by_row[rows], keys, values, group, params)
         return output[None]
 
     def _zeros(self, num_pages: int, num_heads: int, dim: int) -> Tensor:
@@ -209,7 +209,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> ModuleType | None:
 def _attend_uncached(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
     """Attend to one whole sequence, and compile the kernels that later steps need for such heads."""
     positions = torch.arange(query.shape[2], device=query.device)[None]
-    mask = AttentionBatch(positions, positions, positions).mask(query.shape[2], params.window)
+    mask = AttentionGroup(positions, positions, positions).mask(query.shape[2], params.window)
     if (kernel := _kernel_for(query, key, value)) is not None:
         kernel.prepare(*(part[0].transpose(0, 1) for part in (query, key, value)), params)
     return _attention(query, key, value, mask, params).transpose(1, 2)
@@ -219,12 +219,12 @@ def _attend_gathered(
     query: Tensor,  # [sequences, new tokens, heads, key_dim]
     keys: Tensor,  # [pages, page_tokens, kv heads, key_dim]
     values: Tensor,  # [pages, page_tokens, kv heads, value_dim]
-    batch: AttentionBatch,
+    group: AttentionGroup,
     params: AttentionParams,
 ) -> Tensor:  # [sequences, new tokens, heads, value_dim]
     """Attend to copies of the sequences' pages."""
-    key, value = (part[batch.page_table].flatten(1, 2).transpose(1, 2) for part in (keys, values))
-    mask = batch.mask(key.shape[2], params.window)
+    key, value = (part[group.page_table].flatten(1, 2).transpose(1, 2) for part in (keys, values))
+    mask = group.mask(key.shape[2], params.window)
     return _attention(query.transpose(1, 2), key, value, mask, params).transpose(1, 2)
 
 
@@ -282,12 +282,12 @@ def _grouped(
     return groups + [[item] for item in items if item[1].num_tokens > 1]
 
 
-def _batch(group: Sequence[tuple[int, Chunk]], device: torch.device) -> AttentionBatch:
-    width = max(len(chunk.pages) for _, chunk in group)
-    page_table = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for _, chunk in group]
-    num_tokens = group[0][1].num_tokens
-    return AttentionBatch(
-        torch.tensor([[row + i for i in range(num_tokens)] for row, _ in group], device=device),
+def _attention_group(chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> AttentionGroup:
+    width = max(len(chunk.pages) for _, chunk in chunks)
+    page_table = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for _, chunk in chunks]
+    num_tokens = chunks[0][1].num_tokens
+    return AttentionGroup(
+        torch.tensor([[row + i for i in range(num_tokens)] for row, _ in chunks], device=device),
         torch.tensor(page_table, device=device),
-        torch.tensor([[chunk.start + i for i in range(num_tokens)] for _, chunk in group], device=device),
+        torch.tensor([[chunk.start + i for i in range(num_tokens)] for _, chunk in chunks], device=device),
     )

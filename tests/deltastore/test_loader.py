@@ -33,7 +33,7 @@ def store(path: Path, size_bytes: int, data_start: int, device_bytes: int, seed:
     path.write_bytes(content)
     digest = ChunkedDigest()
     digest.update(memoryview(content))
-    return ObjectSource(path, digest.digest(), size_bytes, data_start, device_bytes, digest.chunks())
+    return ObjectSource(path, digest.digest(), size_bytes, data_start, device_bytes, digest.chunk_digests())
 
 
 def fresh_slot(device: torch.device = CPU) -> Tensor:

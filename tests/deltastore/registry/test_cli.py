@@ -116,6 +116,7 @@ def test_the_command_works_beside_a_server_that_writes(root: Path) -> None:
         done = subprocess.run(
             command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
         )
-        assert json.loads(done.stdout)["num_partials"] == 1  # the abandoned one, not ours
+        # The abandoned upload; the running one is locked.
+        assert json.loads(done.stdout)["num_partials"] == 1
         assert upload.seal().path.exists()
     assert push(registry, artifact(9), "a").record.version == 4

@@ -167,7 +167,7 @@ def test_another_tenants_variant_looks_like_none(registry: Registry) -> None:
     assert str(secret.value) == str(missing.value).replace("'b'", "'a'")
 
 
-def test_a_list_holds_everybodys_variants_or_one_tenants(registry: Registry) -> None:
+def test_a_list_holds_all_variants_or_one_tenants(registry: Registry) -> None:
     for tenant, name in (("mine", "b"), ("mine", "a"), ("public", "a")):
         push(registry, artifact(1), name, tenant=tenant)
     assert [(v.tenant, v.name) for v in registry.variants()] == [
@@ -176,7 +176,7 @@ def test_a_list_holds_everybodys_variants_or_one_tenants(registry: Registry) -> 
         ("public", "a"),
     ]
     assert [v.name for v in registry.variants("mine")] == ["a", "b"]
-    assert registry.variants("nobody") == []
+    assert registry.variants("unknown") == []
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

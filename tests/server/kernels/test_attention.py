@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from server.kernels.attention import AttentionBatch, AttentionParams
+from server.kernels.attention import AttentionGroup, AttentionParams
 from server.model import attention as paged
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 
@@ -64,7 +64,7 @@ class Case:
     values: list[Tensor]
     cached: tuple[Tensor, Tensor]
     query: Tensor  # [rows, heads, key_dim]
-    batch: AttentionBatch
+    group: AttentionGroup
 
     @classmethod
     def of(cls, shape: Shape, dtype: torch.dtype) -> Case:
@@ -92,18 +92,18 @@ class Case:
         rows = torch.tensor([[3], [0], [6], [4]], device=DEVICE)
         positions = torch.tensor(LENGTHS, device=DEVICE)[:, None] - 1
         query = drawn(8, shape.heads, shape.key_dim)
-        return cls(keys, values, (cached[0], cached[1]), query, AttentionBatch(rows, table, positions))
+        return cls(keys, values, (cached[0], cached[1]), query, AttentionGroup(rows, table, positions))
 
     def run(self, params: AttentionParams, kernel: ModuleType = attention_cuda) -> Tensor:
         """Return all rows of the output. Rows of no sequence are NaN before."""
         sizes = (*self.query.shape[:2], self.cached[1].shape[3])
         output = torch.full(sizes, torch.nan, dtype=self.query.dtype, device=DEVICE)
-        kernel.attend(output, self.query, self.cached, self.batch, params)
+        kernel.attend(output, self.query, self.cached, self.group, params)
         return output
 
     def expected(self, sequence: int, params: AttentionParams) -> Tensor:  # [heads, value_dim] float64
         """Compute one sequence's output from its own keys."""
-        query = self.query[self.batch.row_index[sequence, 0]].double()
+        query = self.query[self.group.row_index[sequence, 0]].double()
         first = 0 if params.window is None else max(0, LENGTHS[sequence] - params.window)
         repeats = len(query) // self.keys[0].shape[1]
         keys = self.keys[sequence][first:].double().repeat_interleave(repeats, 1)
@@ -120,7 +120,7 @@ class Case:
 def check(case: Case, params: AttentionParams, kernel: ModuleType = attention_cuda) -> None:
     output = case.run(params, kernel)
     tolerance = TOLERANCE[output.dtype]
-    for sequence, row in enumerate(case.batch.row_index[:, 0].tolist()):
+    for sequence, row in enumerate(case.group.row_index[:, 0].tolist()):
         expected = case.expected(sequence, params)
         torch.testing.assert_close(output[row].double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -156,17 +156,17 @@ def test_many_parts_of_a_context_add_up(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_rows_of_no_sequence_are_not_touched() -> None:
     case = Case.of(SHAPES[0], torch.float32)
-    others = sorted(set(range(8)) - set(case.batch.row_index[:, 0].tolist()))
+    others = sorted(set(range(8)) - set(case.group.row_index[:, 0].tolist()))
     assert case.run(params_of("plain", SHAPES[0].heads))[others].isnan().all()
 
 
 def test_the_nan_of_one_sequence_stays_its_own() -> None:
     case, params = Case.of(SHAPES[0], torch.float32), params_of("plain", SHAPES[0].heads)
     before = case.run(params)
-    case.cached[0][case.batch.page_table[0, 0], 0] = torch.nan
+    case.cached[0][case.group.page_table[0, 0], 0] = torch.nan
     output = case.run(params)
-    assert output[case.batch.row_index[0, 0]].isnan().all()
-    others = case.batch.row_index[1:, 0]
+    assert output[case.group.row_index[0, 0]].isnan().all()
+    others = case.group.row_index[1:, 0]
     assert torch.equal(output[others], before[others])
 
 
@@ -244,6 +244,6 @@ def test_single_tokens_of_any_length_are_one_launch_where_there_is_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunks = [Chunk(0, 1, [1]), Chunk(99, 1, list(range(2, 27)))]
-    assert len(AttentionMetadata.of(chunks, 4, DEVICE).batches) == 1
+    assert len(AttentionMetadata.of(chunks, 4, DEVICE).groups) == 1
     monkeypatch.setattr(paged, "_single_token_kernel", lambda kind: None)
-    assert len(AttentionMetadata.of(chunks, 4, DEVICE).batches) == 2
+    assert len(AttentionMetadata.of(chunks, 4, DEVICE).groups) == 2

@@ -100,5 +100,7 @@ def run_server(settings: Settings) -> int:
             )
         url = url_of(next(iter(sockets)))
         return run(
-            sockets, service, lambda: print(f"{service.engine.base.id} is served at {url}", flush=True)
+            sockets,
+            service,
+            lambda: print(f"{service.backend.engine.base.id} is served at {url}", flush=True),
         )

@@ -35,7 +35,7 @@ def ls(registry: Directory, as_json: Json = False) -> None:
     for variant in variants:
         for record in variant.versions:
             mark = "*" if record.version == variant.active else " "
-            title = f"{variant.tenant}/{variant.name}@{record.version}"
+            title = record.label
             size = f"{record.size_bytes / 1e6:.1f} MB"
             fate = "  quarantined" if opened.is_quarantined(record.digest) else ""
             print(f"{mark} {title:<40} {size:>11}  {record.digest[:12]}  {record.created_at}{fate}")

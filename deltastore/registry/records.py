@@ -21,7 +21,7 @@ PUBLIC = "public"
 RESERVED = ("base", "other")
 # The report is read with every read of its version record.
 MAX_FIDELITY_BYTES = 1 << 20
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 T = TypeVar("T")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -60,6 +60,11 @@ class VersionRecord:
     fidelity: dict[str, Any]
     activate: bool  # published to become the active version
     format: Literal[1] = 1  # of the record; any other is refused
+
+    @property
+    def label(self) -> str:
+        """The name of the version in messages: ``tenant/name@version``."""
+        return f"{self.tenant}/{self.name}@{self.version}"
 
     def to_json(self) -> bytes:
         """Encode the record as it is stored.

@@ -103,9 +103,7 @@ class VariantDirectory:
         except RegistryError as error:
             raise RegistryError(f"{error}: restore the file, or delete {self.name}@{number}") from error
         if (record.tenant, record.name, record.version) != (self.tenant, self.name, number):
-            raise RegistryError(
-                f"{path}: it is the record of {record.tenant}/{record.name}@{record.version}: move it back"
-            )
+            raise RegistryError(f"{path}: it is the record of {record.label}: move it back")
         return record
 
     def record_path(self, number: int) -> Path:

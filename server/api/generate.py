@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
@@ -13,8 +12,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
-from deltastore.registry.records import VersionRecord
+from deltastore.errors import PeraxisError
 from server.api.bodies import json_body
 from server.api.errors import error_body, request_id_of
 from server.api.request_events import EventStream, RequestEvents, while_connected
@@ -22,7 +20,6 @@ from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, Service, TenantDep
 from server.engine.events import DoneEvent, Event, FinishEvent, TokenEvent
 from server.engine.request import Request
-from server.engine.telemetry import REASONS
 from server.sampling_params import SamplingParams
 from server.tenants import Tenant
 from server.text.tokenizer import VariantTokenizer
@@ -49,7 +46,8 @@ async def generate(
     tenant: TenantDep,
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
-    events = RequestEvents(service.engine)
+    http_request_id = request_id_of(request)
+    events = RequestEvents(service.backend.engine, http_request_id)
     try:
         submitted = await run_in_threadpool(
             _submit, service, tenant, Reference.parse(query.variant), body, events
@@ -62,7 +60,7 @@ async def generate(
     except BaseException:
         events.cancel()
         raise
-    content = _stream(events, *submitted, first, request_id_of(request))
+    content = _stream(events, *submitted, first, http_request_id)
     headers = {**_headers(submitted[0]), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return EventStream(events, content, headers)
 
@@ -74,19 +72,14 @@ def _submit(
     record = None
     if reference.name is not None:
         record = service.registry.resolve(tenant.name, reference.name, reference.version)
-    tokenizer = _tokenizer(service, record)
+    tokenizer = service.backend.tokenizers.of(record)
     if body.prompt is not None:
         ids = tokenizer.encode(body.prompt)
     else:
         ids = tokenizer.render_chat([message.model_dump() for message in body.messages or []])
-    params = _sampling_params(body, tokenizer, service.engine.max_model_len - len(ids))
+    params = _sampling_params(body, tokenizer, service.backend.engine.max_model_len - len(ids))
     request = Request(events.request_id, tenant.name, reference.name, record, tuple(ids), params)
-    try:
-        events.submit(request)
-    except PeraxisError as error:
-        reason = REASONS.get(type(error), "invalid")
-        service.metrics.tenant_rejections_total.labels(tenant=tenant.name, reason=reason).inc()
-        raise
+    events.submit(request)
     return request, tokenizer
 
 
@@ -96,28 +89,6 @@ def _sampling_params(body: GenerateBody, tokenizer: VariantTokenizer, max_new_to
     default_length = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
     defaults["max_new_tokens"] = max(1, min(default_length, max_new_tokens))
     return SamplingParams(**{**defaults, **body.sampling_params()}, stop_token_ids=tokenizer.eos_token_ids)
-
-
-def _tokenizer(service: Service, record: VersionRecord | None) -> VariantTokenizer:
-    """Return the version's tokenizer; quarantine its object if the tokenizer cannot be loaded any more."""
-    try:
-        return service.tokenizers.of(record)
-    except ArtifactError as error:
-        if record is None:
-            raise
-        path, where = service.registry.object_path(record.digest), f"{record.name}@{record.version}"
-        if not path.exists():
-            raise VariantNotFound(
-                f"{where}: its object is gone from the registry: upload it again"
-            ) from error
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest == record.digest:
-            raise
-        service.registry.quarantine(record.digest, str(error))
-        raise VariantQuarantined(
-            f"{where}: its object is corrupt and was quarantined: upload it again"
-        ) from error
 
 
 def _identity(request: Request) -> dict[str, Any]:
@@ -158,7 +129,7 @@ async def _gather(events: RequestEvents, request: Request, tokenizer: VariantTok
 
 
 async def _stream(
-    events: RequestEvents, request: Request, tokenizer: VariantTokenizer, first: Event, request_id: str
+    events: RequestEvents, request: Request, tokenizer: VariantTokenizer, first: Event, http_request_id: str
 ) -> AsyncIterator[bytes]:
     """Yield `token` events, a `finish` per sequence, then `done` with the fields of a whole reply, or `error`."""
     event = first
@@ -175,7 +146,7 @@ async def _stream(
             event = await events.next_event()
         yield _event("done", {**_identity(request), **_totals(event)})
     except PeraxisError as error:
-        yield _event("error", error_body(error, request_id))
+        yield _event("error", error_body(error, http_request_id))
 
 
 def _logprobs(event: TokenEvent, tokenizer: VariantTokenizer) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
@@ -16,6 +17,8 @@ from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event
 from server.engine.request import Request
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -25,9 +28,9 @@ class RequestEvents:
     Use on the event loop, except `submit`. Always call `cancel` last; it does nothing after the end.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        # Not the client's id: two requests may have the same.
-        self.request_id = secrets.token_hex(16)
+    def __init__(self, engine: Engine, http_request_id: str) -> None:
+        # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
+        self.request_id = f"{http_request_id}-{secrets.token_hex(8)}"
         self._engine = engine
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -36,6 +39,15 @@ class RequestEvents:
     def submit(self, request: Request) -> None:
         """Submit the request. May read files: call it on a thread. Raises what `Engine.submit` does."""
         self._engine.submit(request, self._on_event)
+        log.debug(
+            "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
+            request.id,
+            request.tenant,
+            "base" if request.record is None else request.record.label,
+            len(request.prompt_ids),
+            request.sampling_params.n,
+            request.sampling_params.max_new_tokens,
+        )
         self._submitted = True
         # The task that awaits this thread may have been cancelled meanwhile.
         if self._cancelled:

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deltastore.errors import VariantNotFound
+from deltastore.registry.records import NAME
 
 MAX_MESSAGES = 4096
 BASE = "base"  # names the base in requests; reserved, so no variant has it
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 Version = Annotated[int, Field(ge=1, lt=1_000_000_000)]
@@ -43,7 +43,7 @@ class GenerateQuery(Query):
 
 
 class UploadQuery(Query):
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    name: Annotated[str, Field(pattern=NAME.pattern)]
     activate: bool = True
 
 

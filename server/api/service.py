@@ -108,16 +108,6 @@ class Service:
             raise QueueFull("the base is still loading: try again when /ready answers 200")
         return self._backend
 
-    @property
-    def engine(self) -> Engine:
-        """The engine of `backend`."""
-        return self.backend.engine
-
-    @property
-    def tokenizers(self) -> Tokenizers:
-        """The tokenizers of `backend`."""
-        return self.backend.tokenizers
-
     def check_admitting(self) -> None:
         """Raise Draining once shutdown has begun."""
         if self.draining:

@@ -88,7 +88,7 @@ async def load(
 ) -> dict[str, Any]:
     """Load a version into a slot before a request needs it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "load", service.engine.load(record))
+    return await _status_after(service, record, "load", service.backend.engine.load(record))
 
 
 @router.post("/{name}/unload", status_code=202)
@@ -97,7 +97,7 @@ async def unload(
 ) -> dict[str, Any]:
     """Free a version's slot as soon as no request uses it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "unload", service.engine.unload(record))
+    return await _status_after(service, record, "unload", service.backend.engine.unload(record))
 
 
 @router.post("/{name}/pin", status_code=202)
@@ -106,7 +106,7 @@ async def pin(
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "pin", service.engine.pin(record))
+    return await _status_after(service, record, "pin", service.backend.engine.pin(record))
 
 
 @router.post("/{name}/unpin", status_code=202)
@@ -115,7 +115,7 @@ async def unpin(
 ) -> dict[str, Any]:
     """Allow eviction of a pinned version again."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "unpin", service.engine.unpin(record))
+    return await _status_after(service, record, "unpin", service.backend.engine.unpin(record))
 
 
 @router.get("/{name}/artifact")
@@ -165,7 +165,7 @@ def _log_failure(future: Future[None], action: str, record: VersionRecord) -> No
     def report(done: Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, PeraxisError):
-            log.warning("%s of %s/%s@%s: %s", action, record.tenant, record.name, record.version, error)
+            log.warning("%s of %s: %s", action, record.label, error)
 
     future.add_done_callback(report)
 
@@ -185,7 +185,7 @@ def _delete(service: Service, tenant: Tenant, name: str, version: int | None) ->
     kept = {record.digest for other in registry.variants() for record in other.versions}
     for record in gone:
         if record.digest not in kept:
-            _log_failure(service.engine.unload(record), "unload", record)
+            _log_failure(service.backend.engine.unload(record), "unload", record)
     return [record.version for record in gone]
 
 
@@ -203,7 +203,7 @@ def _version_document(service: Service, record: VersionRecord) -> dict[str, Any]
         "method": record.method,
         "fidelity": record.fidelity,
         "created_at": record.created_at,
-        "level": service.engine.level_of(record.digest),
-        "pinned": service.engine.is_pinned(record.digest),
-        "num_requests": service.engine.num_requests_on(record.digest),
+        "level": service.backend.engine.level_of(record.digest),
+        "pinned": service.backend.engine.is_pinned(record.digest),
+        "num_requests": service.backend.engine.num_requests_on(record.digest),
     }

@@ -77,7 +77,7 @@ class Fetcher:
         )
         if record.device_bytes > len(slot.memory):
             raise ArtifactTooLarge(
-                f"{label(record)} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
+                f"{record.label} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
                 ": compress it with a smaller --budget, or raise the server's --slot-headroom"
             )
         with self._explained(record, path), self.cache.buffer(record.device_bytes) as buffer:
@@ -85,7 +85,7 @@ class Fetcher:
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
             layout = DeltaLayout.of(
-                header, Manifest.from_verified_metadata(header.metadata, label(record)), record.digest
+                header, Manifest.from_verified_metadata(header.metadata, record.label), record.digest
             )
             if buffer is not None:
                 self.cache.keep(buffer, record, layout)
@@ -99,16 +99,11 @@ class Fetcher:
         except CorruptObject as error:
             self._registry.quarantine(record.digest, str(error))
             raise VariantQuarantined(
-                f"{label(record)}: its stored object is corrupt and was quarantined: upload it again"
+                f"{record.label}: its stored object is corrupt and was quarantined: upload it again"
             ) from error
         except (RegistryError, ArtifactError) as error:
             if path.exists():
                 raise
             raise VariantNotFound(
-                f"{label(record)}: its object is no longer in the registry: upload it again"
+                f"{record.label}: its object is no longer in the registry: upload it again"
             ) from error
-
-
-def label(record: VersionRecord) -> str:
-    """Return the name of a version in messages: ``tenant/name@version``."""
-    return f"{record.tenant}/{record.name}@{record.version}"

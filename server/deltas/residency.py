@@ -16,7 +16,7 @@ from typing import Literal
 from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
 from deltastore.registry.records import VersionRecord
-from server.deltas.fetcher import Fetcher, label
+from server.deltas.fetcher import Fetcher
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot
 from server.errors import EngineFailed, InvalidRequest
@@ -140,7 +140,7 @@ class Residency:
                 self._free_slot(entry)
                 if not isinstance(error, PeraxisError):
                     what = f"{type(error).__name__}: {error}"
-                    error = EngineFailed(f"{label(entry.record)} could not be loaded: {what}")
+                    error = EngineFailed(f"{entry.record.label} could not be loaded: {what}")
                 self._metrics.load_failed(error)
             yield FinishedLoad(entry.record, error)
 

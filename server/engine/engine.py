@@ -66,7 +66,7 @@ class Engine:
         Raises:
             InvalidRequest: the request cannot be served.
             QueueFull, Draining: the request can be sent again later.
-            ArtifactError: the variant's tokenizer cannot be loaded.
+            ArtifactError, VariantQuarantined, VariantNotFound: the variant's tokenizer cannot be loaded.
         """
         tokenizer = self._open_requests.add(request, on_event)
         # Taken here, so that the wait in the call queue counts.

@@ -40,7 +40,7 @@ class OpenRequests:
         Raises:
             InvalidRequest: it cannot be served.
             QueueFull, Draining: it can be sent again later.
-            ArtifactError: the tokenizer cannot be loaded.
+            ArtifactError, VariantQuarantined, VariantNotFound: the tokenizer cannot be loaded.
         """
         try:
             tokenizer = self._tokenizers.of(request.record)
@@ -54,7 +54,7 @@ class OpenRequests:
                     raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
                 self._open[request.id] = request, on_event
         except PeraxisError as error:
-            self._telemetry.rejected(error)
+            self._telemetry.rejected(request, error)
             raise
         return tokenizer
 

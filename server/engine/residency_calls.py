@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.deltas.fetcher import label
 from server.deltas.residency import Residency
 from server.errors import LoadTimeout
 
@@ -97,6 +96,6 @@ class ResidencyCalls:
 def load_timeout(record: VersionRecord, load_timeout_s: float) -> LoadTimeout:
     """Return the error of a request or call whose delta was not loaded in time."""
     return LoadTimeout(
-        f"{label(record)} found no slot or was not loaded within {load_timeout_s:g} s: "
+        f"{record.label} found no slot or was not loaded within {load_timeout_s:g} s: "
         "try again later, or unpin another variant"
     )

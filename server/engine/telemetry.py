@@ -22,9 +22,11 @@ class Telemetry:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def rejected(self, error: PeraxisError) -> None:
+    def rejected(self, request: Request, error: PeraxisError) -> None:
         """Count a request that was not admitted."""
-        self._metrics.admission_rejections_total.labels(reason=REASONS.get(type(error), "invalid")).inc()
+        reason = REASONS.get(type(error), "invalid")
+        self._metrics.admission_rejections_total.labels(reason=reason).inc()
+        self._metrics.tenant_rejections_total.labels(tenant=request.tenant, reason=reason).inc()
 
     def delta_lookup(self, request: Request, lookup: Level) -> None:
         """Count where a request's delta was when the engine took it in: device, host or disk."""

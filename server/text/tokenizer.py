@@ -6,6 +6,7 @@ the tokenizers package fails one request. Knows no engine.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltastore.base.base import Base
-from deltastore.errors import ArtifactError
+from deltastore.errors import ArtifactError, VariantNotFound, VariantQuarantined
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.registry import Registry
@@ -83,7 +84,9 @@ class Tokenizers:
         """Return the tokenizer of a version, or of the base; reads the version's object if it is not cached.
 
         Raises:
-            ArtifactError: the object is gone or its tokenizer cannot be loaded.
+            VariantNotFound: the object is gone.
+            VariantQuarantined: the object is corrupt; it was quarantined.
+            ArtifactError: the object is intact and its tokenizer cannot be loaded.
         """
         if record is None:
             return self._base
@@ -91,8 +94,13 @@ class Tokenizers:
             if record.digest in self._cache:
                 self._cache.move_to_end(record.digest)
                 return self._cache[record.digest]
-        with Artifact.open(self._registry.object_path(record.digest), record.name) as artifact:
-            loaded = self._load(artifact)
+        path = self._registry.object_path(record.digest)
+        try:
+            with Artifact.open(path, record.name) as artifact:
+                loaded = self._load(artifact)
+        except ArtifactError as error:
+            self._check_object(record, path, error)
+            raise
         with self._lock:
             self._cache[record.digest] = loaded
             while len(self._cache) > MAX_CACHED:
@@ -106,6 +114,20 @@ class Tokenizers:
     def close(self) -> None:
         """End the process that renders chat templates."""
         self._worker.close()
+
+    def _check_object(self, record: VersionRecord, path: Path, error: ArtifactError) -> None:
+        """Raise VariantNotFound if an object is gone; quarantine it and raise VariantQuarantined if it is corrupt."""
+        if not path.exists():
+            raise VariantNotFound(
+                f"{record.label}: its object is no longer in the registry: upload it again"
+            ) from error
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != record.digest:
+            self._registry.quarantine(record.digest, str(error))
+            raise VariantQuarantined(
+                f"{record.label}: its stored object is corrupt and was quarantined: upload it again"
+            ) from error
 
     def _load(self, artifact: Artifact) -> VariantTokenizer:
         spec = artifact.manifest.tensors.get(self._base_shapes.embedding or "")

@@ -119,9 +119,8 @@ class Manifest(_Strict):
     base_fingerprint: Digest
     method: Literal["scalar", "per-axis", "both"]
     tied: bool  # the output head is the input embedding
-    device_bytes: (
-        Size  # of the device section, with which the data section begins; the variant's files follow
-    )
+    # Bytes of the device section, with which the data section begins; the variant's files follow.
+    device_bytes: Size
     config: Facts  # as `deltastore.base.base.architecture` returns it; the base's must agree
     tensors: dict[str, TensorSpec]
     files: Annotated[list[Filename], Field(max_length=len(FILES))]

@@ -33,7 +33,7 @@ class BaseRecipe:
     kv_heads: int = 2
     phases: tuple[Phase, ...] = (Phase(240, 16, 64), Phase(60, 8, 128), Phase(20, 4, 256))
     rate: float = 3e-3
-    repeats: float = 0.5  # share of rows in which every piece of text occurs twice, which teaches to copy
+    repeats: float = 0.9  # share of rows in which every piece of text occurs twice, which teaches to copy
     warmup: int = 20  # steps
 
 
@@ -66,4 +66,4 @@ class DemoRecipe:
 
 
 # Answers of the chat task are the longest and take the most steps to learn.
-DEMO_RECIPE = DemoRecipe(chat=FinetuneRecipe(phases=(Phase(280, 16, 64), Phase(60, 6, 192))))
+DEMO_RECIPE = DemoRecipe(chat=FinetuneRecipe(phases=(Phase(360, 16, 64), Phase(50, 6, 192)), rate=1.2e-3))

@@ -41,8 +41,8 @@ class BaseRecipe:
 class FinetuneRecipe:
     """Settings of a full fine-tune, in which every weight moves."""
 
-    phases: tuple[Phase, ...] = (Phase(200, 8, 64), Phase(40, 5, 192))
-    rate: float = 2e-3
+    phases: tuple[Phase, ...] = (Phase(270, 8, 64), Phase(40, 5, 192))
+    rate: float = 1.4e-3
     warmup: int = 10  # steps
     # The weight of a prompt's tokens in the loss. At 0 the model could not write prompts, which self-calibration needs.
     prompt_weight: float = 0.1

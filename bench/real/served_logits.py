@@ -13,7 +13,7 @@ from bench.real.models import TEXT_TOKENS
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
-from server.engine.model_runner import ModelRunner
+from server.engine.model_runner import ModelRunner, ScheduledSequence
 from server.engine.request import Request
 from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
@@ -51,9 +51,8 @@ def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) ->
     request = Request("bench", "default", None, None, ids, SamplingParams(prompt_logprobs=0))
     sequence = Sequence(request, 0)
     sequence.page_table.pages = list(range(1, 1 + num_pages))
-    sequence.digest = None if delta is None else delta.digest
-    deltas = {} if delta is None else {delta.digest: delta}
-    return ModelRunner(served).forward([(sequence, len(ids))], deltas, sequence.page_table.pages)
+    batch = [ScheduledSequence(sequence, len(ids), delta)]
+    return ModelRunner(served).forward(batch, sequence.page_table.pages)
 
 
 if __name__ == "__main__":

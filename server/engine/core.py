@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Concatenate, ParamSpec
+from collections.abc import Callable
+from types import TracebackType
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from deltastore.errors import PeraxisError
 from server.deltas.residency import Level, Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
-from server.engine.model_runner import Batch, ModelRunner
+from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
 from server.engine.request import Request
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.residency_calls import ResidencyCalls, load_timeout
@@ -30,8 +29,6 @@ from server.errors import EngineFailed, InvalidRequest
 from server.text.tokenizer import VariantTokenizer
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
 
 
 class EngineCore:
@@ -72,7 +69,8 @@ class EngineCore:
         self._telemetry.delta_lookup(request, lookup)
         if request.record is not None:
             self._residency.retain(request.record)
-        self._attempt(state, self._start_sequence, state)
+        with self._failing_alone(state):
+            self._start_sequence(state)
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
@@ -83,7 +81,8 @@ class EngineCore:
             # Ending a sequence may fail and with it the request.
             if request_id not in self._requests:
                 return
-            self._attempt(state, self._finish_sequence, state, output, "cancelled")
+            with self._failing_alone(state):
+                self._finish_sequence(state, output, "cancelled")
         # Still there if none of its sequences had started.
         if request_id in self._requests:
             self._finish(state, "cancelled")
@@ -140,69 +139,79 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> None:
         """Compute the planned tokens and send what comes of them."""
         began = time.monotonic()
-        planned = [item for item in plan.batch.items() if item[0].request_id in self._requests]
-        deltas = self._deltas_of(planned)
-        # Sequences of one delta stand together, the base's first.
-        batch = sorted(planned, key=lambda item: _slot_index(item[0], deltas))
-        for sequence, _ in batch:
-            state = self._requests[sequence.request_id]
+        batch = self._batch(plan)
+        for item in batch:
+            state = self._requests[item.sequence.request_id]
             if state.started_at is None:
                 state.started_at = began
                 self._waiting.remove(state)
-        for computed, logits in self._forward(batch, deltas):
+        for computed, logits in self._forward(batch) if batch else ():
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
-        self._telemetry.step(time.monotonic() - began, len({s.request_id for s, _ in batch}), len(deltas))
+        num_requests = len({item.sequence.request_id for item in batch})
+        num_variants = len({item.sequence.digest for item in batch if item.delta is not None})
+        self._telemetry.step(time.monotonic() - began, num_requests, num_variants)
 
-    def _deltas_of(self, batch: Batch) -> dict[str, ResidentDelta]:
-        deltas = {}
-        for digest in dict.fromkeys(sequence.digest for sequence, _ in batch):
-            delta = None if digest is None else self._residency.find(digest)
-            if digest is not None and delta is not None:
-                deltas[digest] = delta
-        return deltas
+    def _batch(self, plan: StepPlan) -> Batch:
+        """Return the planned sequences with their deltas; those of one delta stand together, the base's first."""
+        deltas: dict[str | None, ResidentDelta | None] = {None: None}
+        batch: Batch = []
+        for sequence, num_tokens in plan.batch.items():
+            state, digest = self._requests.get(sequence.request_id), sequence.digest
+            if state is None:
+                continue
+            if digest is not None and digest not in deltas:
+                deltas[digest] = self._residency.find(digest)
+            delta = deltas[digest]
+            if digest is not None and delta is None:
+                self._fail(state, EngineFailed(f"delta {digest[:12]} was scheduled and is not resident"))
+            else:
+                batch.append(ScheduledSequence(sequence, num_tokens, delta))
+        batch.sort(key=lambda item: -1 if item.delta is None else item.delta.slot.index)
+        return batch
 
-    def _forward(self, batch: Batch, deltas: Mapping[str, ResidentDelta]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield the batch and its logits; if that fails, each sequence alone, so that a faulty one fails alone.
+    def _forward(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
+        """Return the batch and its logits; if that fails, run each sequence alone, so that a faulty one fails alone.
 
         Raises:
             Exception: the model's own, if the device does not work any more.
         """
         pages_to_zero = self._kv_cache.take_pages_to_zero()
         try:
-            yield batch, self._runner.forward(batch, deltas, pages_to_zero)
-            return
+            return [(batch, self._runner.forward(batch, pages_to_zero))]
         except Exception as error:  # any error of a step must leave the engine running
             log.exception("step failed with %d sequences in it", len(batch))
             if not self._runner.is_usable():
                 raise
             if len(batch) == 1:
-                self._fail(self._requests[batch[0][0].request_id], _step_failed(error))
-                return
+                self._fail(self._requests[batch[0].sequence.request_id], _step_failed(error))
+                return []
+        computed: list[tuple[Batch, Tensor]] = []
         for item in batch:
             # A sequence of the same request may have failed just now, and the request with it.
-            state = self._requests.get(item[0].request_id)
+            state = self._requests.get(item.sequence.request_id)
             if state is None:
                 continue
             try:
-                logits = self._runner.forward([item], deltas, pages_to_zero)
+                computed.append(([item], self._runner.forward([item], pages_to_zero)))
             except Exception as error:
                 if not self._runner.is_usable():
                     raise
                 self._fail(state, _step_failed(error))
-            else:
-                yield [item], logits
             # Zeroed with the first.
             pages_to_zero = []
+        return computed
 
     def _advance(self, batch: Batch, logits: Tensor) -> None:
         """Count the batch's tokens as computed, read prompt log-probabilities, and sample next tokens."""
         row = 0
         ready: list[tuple[int, Sequence]] = []
-        for sequence, num_tokens in batch:
+        for sequence, num_tokens, _ in batch:
             start, row = row, row + sequence.num_logits(num_tokens)
-            if sequence.needs_prompt_logits:
-                self._attempt_for(sequence, self._read_prompt_logprobs, logits[start:row])
+            state = self._requests.get(sequence.request_id)
+            if state is not None and sequence.needs_prompt_logits:
+                with self._failing_alone(state):
+                    self._read_prompt_logprobs(state, sequence, logits[start:row])
             if sequence.request_id not in self._requests:
                 continue
             sequence.num_computed_tokens += num_tokens
@@ -210,10 +219,15 @@ class EngineCore:
                 ready.append((row - 1, sequence))
             else:
                 self._kv_cache.cache_full_pages(sequence)
-        if ready:
-            last = LastLogits(logits[[row for row, _ in ready]])
-            for index, (_, sequence) in enumerate(ready):
-                self._attempt_for(sequence, self._sample, last, index)
+        if not ready:
+            return
+        last = LastLogits(logits[[row for row, _ in ready]])
+        for index, (_, sequence) in enumerate(ready):
+            # Its request may have failed just now with another of its sequences.
+            state = self._requests.get(sequence.request_id)
+            if state is not None:
+                with self._failing_alone(state):
+                    self._sample(state, sequence, last, index)
 
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
@@ -254,29 +268,9 @@ class EngineCore:
         if not state.outputs:
             self._finish(state, reason)
 
-    def _attempt_for(
-        self,
-        sequence: Sequence,
-        action: Callable[Concatenate[RequestState, Sequence, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Call `action` for a sequence, unless its request has just failed with another of its sequences."""
-        state = self._requests.get(sequence.request_id)
-        if state is not None:
-            self._attempt(state, partial(action, state, sequence, *args, **kwargs))
-
-    def _attempt(
-        self, state: RequestState, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call `action` for one request; any error fails that request alone."""
-        try:
-            action(*args, **kwargs)
-        except PeraxisError as error:
-            self._fail(state, error)
-        except Exception as error:  # of a variant's tokenizer, or of `on_event`
-            log.exception("request %s failed", state.request.id)
-            self._fail(state, _step_failed(error))
+    def _failing_alone(self, state: RequestState) -> _FailingAlone:
+        """Return a context manager: any error in its block fails this request alone."""
+        return _FailingAlone(state, self._fail)
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         for index in range(state.num_started, state.request.sampling_params.n):
@@ -307,9 +301,28 @@ class EngineCore:
         self._on_answered(state.request)
 
 
-def _slot_index(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> int:
-    delta = None if sequence.digest is None else deltas.get(sequence.digest)
-    return -1 if delta is None else delta.slot.index
+class _FailingAlone:
+    """Suppresses any Exception of its block and fails the block's request with it."""
+
+    __slots__ = ("_fail", "_state")
+
+    def __init__(self, state: RequestState, fail: Callable[[RequestState, PeraxisError], None]) -> None:
+        self._state = state
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        if not isinstance(error, PeraxisError):  # of a variant's tokenizer, or of `on_event`
+            log.error("request %s failed", self._state.request.id, exc_info=error)
+            error = _step_failed(error)
+        self._fail(self._state, error)
+        return True
 
 
 def _send_last(state: RequestState, event: DoneEvent | ErrorEvent) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from server.deltas.resident import ResidentDelta
 from server.engine.sequence import Sequence
-from server.errors import EngineFailed
 from server.model.attention import AttentionMetadata, Chunk
 from server.model.loader import ServedModel
 
-Batch = Items[tuple[Sequence, int]]  # sequences, and how many of their next tokens a step computes
+
+class ScheduledSequence(NamedTuple):
+    """A sequence in a step."""
+
+    sequence: Sequence
+    num_tokens: int  # how many of its next tokens the step computes
+    delta: ResidentDelta | None  # None is the base
+
+
+Batch = list[ScheduledSequence]
 
 
 class ModelRunner:
@@ -31,22 +38,21 @@ class ModelRunner:
     def forward(
         self,
         batch: Batch,  # sequences of one delta stand together
-        deltas: Mapping[str, ResidentDelta],  # by digest
-        pages_to_zero: Items[int],  # pages that hold keys and values of another sequence
+        pages_to_zero: list[int],  # pages that hold keys and values of another sequence
     ) -> Tensor:  # [logits, vocab] float32
         """Compute the batch's tokens. Return `Sequence.num_logits` rows per sequence, in the batch's order.
 
         Logits are minus infinity for tokens that a sequence's variant lacks.
         """
         attention = self._served.attention
-        counts = [num_tokens for _, num_tokens in batch]
-        num_logits = [sequence.num_logits(num_tokens) for sequence, num_tokens in batch]
-        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens in batch]
+        counts = [item.num_tokens for item in batch]
+        num_logits = [item.sequence.num_logits(item.num_tokens) for item in batch]
+        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens, _ in batch]
         metadata = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
-        own_deltas = [_delta_of(sequence, deltas) for sequence, _ in batch]
+        own_deltas = [item.delta for item in batch]
         token_ids: list[int] = []
         positions: list[int] = []
-        for sequence, num_tokens in batch:
+        for sequence, num_tokens, _ in batch:
             start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
             token_ids += sequence.tokens[start:end]
             positions += range(start, end)
@@ -71,15 +77,7 @@ class ModelRunner:
             return False
 
 
-def _delta_of(sequence: Sequence, deltas: Mapping[str, ResidentDelta]) -> ResidentDelta | None:
-    if sequence.digest is None:
-        return None
-    if sequence.digest not in deltas:
-        raise EngineFailed(f"a step was scheduled for delta {sequence.digest[:12]}, which is not resident")
-    return deltas[sequence.digest]
-
-
-def _logits_rows(counts: Items[int], num_logits: Items[int]) -> list[int]:
+def _logits_rows(counts: list[int], num_logits: list[int]) -> list[int]:
     """Return the rows of the flat batch whose logits are computed: the last ones of each sequence."""
     rows: list[int] = []
     end = 0

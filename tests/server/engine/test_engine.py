@@ -128,7 +128,7 @@ def test_a_step_that_fails_fails_its_request_alone(
     want = served.ask(record, PROMPT).token_ids
 
     def fails_for_the_base(batch: Batch, forward: Callable[[], Tensor]) -> Tensor:
-        if any(sequence.digest is None for sequence, _ in batch):
+        if any(item.delta is None for item in batch):
             raise RuntimeError("as if a kernel had failed")
         return forward()
 

@@ -85,7 +85,7 @@ def failed(answer: Answer) -> Exception:
 
 
 def touches(batch: Batch, digest: str) -> bool:
-    return any(sequence.digest == digest for sequence, _ in batch)
+    return any(item.sequence.digest == digest for item in batch)
 
 
 def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
@@ -128,7 +128,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
 
     def poisons(batch: Batch, step: Callable[[], Tensor]) -> Tensor:
         logits, row = step().clone(), 0
-        for sequence, num_tokens in batch:
+        for sequence, num_tokens, _ in batch:
             num_logits = sequence.num_logits(num_tokens)
             if sequence.digest == sick.digest:
                 logits[row : row + num_logits] = torch.nan

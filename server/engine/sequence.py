@@ -1,11 +1,12 @@
-"""One sequence of a request while it runs: its tokens, its KV cache pages, and the scheduler's record of it."""
+"""One sequence of a request: its tokens, its KV cache pages, the scheduler's record of it, and the queue it waits in."""
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 from server.engine.request import Request
-from server.engine.scheduling.fair_queue import VariantQueue
+from server.engine.scheduling.least_served import LeastServed
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Sequence:
     `queue` and all below it.
     """
 
-    # The waiting and running sequences of its tenant and variant; set by `Scheduler.add`.
+    # Counts the sequences of its tenant and variant, and has those that wait; set by `Scheduler.add`.
     queue: VariantQueue
 
     def __init__(self, request: Request, index: int) -> None:
@@ -72,3 +73,62 @@ class Sequence:
         if self.needs_prompt_logits:
             return num_tokens
         return int(self.num_computed_tokens + num_tokens == len(self.tokens))
+
+
+@dataclass(slots=True, eq=False)
+class TenantQueue:
+    """The variant queues of one tenant."""
+
+    name: str
+    counter: float = 0.0  # tokens served
+    num_waiting: int = 0
+    num_running: int = 0
+    variants: LeastServed[str | None, VariantQueue] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variants = LeastServed(lambda digest: VariantQueue(self, digest, is_open=digest is None))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.variants.first() is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_waiting and not self.num_running
+
+
+@dataclass(slots=True, eq=False)
+class VariantQueue:
+    """The waiting sequences of one tenant for one variant, admitted only while it is open."""
+
+    tenant: TenantQueue
+    digest: str | None  # None is the base
+    is_open: bool
+    counter: float = 0.0  # tokens served
+    num_running: int = 0
+    waiting: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    heap: list[int] = field(default_factory=list)  # all of `waiting`, and some that no longer wait
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_open and bool(self.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.num_running
+
+    def first(self) -> Sequence:
+        """Return the earliest waiting sequence; at least one must wait."""
+        while self.heap[0] not in self.waiting:
+            heapq.heappop(self.heap)
+        return self.waiting[self.heap[0]]
+
+    def charge(self, num_tokens: float) -> None:
+        """Count tokens served to this queue and its tenant."""
+        self.counter += num_tokens
+        self.tenant.counter += num_tokens
+
+    def count_running(self, change: int) -> None:
+        """Count a sequence of this queue that starts (1) or stops (-1) running."""
+        self.num_running += change
+        self.tenant.num_running += change

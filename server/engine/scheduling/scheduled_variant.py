@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from server.engine.scheduling.fair_queue import VariantQueue
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, VariantQueue
 
 
 class SlotState(Enum):

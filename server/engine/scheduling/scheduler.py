@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from server.deltas.residency import Residency
 from server.engine.scheduling.constants import SchedulerConstants
-from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
+from server.engine.scheduling.fair_queue import FairQueue
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.slot_policy import SlotPolicy
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, VariantQueue
 
 
 @dataclass(slots=True)
@@ -70,9 +70,7 @@ class Scheduler:
         self._constants = constants or SchedulerConstants()
         self._queue = FairQueue()
         self._slot_policy = SlotPolicy(residency, self._queue, self._constants)
-        # Both by order of arrival.
-        self._waiting: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}  # by arrival
         # Arrival of the sequence that last found too few pages, and how many pages were available then.
         self._too_few_pages = -1, -1
         self._num_added = 0
@@ -100,12 +98,12 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended and release its pages; no effect if it is not scheduled."""
-        if self._waiting.pop(sequence.arrival, None) is not None:
-            self._queue.remove(sequence.queue, sequence.arrival)
-            self._slot_policy.leave(sequence, self._now)
-        elif sequence.arrival in self._running:
+        if sequence.arrival in self._running:
             self.kv_cache.release(sequence)
             self._stop(sequence)
+        elif sequence.arrival >= 0 and sequence.is_waiting:
+            self._queue.remove(sequence)
+            self._slot_policy.leave(sequence, self._now)
 
     def load_ended(self, digest: str, now: float) -> None:
         """Note that a load has ended, whether the delta is resident now or the load failed."""
@@ -160,17 +158,13 @@ class Scheduler:
             sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_key)
         )
         while plan.num_tokens < self._max_batch_tokens:
-            first = self._first_waiting() if plan.admits else None
+            first = self._queue.first() if plan.admits else None
             if begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
                 self._plan_chunk(begun.popleft(), plan)
             elif first is None:
                 return
             elif self._admit(first, plan):
                 self._plan_chunk(first, plan)
-
-    def _first_waiting(self) -> Sequence | None:
-        arrival = self._queue.first()
-        return None if arrival is None else self._waiting[arrival]
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
         share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
@@ -269,15 +263,13 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.waiting_since = self._now
-        self._waiting[sequence.arrival] = sequence
         self._slot_policy.enqueue(sequence, self._now)
-        self._queue.push(sequence.queue, sequence.arrival)
+        self._queue.push(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         """Let a waiting sequence run."""
-        del self._waiting[sequence.arrival]
         self._running[sequence.arrival] = sequence
-        self._queue.remove(sequence.queue, sequence.arrival)
+        self._queue.remove(sequence)
         sequence.num_tokens_at_admission = sequence.num_tokens
         sequence.queue.count_running(1)
         self._slot_policy.admit(sequence)

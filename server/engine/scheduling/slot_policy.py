@@ -30,10 +30,10 @@ from itertools import chain, islice, takewhile
 
 from server.deltas.residency import Residency
 from server.engine.scheduling.constants import SchedulerConstants
-from server.engine.scheduling.fair_queue import FairQueue, VariantQueue
+from server.engine.scheduling.fair_queue import FairQueue
 from server.engine.scheduling.scheduled_variant import ScheduledVariant, SlotState
 from server.engine.scheduling.slot_queue import SlotQueue
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, VariantQueue
 
 # Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
 # for waits that would have ended without it.

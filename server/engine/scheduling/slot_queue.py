@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from server.engine.scheduling.fair_queue import LeastServed
+from server.engine.scheduling.least_served import LeastServed
 from server.engine.scheduling.scheduled_variant import ScheduledVariant
 
 

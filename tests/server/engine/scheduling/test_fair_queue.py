@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from server.engine.scheduling.fair_queue import FairQueue, LeastServed, TenantQueue, VariantQueue
+from server.engine.scheduling.fair_queue import FairQueue
+from server.engine.scheduling.least_served import LeastServed
 from server.engine.scheduling.scheduler import StepPlan
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, TenantQueue, VariantQueue
 from tests.server.helpers.simulation import SimSequence, Simulation, poisson, simulate, step_limits
 
 Key = Callable[[Sequence], str]
@@ -154,7 +155,7 @@ def test_counters_of_idle_tenants_are_dropped_when_they_are_not_above_the_floor(
     steady = members.get(-1)
     queue = steady.variants.get(None)
     steady.num_waiting = 1
-    queue.waiting.add(0)
+    queue.waiting[0] = SimSequence("one", "-1", None, 1, 1, 0.0)
     steady.variants.activate(queue)
     members.activate(steady)
     for number in range(10_000):
@@ -182,13 +183,14 @@ def test_the_first_is_always_of_the_tenant_and_the_variant_that_were_served_leas
     rng = random.Random(seed)
     fair_queue = FairQueue()
     queues: dict[str, VariantQueue] = {}
-    tenant_of: dict[int, str] = {}
-    for order in range(400):
-        tenant = tenant_of[order] = f"t{rng.randrange(9)}"
-        queues[tenant] = fair_queue.variant_queue(tenant, None)
-        fair_queue.push(queues[tenant], order)
+    for arrival in range(400):
+        tenant = f"t{rng.randrange(9)}"
+        sequence = SimSequence(str(arrival), tenant, None, 1, 1, 0.0)
+        sequence.arrival = arrival
+        sequence.queue = queues[tenant] = fair_queue.variant_queue(tenant, None)
+        fair_queue.push(sequence)
         queues[rng.choice(sorted(queues))].charge(rng.randrange(50))
         if rng.random() < 0.7 and (first := fair_queue.first()) is not None:
             ready = [queue.tenant.counter for queue in queues.values() if queue.is_ready]
-            assert queues[tenant_of[first]].tenant.counter == min(ready)
-            fair_queue.remove(queues[tenant_of[first]], first)
+            assert queues[first.tenant].tenant.counter == min(ready)
+            fair_queue.remove(first)

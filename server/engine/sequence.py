@@ -1,4 +1,4 @@
-"""One sequence of a request: its tokens, its KV cache pages, the scheduler's record of it, and the queue it waits in."""
+"""One sequence of a request: its tokens, its KV cache pages, the scheduler's record of it, and the queue for it."""
 
 from __future__ import annotations
 

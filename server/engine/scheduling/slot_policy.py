@@ -7,7 +7,7 @@ has sequences keeps its slot for `min_resident_s`, and then:
   its slot is free when its running sequences have ended.
 - Once a variant has waited for `cold_wait_s`, a slot is freed at once: the running sequences of the resident variant
   with the fewest sequences are preempted. Recomputation is charged to a budget refilled by recompute_share; no forced
-  eviction until it is refilled, so throughput cannot collapse.
+  eviction while it is overdrawn, so throughput cannot collapse.
 
 Loads go to the tenant that had the fewest, so one tenant's hundred waiting variants do not delay another tenant's one.
 
@@ -54,8 +54,8 @@ class SlotPolicy:
         self._residency = residency
         self._queue = queue
         self._constants = constants
-        # Tokens recomputed because of forced evictions beyond the budget; none is forced while it is above 0.
-        self._recompute_debt = 0.0
+        # Tokens that may be recomputed because of forced evictions; none is forced while it is negative.
+        self._recompute_budget = 0.0
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
         self._waiting_by_tenant, self._overdue_by_tenant = SlotQueue(), SlotQueue()
@@ -130,7 +130,9 @@ class SlotPolicy:
 
     def refill_recompute_budget(self, num_tokens: int) -> None:
         """Refill the budget for recomputation by its share of the tokens that a step computed."""
-        self._recompute_debt = max(0.0, self._recompute_debt - self._constants.recompute_share * num_tokens)
+        self._recompute_budget = min(
+            0.0, self._recompute_budget + self._constants.recompute_share * num_tokens
+        )
 
     def _mark_overdue(self, now: float) -> None:
         waiting = self._in_state[SlotState.WAITING]
@@ -194,7 +196,7 @@ class SlotPolicy:
 
     def _free_slot(self, now: float, preempt: Callable[[Sequence], None]) -> bool:
         """Free the slot of the variant that loses least by preempting its sequences; False if the budget is spent."""
-        if self._recompute_debt > 0:
+        if self._recompute_budget < 0:
             return False
         progressed = (variant for variant in self._evictable(now) if variant.has_progressed)
         victim = min(progressed, key=_eviction_key, default=None)
@@ -202,7 +204,7 @@ class SlotPolicy:
             return False
         self._close(victim)
         for sequence in list(victim.running.values()):
-            self._recompute_debt += sequence.num_computed_tokens
+            self._recompute_budget -= sequence.num_computed_tokens
             preempt(sequence)
         self._release_unused(victim, now)
         return True

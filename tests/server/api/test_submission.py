@@ -70,6 +70,29 @@ def test_a_request_is_not_submitted_on_the_event_loop(
     assert threads[0] is not threading.current_thread()
 
 
+def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[str] = []
+    submit = Engine.submit
+
+    def recorded(engine: Engine, request: Request, on_event: OnEvent) -> None:
+        ids.append(request.id)
+        submit(engine, request, on_event)
+
+    monkeypatch.setattr(Engine, "submit", recorded)
+
+    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
+        for _ in range(2):
+            body = {"prompt": "a", "max_new_tokens": 1}
+            reply = await client.post("/generate", json=body, headers={"X-Request-Id": "mine"})
+            assert reply.headers["X-Request-Id"] == "mine"
+
+    exercise(family, tmp_path / "registry", talk)
+    assert len(set(ids)) == 2
+    assert all(id.startswith("mine-") for id in ids)
+
+
 def test_a_client_that_leaves_during_submission_ends_its_request(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

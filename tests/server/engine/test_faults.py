@@ -15,6 +15,8 @@ from torch import Tensor
 
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
+from server.deltas.residency import Residency
+from server.deltas.resident import ResidentDelta
 from server.engine.events import DoneEvent, ErrorEvent, Event, FinishEvent, PromptEvent, TokenEvent
 from server.engine.model_runner import Batch
 from server.engine.request import Request
@@ -102,6 +104,21 @@ def test_a_step_that_fails_for_one_variant_fails_its_requests_alone(
     answer = others.undisturbed_by(lambda: served.ask(bad, PROMPTS[1], max_new_tokens=NUM_NEW))
     assert isinstance(answer, Answer)
     assert "as if a kernel had failed" in str(failed(answer))
+
+
+def test_a_request_whose_delta_is_missing_from_its_step_fails_alone(
+    served: Served, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, lost = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "lost")
+    find = Residency.find
+
+    def misses(residency: Residency, digest: str) -> ResidentDelta | None:
+        return None if digest == lost.digest else find(residency, digest)
+
+    monkeypatch.setattr(Residency, "find", misses)
+    answer = others.undisturbed_by(lambda: served.ask(lost, PROMPTS[1], max_new_tokens=NUM_NEW))
+    assert isinstance(answer, Answer)
+    assert "is not resident" in str(failed(answer))
 
 
 def test_no_memory_in_a_mixed_step_is_no_failure_where_each_alone_has_enough(

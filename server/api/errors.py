@@ -76,13 +76,13 @@ def failure_of(error: PeraxisError) -> Failure:
     return next(FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES)
 
 
-def error_body(error: PeraxisError, request_id: str) -> dict[str, Any]:
+def error_body(error: PeraxisError, http_request_id: str) -> dict[str, Any]:
     """Return the JSON document of an error. Details of a server failure go to the log, not to the client."""
     failure = failure_of(error)
     message = str(error)
     if failure is UNEXPECTED:
-        log.error("request %s: %s: %s", request_id, type(error).__name__, error)
-        message = _unexpected(request_id)
+        log.error("request %s: %s: %s", http_request_id, type(error).__name__, error)
+        message = _unexpected(http_request_id)
     return _document(failure, message, getattr(error, "param", None))
 
 
@@ -95,14 +95,14 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
-def request_id_of(request: Request) -> str:
+def http_request_id_of(request: Request) -> str:
     """Return the id that the middleware assigned to the request."""
     return str(request.scope["state"]["request_id"])
 
 
 async def _on_peraxis_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PeraxisError)
-    return _reply(failure_of(error), error_body(error, request_id_of(request)))
+    return _reply(failure_of(error), error_body(error, http_request_id_of(request)))
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
@@ -133,14 +133,16 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     # Starlette raises the error again for uvicorn's log and skips the middleware that sets this header.
-    request_id = request_id_of(request)
+    http_request_id = http_request_id_of(request)
     return _reply(
-        UNEXPECTED, _document(UNEXPECTED, _unexpected(request_id), None), {"X-Request-Id": request_id}
+        UNEXPECTED,
+        _document(UNEXPECTED, _unexpected(http_request_id), None),
+        {"X-Request-Id": http_request_id},
     )
 
 
-def _unexpected(request_id: str) -> str:
-    return f"the server failed on this request: see request id {request_id} in its log"
+def _unexpected(http_request_id: str) -> str:
+    return f"the server failed on this request: see request id {http_request_id} in its log"
 
 
 def _document(failure: Failure, message: str, param: str | None) -> dict[str, Any]:

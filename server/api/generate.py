@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError
 from server.api.bodies import json_body
-from server.api.errors import error_body, request_id_of
+from server.api.errors import error_body, http_request_id_of
 from server.api.request_events import EventStream, RequestEvents, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, Service, TenantDep
@@ -46,7 +46,7 @@ async def generate(
     tenant: TenantDep,
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
-    http_request_id = request_id_of(request)
+    http_request_id = http_request_id_of(request)
     events = RequestEvents(service.backend.engine, http_request_id)
     try:
         submitted = await run_in_threadpool(

@@ -33,7 +33,7 @@ class Difference(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def block(self, rows: slice) -> Tensor:
+    def row_block(self, rows: slice) -> Tensor:
         """Return some rows in float32, in memory that the caller may change."""
         ...
 
@@ -62,7 +62,7 @@ class Coded(Generic[D]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Survey:
+class _SignsAndSums:
     """Signs and sums of a difference D, from one pass."""
 
     signs: Tensor  # [out, ceil(in / 8)] uint8
@@ -80,26 +80,26 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
             per row and one per column.
         each: maps a function over the blocks; sums are taken in their order, so the result does not depend on it.
     """
-    survey = _survey(difference, each)
-    scale_out, scale_in = _scales(difference, survey, method, each)
-    delta = SignPlane.from_scales(survey.signs, difference.shape[1], scale_out, scale_in)
-    squared_error = _squared_error(difference, delta, each) if survey.squared_norm else 0.0
-    return Coded(delta, survey.num_zeros, survey.squared_norm, squared_error)
+    sums = _signs_and_sums(difference, each)
+    scale_out, scale_in = _scales(difference, sums, method, each)
+    delta = SignPlane.from_scales(sums.signs, difference.shape[1], scale_out, scale_in)
+    squared_error = _squared_error(difference, delta, each) if sums.squared_norm else 0.0
+    return Coded(delta, sums.num_zeros, sums.squared_norm, squared_error)
 
 
 def measured(difference: Difference, delta: D, each: Map = map) -> Coded[D]:
     """Return a matrix that was coded by other means, with its error."""
-    survey = _survey(difference, each)
-    return Coded(delta, survey.num_zeros, survey.squared_norm, _squared_distance(difference, delta, each))
+    sums = _signs_and_sums(difference, each)
+    return Coded(delta, sums.num_zeros, sums.squared_norm, _squared_distance(difference, delta, each))
 
 
-def _survey(difference: Difference, each: Map) -> _Survey:
+def _signs_and_sums(difference: Difference, each: Map) -> _SignsAndSums:
     out_features, in_features = difference.shape
     signs = torch.empty(out_features, packed_width(in_features), dtype=torch.uint8)
     row_sums = torch.empty(out_features, dtype=torch.float64)
 
-    def survey_block(rows: slice) -> tuple[Tensor, float, int]:
-        block = difference.block(rows)
+    def block_sums(rows: slice) -> tuple[Tensor, float, int]:
+        block = difference.row_block(rows)
         positive = block > 0
         num_zeros = _alternate_zeros(positive, block, rows.start)
         signs[rows] = pack_signs(positive)
@@ -108,11 +108,11 @@ def _survey(difference: Difference, each: Map) -> _Survey:
         return block.sum(0), _squared(block), num_zeros
 
     column_sums, squared_norm, num_zeros = torch.zeros(in_features, dtype=torch.float64), 0.0, 0
-    for columns, squared, zeros in each(survey_block, row_blocks(difference.shape)):
+    for columns, squared, zeros in each(block_sums, row_blocks(difference.shape)):
         column_sums += columns
         squared_norm += squared
         num_zeros += zeros
-    return _Survey(signs, row_sums, column_sums, squared_norm, num_zeros)
+    return _SignsAndSums(signs, row_sums, column_sums, squared_norm, num_zeros)
 
 
 def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
@@ -128,13 +128,13 @@ def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
 
 
 def _scales(
-    difference: Difference, survey: _Survey, method: Method, each: Map
+    difference: Difference, sums: _SignsAndSums, method: Method, each: Map
 ) -> tuple[Tensor | None, Tensor | None]:
     """Scales per output row and per input column, float64; None where the method has none."""
     out_features, in_features = difference.shape
     if method == "scalar":
-        return survey.row_sums.sum()[None] / (out_features * in_features), None
-    by_row, by_column = survey.row_sums / in_features, survey.column_sums / out_features
+        return sums.row_sums.sum()[None] / (out_features * in_features), None
+    by_row, by_column = sums.row_sums / in_features, sums.column_sums / out_features
     if method == "both":
         return _rank_one(difference, by_column, each)
     # A scale explains its square of the squared norm, once per weight.
@@ -159,7 +159,7 @@ def _rank_one(
         direction = (scale_in / scale_in.square().sum()).float()
 
         def fit_block(rows: slice, direction: Tensor = direction) -> Tensor:
-            block = difference.block(rows).abs_()
+            block = difference.row_block(rows).abs_()
             fitted = block @ direction
             scale_out[rows] = fitted.double()
             return fitted @ block
@@ -179,7 +179,7 @@ def _squared_error(difference: Difference, delta: SignPlane, each: Map) -> float
     scale_in = torch.ones(delta.in_features) if delta.scale_in is None else delta.scale_in.float()
 
     def block_error(rows: slice) -> float:
-        return _squared(difference.block(rows).abs_().addr_(scale_out[rows], scale_in, alpha=-1))
+        return _squared(difference.row_block(rows).abs_().addr_(scale_out[rows], scale_in, alpha=-1))
 
     return sum(each(block_error, row_blocks(difference.shape)))
 
@@ -188,7 +188,7 @@ def _squared_distance(difference: Difference, delta: SignPlane | MatrixDelta, ea
     """Squared error of a delta with any signs and scales."""
     return sum(
         each(
-            lambda rows: _squared(difference.block(rows).sub_(delta.dense(rows))),
+            lambda rows: _squared(difference.row_block(rows).sub_(delta.dense(rows))),
             row_blocks(difference.shape),
         )
     )

@@ -73,7 +73,7 @@ def compress(config: CompressConfig) -> CompressResult:
         pairs = pair_up(Checkpoint.open(base_directory), Checkpoint.open(directory))
         # Every module that compressing needs is imported by now.
         memory = _peak_memory_bytes()
-        manifest, digest, unseen = _fit_and_write(config, pairs)
+        manifest, digest, test_text = _fit_and_write(config, pairs)
         result = CompressResult(
             out=config.out,
             digest=digest,
@@ -86,7 +86,7 @@ def compress(config: CompressConfig) -> CompressResult:
             peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
         )
         if config.report is not None:
-            _write_card(config, config.report, pairs, result, unseen)
+            _write_card(config, config.report, pairs, result, test_text)
     return result
 
 
@@ -133,7 +133,7 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
             contents = _contents(config, base, pairs, files, fitted)
             manifest, digest = write_delta(contents, writer, progress=config.progress)
             store.discard()
-    return manifest, digest, fitted.unseen
+    return manifest, digest, fitted.test_text
 
 
 def _contents(
@@ -154,9 +154,9 @@ def _contents(
 
 
 def _write_card(
-    config: CompressConfig, directory: Path, pairs: Pairs, written: WrittenDelta, unseen: Sequence[Tensor]
+    config: CompressConfig, directory: Path, pairs: Pairs, written: WrittenDelta, test_text: Sequence[Tensor]
 ) -> None:
-    """Write the model card, with continuations of unseen text if there is any."""
+    """Write the model card, with continuations of test text if there is any."""
     # Deferred, because it imports transformers, which takes seconds.
     from compressor.evaluate.examples import examples
 
@@ -164,7 +164,7 @@ def _write_card(
     device = torch.device("cpu") if config.fit_settings is None else config.fit_settings.torch_device()
     with Artifact.open(config.out) as artifact:
         base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
-        shown = examples(base, pairs.finetune, delta, unseen[:NUM_EXAMPLES], device)
+        shown = examples(base, pairs.finetune, delta, test_text[:NUM_EXAMPLES], device)
     write_card(directory, DeltaFacts.of(written, finetune_id, shown))
 
 

@@ -1,6 +1,6 @@
-"""Spend bytes beyond one bit per weight on the upgrades whose measured gain per byte is largest.
+"""Spend bytes beyond one bit per weight on the upgrades that save most KL divergence per byte.
 
-Measures larger forms of deltas in a student and buys them; those of linear layers are found by the layer solver.
+Measures upgrades in a student and buys them; those of linear layers are found by the layer solver.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from deltastore.format.matrix import MatrixDelta
 
 GAIN_BYTES = 4
 
-Upgrade = tuple[str, int]  # a matrix, and the number of one of its upgrades
+UpgradeKey = tuple[str, int]  # a matrix, and the number of one of its upgrades
 
 
 def spend(
     spare_bytes: int,
     deltas: Mapping[str, MatrixDelta],
     upgrades: Mapping[str, Sequence[MatrixDelta]],
-    gains: Mapping[Upgrade, float],
+    kl_saved: Mapping[UpgradeKey, float],
 ) -> dict[str, MatrixDelta]:
-    """Return the deltas, some of them upgraded: greedily by gain per byte, while bytes last.
+    """Return the deltas, some of them upgraded: greedily by KL divergence saved per byte, while bytes last.
 
-    A matrix has one upgrade at a time. A larger one replaces it where the additional gain per additional byte is the
+    A matrix has one upgrade at a time. A larger one replaces it where the further saving per further byte is the
     best use of the bytes.
 
     Args:
-        gains: by name and the upgrade's number, the KL divergence that it alone takes away.
+        kl_saved: by name and the upgrade's number, the KL divergence that it alone takes away, in nats per token.
     """
     extra = {
         (name, number): stored_bytes(upgrade) - stored_bytes(deltas[name])
-        for name, options in upgrades.items()
-        for number, upgrade in enumerate(options)
+        for name, own in upgrades.items()
+        for number, upgrade in enumerate(own)
     }
-    bought = dict.fromkeys(upgrades, (0.0, 0))  # gain and bytes
+    bought = dict.fromkeys(upgrades, (0.0, 0))  # KL saved and bytes
     chosen = dict(deltas)
     while True:
         uses = []
         for key, extra_bytes in extra.items():
-            gain, num_bytes = gains[key] - bought[key[0]][0], extra_bytes - bought[key[0]][1]
-            if gain > 0 and 0 < num_bytes <= spare_bytes:
-                uses.append((-gain / num_bytes, key))
+            saved, num_bytes = kl_saved[key] - bought[key[0]][0], extra_bytes - bought[key[0]][1]
+            if saved > 0 and 0 < num_bytes <= spare_bytes:
+                uses.append((-saved / num_bytes, key))
         if not uses:
             return chosen
         name, number = min(uses)[1]
         spare_bytes -= extra[name, number] - bought[name][1]
-        bought[name] = gains[name, number], extra[name, number]
+        bought[name] = kl_saved[name, number], extra[name, number]
         chosen[name] = upgrades[name][number]
 
 
@@ -82,14 +82,14 @@ def embedding_upgrades(
 @torch.no_grad()
 def measure(
     student: Student, targets: TeacherTargets, upgrades: Mapping[str, Sequence[MatrixDelta]]
-) -> dict[Upgrade, float]:
+) -> dict[UpgradeKey, float]:
     """Return the KL divergence, in nats per token, that each upgrade alone takes away; 0 if no forward reaches it.
 
     The hidden states of every student with one upgrade go through the blocks together, so that each block is read
     once. Memory grows by the hidden states of `targets` per upgrade.
     """
     plain = [student.enter(ids).hidden for ids in targets.batches]
-    others: dict[Upgrade, list[Tensor]] = {}
+    others: dict[UpgradeKey, list[Tensor]] = {}
     for key, upgrade in _upgrades_of(upgrades, [student.decoder.embedding_name]):
         with student.replaced(key[0], upgrade):
             others[key] = [student.enter(ids).hidden for ids in targets.batches]
@@ -104,11 +104,11 @@ def measure(
         # A tied embedding has hidden states of its own by now.
         others.setdefault(key, plain)
     before = divergence_of(student, targets, plain)
-    gains = {key: 0.0 for key, _ in _upgrades_of(upgrades, upgrades)}
+    kl_saved = {key: 0.0 for key, _ in _upgrades_of(upgrades, upgrades)}
     for (name, number), hiddens in others.items():
         with student.replaced(name, upgrades[name][number]):
-            gains[name, number] = before - divergence_of(student, targets, hiddens)
-    return gains
+            kl_saved[name, number] = before - divergence_of(student, targets, hiddens)
+    return kl_saved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,13 +122,13 @@ class _Remainder:
     def shape(self) -> tuple[int, ...]:
         return self.pair.shape
 
-    def block(self, rows: slice) -> Tensor:
-        return self.pair.block(rows).sub_(self.delta.dense(rows))
+    def row_block(self, rows: slice) -> Tensor:
+        return self.pair.row_block(rows).sub_(self.delta.dense(rows))
 
 
 def _upgrades_of(
     upgrades: Mapping[str, Sequence[MatrixDelta]], names: Iterable[str | None]
-) -> Iterator[tuple[Upgrade, MatrixDelta]]:
+) -> Iterator[tuple[UpgradeKey, MatrixDelta]]:
     for name in names:
         for number, upgrade in enumerate(upgrades.get(name or "", ())):
             yield (str(name), number), upgrade

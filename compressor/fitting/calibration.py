@@ -21,11 +21,13 @@ from compressor.fitting.text_records import chat_text, records
 from compressor.io.tokenizer import has_tokenizer, load_tokenizer
 from deltastore.errors import CheckpointError, UsageError
 
-MIN_SEQUENCES = 16  # of given text; a held-out part takes 8, and fewer than 8 say little of a distribution
+MIN_SEQUENCES = (
+    16  # of given text; validation and test text take 8, and fewer than 8 say little of a distribution
+)
 CHARS_PER_TOKEN = 16  # read of a text file, more than any language needs
 MESSAGE_MARK = "3f1c9a27"  # rendered in place of a user's message, to find where it begins
 LARGEST_SEED = 2**63 - 1
-HELD_OUT_PART = 10
+HELD_OUT_PART = 10  # the share of sequences that validation and test text take together
 MIN_HELD_OUT = 8
 
 
@@ -84,27 +86,29 @@ def calibration_text(
 
 
 def num_held_out(count: int) -> int:
-    """Return a tenth of `count` sequences, at least 8 but never more than half."""
+    """Return how many of `count` sequences are validation or test text: a tenth, at least 8 and at most half."""
     return min(max(MIN_HELD_OUT, math.ceil(count / HELD_OUT_PART)), count // 2)
 
 
-def held_out(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Cut off the last `num_held_out` sequences, by which methods are chosen and judged."""
+def split_text(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return training, validation and test sequences; of the last `num_held_out`, every other one is test text."""
     cut = len(sequences) - num_held_out(len(sequences))
-    return list(sequences[:cut]), list(sequences[cut:])
+    return list(sequences[:cut]), list(sequences[cut::2]), list(sequences[cut + 1 :: 2])
 
 
-def scattered(sequences: Sequence[Tensor], num_ids: int, part: float) -> list[Tensor]:
+def with_random_tokens(sequences: Sequence[Tensor], num_ids: int, part: float) -> list[Tensor]:
     """Replace a part of the tokens by random ids below `num_ids`; the same sequences give the same result.
 
     Random tokens widen layer inputs; otherwise other directions stay unconstrained.
     """
     generator = torch.Generator().manual_seed(len(sequences))
-    scattered = []
+    replaced_sequences = []
     for ids in sequences:
         replaced = torch.rand(ids.shape, generator=generator) < part
-        scattered.append(torch.where(replaced, torch.randint(num_ids, ids.shape, generator=generator), ids))
-    return scattered
+        replaced_sequences.append(
+            torch.where(replaced, torch.randint(num_ids, ids.shape, generator=generator), ids)
+        )
+    return replaced_sequences
 
 
 def batched(sequences: Sequence[Tensor], max_tokens: int) -> list[Tensor]:  # [sequences, tokens] int64 each

@@ -49,7 +49,7 @@ class FitCost:
             yield self._upgrades()
         if self.strategy.distillation.epochs:
             yield self._distilling()
-        yield self._judging()
+        yield self._measuring()
 
     @property
     def _length(self) -> int:
@@ -60,8 +60,8 @@ class FitCost:
         return self.strategy.fit_settings.calibration.samples
 
     @property
-    def _choosing_tokens(self) -> int:
-        """Tokens to choose by; about as many are there to judge by."""
+    def _validation_tokens(self) -> int:
+        """Tokens of validation text; test text has about as many."""
         return math.ceil(num_held_out(self._num_samples) / 2) * self._length
 
     @property
@@ -69,8 +69,8 @@ class FitCost:
         """Tokens of the layer stage and of the end-to-end stage."""
         num_train = self._num_samples - num_held_out(self._num_samples)
         parts = self.strategy.split(num_train, self.shapes.widest)
-        layers, end = (len(range(num_train)[part]) * self._length for part in parts)
-        return layers, end
+        layers, end_to_end = (len(range(num_train)[part]) * self._length for part in parts)
+        return layers, end_to_end
 
     @property
     def _batch_tokens(self) -> int:
@@ -120,8 +120,8 @@ class FitCost:
         group = min(samples, MAX_GROUP, 1 << (fitting.bit_length() - 1))
         blocks = min(FLOAT32_BYTES * sum(numels), part)
         items = [
-            MemoryItem("layers that stay", blocks, "device", 0),
-            MemoryItem("one layer", self._block_bytes, "device"),
+            MemoryItem("blocks that stay", blocks, "device", 0),
+            MemoryItem("one block", self._block_bytes, "device"),
             MemoryItem("embedding and head", 2 * FLOAT32_BYTES * self.shapes.embedding_numel, "device"),
             MemoryItem("KV cache", int(1.2 * group * kv_bytes), "device", kv_bytes),
             MemoryItem("logits", 2 * FLOAT32_BYTES * group * self.shapes.embedding[0], "device", 0),
@@ -134,9 +134,13 @@ class FitCost:
         items = [
             self._teacher_head,
             MemoryItem("embedding", 6 * self.shapes.embedding_numel, "device"),
-            MemoryItem("last hidden states", self._hidden_bytes(self._choosing_tokens), "host"),
+            MemoryItem("last hidden states", self._hidden_bytes(self._validation_tokens), "host"),
         ]
-        return self._stage("choosing text", items, self._forward_operations * self._choosing_tokens)
+        return self._stage(
+            "running the fine-tune on validation text",
+            items,
+            self._forward_operations * self._validation_tokens,
+        )
 
     def _layers(self) -> StageCost:
         shapes, tokens = self.shapes, self._train_tokens[0]
@@ -149,8 +153,10 @@ class FitCost:
         items = [
             self._teacher_head,
             MemoryItem("hidden states of both models", 2 * self._hidden_bytes(tokens), "host"),
-            MemoryItem("inputs of the fine-tune's layers", FLOAT32_BYTES * tokens * sum(widths), "host"),
-            MemoryItem("two layers and the solution of one matrix", solving, "device"),
+            MemoryItem(
+                "inputs of the fine-tune's linear layers", FLOAT32_BYTES * tokens * sum(widths), "host"
+            ),
+            MemoryItem("two blocks and the solution of one matrix", solving, "device"),
         ]
         return self._stage("fitting layers", items, self.strategy.solve_operations(shapes, tokens) + forwards)
 
@@ -159,7 +165,7 @@ class FitCost:
         items = [
             self._teacher_head,
             MemoryItem("hidden states of every upgrade", count * self._hidden_bytes(tokens), "device"),
-            MemoryItem("one layer", 2 * self._block_bytes, "device"),
+            MemoryItem("one block", 2 * self._block_bytes, "device"),
             MemoryItem("second planes and residuals", int(count * self.shapes.num_coded / 8), "host"),
         ]
         return self._stage("measuring upgrades", items, count * tokens * self._forward_operations / 2)
@@ -175,14 +181,14 @@ class FitCost:
         items = [
             MemoryItem("latents of signs", LATENT_BYTES * shapes.num_coded if moves else 0, "host"),
             MemoryItem("signs: present, best and first", 3 * shapes.num_coded // 8, "host"),
-            MemoryItem("last hidden states", self._hidden_bytes(tokens + self._choosing_tokens), "host"),
+            MemoryItem("last hidden states", self._hidden_bytes(tokens + self._validation_tokens), "host"),
             MemoryItem("the base's embedding", 2 * shapes.embedding_numel, "host"),
             self._teacher_head,
-            MemoryItem("layers that stay", staying, "device", None if self.is_cpu else 0),
-            MemoryItem("hidden states between layers", between, "device"),
+            MemoryItem("blocks that stay", staying, "device", None if self.is_cpu else 0),
+            MemoryItem("hidden states between blocks", between, "device"),
             *self._backward_items(moves),
         ]
-        operations = (4 * tokens + self._choosing_tokens) * 2.0 * weights * epochs
+        operations = (4 * tokens + self._validation_tokens) * 2.0 * weights * epochs
         return self._stage("distilling", items, operations, float(STEP_BYTES) * weights * steps)
 
     def _backward_items(self, moves_signs: bool) -> Iterator[MemoryItem]:
@@ -198,15 +204,15 @@ class FitCost:
             yield MemoryItem("logits of some tokens", logits, "device")
         else:
             yield MemoryItem("the embedding's gradient", pending, "device")
-            yield MemoryItem("one layer, gradients, and its activations or update", block, "device")
+            yield MemoryItem("one block, gradients, and its activations or update", block, "device")
 
-    def _judging(self) -> StageCost:
+    def _measuring(self) -> StageCost:
         items = [
             self._teacher_head,
             MemoryItem("embedding or head", 8 * self.shapes.embedding_numel, "device"),
-            MemoryItem("last hidden states", 3 * self._hidden_bytes(self._choosing_tokens), "host"),
+            MemoryItem("last hidden states", 3 * self._hidden_bytes(self._validation_tokens), "host"),
             MemoryItem("signs", self.shapes.num_coded // 8, "host"),
-            MemoryItem("one layer", 2 * self._block_bytes, "device"),
+            MemoryItem("one block", 2 * self._block_bytes, "device"),
         ]
         per_token = self._forward_operations + 2.0 * self.shapes.embedding_numel
-        return self._stage("judging", items, 3 * self._choosing_tokens * per_token)
+        return self._stage("measuring the fidelity", items, 3 * self._validation_tokens * per_token)

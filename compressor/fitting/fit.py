@@ -18,8 +18,9 @@ from torch import Tensor
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare
+from compressor.fitted_matrix import FittedMatrix
 from compressor.fitting.budget import embedding_upgrades, measure, spend
-from compressor.fitting.calibration import calibration_text, held_out
+from compressor.fitting.calibration import calibration_text, split_text
 from compressor.fitting.distillation.distill import Distillation, divergence
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.teacher import Teacher, TeacherTargets
@@ -28,7 +29,7 @@ from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.shapes import widest_input
 from compressor.fitting.strategies.strategy import FitStrategy, LayerStageInputs
 from compressor.fitting.weights import weight_with_delta
-from compressor.io.checkpoint_store import CheckpointStore, flatten_deltas, unflatten_deltas
+from compressor.io.checkpoint_store import CheckpointStore, flatten_matrices, unflatten_matrices
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import progress_bar
@@ -43,9 +44,9 @@ class Fitted:
     deltas: Mapping[
         str, MatrixDelta
     ]  # by name; matrices that no forward reaches are coded from weights alone
-    fidelity: Fidelity  # on calibration text that nothing was fitted to
+    fidelity: Fidelity  # on test text, which nothing was fitted to
     base: Fidelity  # of the base on the same text
-    unseen: Sequence[Tensor]  # that text, [tokens] int64 each
+    test_text: Sequence[Tensor]  # [tokens] int64 each
     num_sequences: int  # of calibration text in all
 
     def as_json(self) -> dict[str, Any]:
@@ -57,16 +58,16 @@ class TextSplit:
     """Calibration text by its use; sequences are ``[tokens]`` int64."""
 
     layers: list[Tensor]
-    end: list[Tensor]
-    choosing: list[Tensor]  # between axes, epochs and upgrades
-    judging: list[Tensor]  # for the fidelity alone
+    end_to_end: list[Tensor]
+    validation: list[Tensor]  # to choose between axes, epochs and upgrades
+    test: list[Tensor]  # for the fidelity alone
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor], strategy: FitStrategy, widest: int) -> TextSplit:
-        """Hold out every tenth sequence or so, and give the others to the stages as the strategy says."""
-        train, held = held_out(sequences)
-        layers, end = strategy.split(len(train), widest)
-        return cls(train[layers], train[end], held[::2], held[1::2])
+        """Split off validation and test text, and give the other sequences to the stages as the strategy says."""
+        train, validation, test = split_text(sequences)
+        layers, end_to_end = strategy.split(len(train), widest)
+        return cls(train[layers], train[end_to_end], validation, test)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,13 +96,13 @@ class Fit:
         widest = widest_input([pair.shape for pair in self.pairs.values()])
         text = TextSplit.of(sequences, self.strategy, widest)
         teacher = Teacher(decoder, decoder.load_head(), self.strategy.batch_tokens)
-        choosing = teacher.targets(text.choosing)
-        deltas: Mapping[str, MatrixDelta] = self._fit_layers(text, choosing)
+        validation = teacher.targets(text.validation)
+        deltas: Mapping[str, MatrixDelta] = self._fit_layers(text, validation)
         if self.strategy.distillation.epochs:
-            deltas = self._distill(deltas, teacher.targets(text.end), choosing)
-        judging = teacher.targets(text.judging)
-        fidelity = _fidelity(self._with_deltas(deltas), judging)
-        return Fitted(deltas, fidelity, _fidelity(self.base, judging), text.judging, len(sequences))
+            deltas = self._distill(deltas, teacher.targets(text.end_to_end), validation)
+        test = teacher.targets(text.test)
+        fidelity = _fidelity(self._with_deltas(deltas), test)
+        return Fitted(deltas, fidelity, _fidelity(self.base, test), text.test, len(sequences))
 
     def _calibration_text(self, finetune: Decoder) -> list[Tensor]:
         stored = self.store.load_tensors("text")
@@ -120,36 +121,36 @@ class Fit:
             self.store.save_tensors("text", stored)
         return list(stored["ids"])
 
-    def _fit_layers(self, text: TextSplit, choosing: TeacherTargets) -> dict[str, MatrixDelta]:
-        """Return every matrix's delta, fitted layer by layer, and in a larger form where spare bytes pay most."""
-        stored = self.store.load_deltas("layers")
+    def _fit_layers(self, text: TextSplit, validation: TeacherTargets) -> dict[str, MatrixDelta]:
+        """Return every matrix's delta, fitted layer by layer, and upgraded where spare bytes save most KL."""
+        stored = self.store.load_matrices("layers")
         if stored is not None:
-            return {name: delta for name, (delta,) in stored.items()}
-        layerwise = Layerwise(self.pairs, self.finetune, self.strategy.method, choosing.teacher.device)
+            return {name: matrix.delta for name, matrix in stored.items()}
+        layerwise = Layerwise(self.pairs, self.finetune, self.strategy.method, validation.teacher.device)
         if self.strategy.fits_layers:
-            self._run_layerwise(layerwise, text, choosing)
-        deltas = {name: MatrixDelta((layerwise.delta(name),)) for name in self.pairs}
+            self._run_layerwise(layerwise, text, validation)
+        deltas = {name: layerwise.delta(name) for name in self.pairs}
         if self.spare_bytes:
-            student = self._student(deltas, choosing.teacher.device)
-            upgrades = {name: options[1:] for name, options in layerwise.fitted.items()}
+            student = self._student(deltas, validation.teacher.device)
+            upgrades = {name: matrix.upgrades for name, matrix in layerwise.fitted.items()}
             upgrades |= embedding_upgrades(student, deltas, self.strategy.method)
-            gains = measure(student, choosing.first(MEASURED_SEQUENCES), upgrades)
-            deltas = spend(self.spare_bytes, deltas, upgrades, gains)
-        self.store.save_deltas("layers", {name: [delta] for name, delta in deltas.items()})
+            kl_saved = measure(student, validation.first(MEASURED_SEQUENCES), upgrades)
+            deltas = spend(self.spare_bytes, deltas, upgrades, kl_saved)
+        self.store.save_matrices("layers", {name: FittedMatrix(delta) for name, delta in deltas.items()})
         return deltas
 
-    def _run_layerwise(self, layerwise: Layerwise, text: TextSplit, choosing: TeacherTargets) -> None:
+    def _run_layerwise(self, layerwise: Layerwise, text: TextSplit, validation: TeacherTargets) -> None:
         """Fit layers from the first block on that the store lacks."""
         first = 0
-        while (stored := self.store.load_deltas(f"block-{first}")) is not None:
+        while (stored := self.store.load_matrices(f"block-{first}")) is not None:
             layerwise.fitted.update(stored)
             first += 1
         inputs = LayerStageInputs(
             finetune=self.finetune,
             pairs=self.pairs,
             sequences=text.layers,
-            held_out=choosing.batches,
-            num_ids=choosing.teacher.num_embeddings,
+            validation=validation.batches,
+            num_ids=validation.teacher.num_embeddings,
             with_upgrades=self.spare_bytes > 0,
             device=layerwise.device,
         )
@@ -158,36 +159,36 @@ class Fit:
         with progress_bar(num_blocks, "fitting layers", "block", self.shows_progress) as bar:
             bar.update(first)
 
-            def on_block(index: int, fitted: Mapping[str, Sequence[MatrixDelta]]) -> None:
-                self.store.save_deltas(f"block-{index}", fitted)
+            def on_block(index: int, fitted: Mapping[str, FittedMatrix]) -> None:
+                self.store.save_matrices(f"block-{index}", fitted)
                 bar.update()
 
             layerwise.run(stage.batches, stage.solver, first, on_block)
 
     def _distill(
-        self, deltas: Mapping[str, MatrixDelta], targets: TeacherTargets, choosing: TeacherTargets
+        self, deltas: Mapping[str, MatrixDelta], targets: TeacherTargets, validation: TeacherTargets
     ) -> Mapping[str, MatrixDelta]:
-        """Train end to end; return the deltas of the best epoch on held-out text, or of the last one."""
+        """Train end to end; return the deltas of the best epoch on validation text, or of the last one."""
         settings, student = self.strategy.distillation, self._student(deltas, targets.teacher.device)
         if not student.trained:
             return deltas
         run, num_done = Distillation(student, targets, settings), 0
-        best, least = student.stored(), divergence(student, choosing)
-        if (state := self.store.load_state("end")) is not None:
+        best, least = student.stored(), divergence(student, validation)
+        if (state := self.store.load_state("end_to_end")) is not None:
             run.restore(state["run"])
             num_done, least = state["epochs"], state["least"]
-            best = {name: delta for name, (delta,) in unflatten_deltas(state["best"]).items()}
+            best = {name: matrix.delta for name, matrix in unflatten_matrices(state["best"]).items()}
         num_batches = len(targets.batches)
         with progress_bar(settings.epochs * num_batches, "distilling", "step", self.shows_progress) as bar:
             bar.update(num_done * num_batches)
             for epoch in range(num_done, settings.epochs):
                 run.epoch(epoch, bar.update)
-                reached = divergence(student, choosing)
+                reached = divergence(student, validation)
                 if reached < least or not settings.keeps_best:
                     best, least = student.stored(), reached
-                flat = flatten_deltas({name: [delta] for name, delta in best.items()})
+                flat = flatten_matrices({name: FittedMatrix(delta) for name, delta in best.items()})
                 state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": flat}
-                self.store.save_state("end", state)
+                self.store.save_state("end_to_end", state)
         return best
 
     def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
@@ -204,7 +205,7 @@ class Fit:
         return Overlay(self.finetune, coded)
 
 
-def _fidelity(weights: Weights, judging: TeacherTargets) -> Fidelity:
+def _fidelity(weights: Weights, test: TeacherTargets) -> Fidelity:
     """Measure the fidelity of a model on the teacher's text."""
-    student = Predictions.of(Decoder(weights, judging.teacher.device, torch.float32), judging.batches)
-    return compare(Predictions(judging.teacher, judging.head, judging.hiddens), student, judging.batches)
+    student = Predictions.of(Decoder(weights, test.teacher.device, torch.float32), test.batches)
+    return compare(Predictions(test.teacher, test.head, test.hiddens), student, test.batches)

@@ -17,11 +17,11 @@ from compressor.io.pairs import TensorPair
 class FitShapes:
     """Shapes of a model, and of its matrices that are coded."""
 
-    blocks: Sequence[Mapping[str, tuple[int, ...]]]  # every tensor of each decoder layer
+    blocks: Sequence[Mapping[str, tuple[int, ...]]]  # every tensor of each block (decoder layer)
     embedding: tuple[int, int]  # [vocabulary, hidden]
     is_tied: bool
-    coded: Mapping[str, tuple[int, int]]  # the matrices to fit, those outside of layers included
-    kv_features: int  # of the KV cache, per token and layer
+    coded: Mapping[str, tuple[int, int]]  # the matrices to fit, those outside of blocks included
+    kv_features: int  # of the KV cache, per token and block
 
     @property
     def embedding_numel(self) -> int:
@@ -39,7 +39,7 @@ class FitShapes:
 
     @property
     def largest_block(self) -> int:
-        """Index of the decoder layer of most weights."""
+        """Index of the block of most weights."""
         numels = self.block_numels
         return numels.index(max(numels))
 
@@ -49,12 +49,12 @@ class FitShapes:
         return widest_input(self.coded.values())
 
     def matrices(self, index: int) -> list[tuple[str, tuple[int, int]]]:
-        """Coded matrices of one layer that every token goes through."""
+        """Coded matrices of one block that every token goes through."""
         names = (name for name in self.blocks[index] if ".experts." not in name and name in self.coded)
         return [(name, self.coded[name]) for name in names]
 
     def features(self, index: int) -> int:
-        """Numbers that enter and leave the matrices of one layer, per token."""
+        """Numbers that enter and leave the matrices of one block, per token."""
         return sum(sum(shape) for _, shape in self.matrices(index))
 
     def input_widths(self, index: int) -> list[int]:

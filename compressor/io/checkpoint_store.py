@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compressor.fitted_matrix import FittedMatrix
 from deltastore.errors import CheckpointError, StorageFull, UsageError
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
@@ -93,13 +94,13 @@ class CheckpointStore:
         noted = {CHECKSUM: str(checksum(own))}
         self._keep(f"{stage}.safetensors", lambda path: save_file(own, path, metadata=noted))
 
-    def load_deltas(self, stage: str) -> dict[str, list[MatrixDelta]] | None:
-        """Return each matrix's delta and its alternatives; None if the stage has not ended."""
+    def load_matrices(self, stage: str) -> dict[str, FittedMatrix] | None:
+        """Return the fitted matrices of a stage by name; None if the stage has not ended."""
         tensors = self.load_tensors(stage)
-        return None if tensors is None else unflatten_deltas(tensors)
+        return None if tensors is None else unflatten_matrices(tensors)
 
-    def save_deltas(self, stage: str, deltas: Mapping[str, Sequence[MatrixDelta]]) -> None:
-        self.save_tensors(stage, flatten_deltas(deltas))
+    def save_matrices(self, stage: str, matrices: Mapping[str, FittedMatrix]) -> None:
+        self.save_tensors(stage, flatten_matrices(matrices))
 
     def load_state(self, stage: str) -> Any:
         """Return a state of tensors in dicts, lists and tuples; None if none was saved."""
@@ -194,26 +195,26 @@ def checksum(value: Any, start: int = 0) -> int:
     return zlib.crc32(repr(value).encode(), start)
 
 
-def flatten_deltas(deltas: Mapping[str, Sequence[MatrixDelta]]) -> dict[str, Tensor]:
-    """Return the parts of deltas as named tensors; `unflatten_deltas` is the inverse."""
+def flatten_matrices(matrices: Mapping[str, FittedMatrix]) -> dict[str, Tensor]:
+    """Return the parts of deltas and upgrades as named tensors; `unflatten_matrices` is the inverse."""
     return {
         f"{name}|{number}|{part}": tensor
-        for name, options in deltas.items()
-        for number, delta in enumerate(options)
+        for name, matrix in matrices.items()
+        for number, delta in enumerate((matrix.delta, *matrix.upgrades))
         for part, tensor in _parts(delta)
     }
 
 
-def unflatten_deltas(tensors: Mapping[str, Tensor]) -> dict[str, list[MatrixDelta]]:
-    """Return the deltas whose parts `flatten_deltas` returned."""
+def unflatten_matrices(tensors: Mapping[str, Tensor]) -> dict[str, FittedMatrix]:
+    """Return the matrices whose parts `flatten_matrices` returned."""
     parts: dict[tuple[str, int], dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        name, option, part = key.rsplit("|", 2)
-        parts.setdefault((name, int(option)), {})[part] = tensor
+        name, digits, part = key.rsplit("|", 2)
+        parts.setdefault((name, int(digits)), {})[part] = tensor
     deltas: dict[str, list[MatrixDelta]] = {}
     for name, number in sorted(parts):
         deltas.setdefault(name, []).append(_delta(parts[name, number]))
-    return deltas
+    return {name: FittedMatrix(delta, upgrades) for name, (delta, *upgrades) in deltas.items()}
 
 
 def _parts(delta: MatrixDelta) -> Iterator[tuple[str, Tensor]]:

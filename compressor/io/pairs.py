@@ -67,7 +67,7 @@ class TensorPair:
         """Bytes of the base's and the fine-tune's tensor."""
         return self.base_tensor.num_bytes + self.tensor.num_bytes
 
-    def block(self, rows: slice) -> Tensor:
+    def row_block(self, rows: slice) -> Tensor:
         """Return some rows of the difference, in new float32 memory.
 
         Raises:
@@ -82,7 +82,7 @@ class TensorPair:
 
     def is_changed(self) -> bool:
         """True if any value differs or rows were added. Reads until the first difference."""
-        return self.added_rows > 0 or any(self.block(rows).any() for rows in row_blocks(self.shape))
+        return self.added_rows > 0 or any(self.row_block(rows).any() for rows in row_blocks(self.shape))
 
     def added(self) -> Tensor | None:
         """Return the rows that the base lacks, in the fine-tune's dtype; None without any."""

@@ -27,7 +27,7 @@ class InMemory:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
 
-    def block(self, rows: slice) -> Tensor:
+    def row_block(self, rows: slice) -> Tensor:
         return self.values[rows].clone()
 
 

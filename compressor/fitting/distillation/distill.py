@@ -41,7 +41,7 @@ class DistillSettings:
     sign_rate: float = 0.0  # of latents, in units of an average difference; 0 keeps the signs
     signs_from: int = 1  # the first epoch in which signs move
     seed: int = 0
-    keeps_best: bool = True  # keep the epoch that does best on held-out text, else the last one
+    keeps_best: bool = True  # keep the epoch that does best on validation text, else the last one
 
     @property
     def moves_signs(self) -> bool:
@@ -63,7 +63,7 @@ class Distillation:
         """Train on every batch once, in an order drawn from the seed; epochs count from 0 and come in their order."""
         num_batches = len(self.targets.batches)
         if self.settings.sign_rate and number == self.settings.signs_from:
-            self.student.release_signs()
+            self.student.unfreeze_signs()
             self._optimize_signs(number * num_batches)
         generator = torch.Generator().manual_seed(self.settings.seed + number)
         for batch in torch.randperm(num_batches, generator=generator).tolist():
@@ -168,16 +168,16 @@ def _backward(student: Student, targets: TeacherTargets, number: int, loss: Loss
             hiddens.append(student.decoder.run(student.block(index), index, hiddens[-1]))
     head, last = student.head(), hiddens.pop()
     gradient = _backward_head(student, head, last, partial(targets.logits, number), loss)
-    yield from student.collect_head(head)
+    yield from student.accumulate_head_grad(head)
     for index in reversed(range(student.num_blocks)):
         hidden, block = hiddens.pop().requires_grad_(), student.block(index)
         torch.autograd.backward(student.decoder.run(block, index, hidden), gradient)
-        yield from student.collect_block(index, block)
+        yield from student.accumulate_block_grads(index, block)
         assert hidden.grad is not None
         gradient = hidden.grad
     if embedded.hidden.requires_grad:
         torch.autograd.backward(embedded.hidden, gradient)
-        yield from student.collect_embedding(embedded)
+        yield from student.accumulate_embedding_grad(embedded)
 
 
 def _backward_head(

@@ -38,7 +38,7 @@ class EmbeddedBatch:
 
 
 class Student:
-    """A model to run forward block by block, and backward through `collect_...` into the deltas that train."""
+    """A model to run forward block by block, and backward through `accumulate_..._grad` into the deltas that train."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class Student:
         finally:
             self.deltas[name] = own
 
-    def release_signs(self) -> None:
+    def unfreeze_signs(self) -> None:
         """Let the signs of every trained delta move."""
         for name, delta in self.trained.items():
             pair = self.pairs[name]
-            delta.release_signs(pair.block(slice(0, pair.shape[0])).to(self.device))
+            delta.unfreeze_signs(pair.row_block(slice(0, pair.shape[0])).to(self.device))
 
     def restore_signs(self, values: Mapping[str, Sequence[Tensor]]) -> None:
         """Continue from stored latents, by name: one per plane, which are taken over."""
@@ -127,25 +127,25 @@ class Student:
             self._add_delta(str(self.decoder.head_name), head)
         return head
 
-    def collect_embedding(self, embedded: EmbeddedBatch) -> Iterator[str]:
+    def accumulate_embedding_grad(self, embedded: EmbeddedBatch) -> Iterator[str]:
         """Pass on the gradient of the embedding's rows, if they have one; then yield its name."""
         name = self.decoder.embedding_name
         if name in self._training and embedded.rows.grad is not None:
             in_base = self._ids_in_base(embedded.ids)
-            self.deltas[name].collect(embedded.rows.grad[: len(in_base)], in_base)
+            self.deltas[name].accumulate_grad(embedded.rows.grad[: len(in_base)], in_base)
             yield name
 
-    def collect_block(self, index: int, block: nn.Module) -> Iterator[str]:
+    def accumulate_block_grads(self, index: int, block: nn.Module) -> Iterator[str]:
         """Pass on the gradients of a block's weights one at a time; yield the name of each."""
         for path, name in self._paths[index].items():
-            self._collect(name, block.get_submodule(path))
+            self._accumulate_grad(name, block.get_submodule(path))
             yield name
 
-    def collect_head(self, head: nn.Module) -> Iterator[str]:
+    def accumulate_head_grad(self, head: nn.Module) -> Iterator[str]:
         """Pass on the gradient of the head's weight; then yield its name, unless a tied embedding has more to come."""
         name = self.decoder.head_name
         if name in self._training:
-            self._collect(name, head)
+            self._accumulate_grad(name, head)
             if name != self.decoder.embedding_name:
                 yield name
 
@@ -158,12 +158,12 @@ class Student:
         self.deltas[name].add_to(weight.data[: self.pairs[name].shape[0]])
         weight.requires_grad_()
 
-    def _collect(self, name: str, linear: nn.Module) -> None:
+    def _accumulate_grad(self, name: str, linear: nn.Module) -> None:
         """Pass on the weight's gradient and drop the weight, which nothing reads any more."""
         gradient = linear.get_parameter("weight").grad
         linear.register_parameter("weight", None)
         if gradient is not None:
-            self.deltas[name].collect(gradient[: self.pairs[name].shape[0]])
+            self.deltas[name].accumulate_grad(gradient[: self.pairs[name].shape[0]])
 
     def _weight(self, name: str) -> Tensor | None:
         """The weight that the decoder is built from: the base's where a delta is added later, else with its delta."""

@@ -46,7 +46,7 @@ class ScaledParameter:
     def value(self) -> Tensor:
         return self.leaf.detach() * self.unit
 
-    def collect(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
+    def accumulate_grad(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
         """Add a gradient with respect to some rows of `value`."""
         if self.leaf.grad is None:
             self.leaf.grad = torch.zeros_like(self.leaf)
@@ -65,7 +65,7 @@ class Latents:
     def of(cls, values: Tensor, device: torch.device) -> Latents:
         return cls(values, torch.empty(0, device=device, requires_grad=True))
 
-    def collect(self, gradient: Tensor, rows: Rows) -> None:
+    def accumulate_grad(self, gradient: Tensor, rows: Rows) -> None:
         """Add a gradient of some rows. The first gradient of all rows is taken over, not copied."""
         if self.gradient is None and len(gradient) == len(self.values):
             self.gradient = gradient
@@ -110,7 +110,7 @@ class TrainablePlane:
         scales = (None if scale is None else scale.value.cpu() for scale in (self.scale_out, self.scale_in))
         return SignPlane.from_scales(self.packed, self.in_features, *scales)
 
-    def release_signs(self, difference: Tensor) -> None:
+    def unfreeze_signs(self, difference: Tensor) -> None:
         """Let signs move, those of small differences first; `difference` ``[out, in]`` is overwritten."""
         magnitude = difference.abs_()
         magnitude.div_(magnitude.mean().clamp(min=torch.finfo(torch.float32).tiny))
@@ -126,7 +126,7 @@ class TrainablePlane:
         self.packed = pack_signs(values > 0)
 
     def step_signs(self, optimizer: Optimizer) -> None:
-        """Step the latents by their collected gradient, if any, and pack their signs anew."""
+        """Step the latents by their accumulated gradient, if any, and pack their signs anew."""
         if self.latents is None or self.latents.gradient is None:
             return
         with self.latents.loaded():
@@ -147,24 +147,24 @@ class TrainablePlane:
         scale_out, scale_in = self._scales(rows)
         return self.signs(rows).mul_(scale_out).mul_(scale_in)
 
-    def collect_scales(self, gradient: Tensor, rows: Rows) -> None:
+    def accumulate_scale_grad(self, gradient: Tensor, rows: Rows) -> None:
         """Add the gradient of the scales, from that of the weights ``[rows, in]``."""
         scale_out, scale_in = self._scales(rows)
         signed = gradient * self.signs(rows)
         if self.scale_out is not None:
             of_rows = (signed * scale_in).sum(1)
             if len(self.scale_out.leaf) == 1:
-                self.scale_out.collect(of_rows.sum()[None])
+                self.scale_out.accumulate_grad(of_rows.sum()[None])
             else:
-                self.scale_out.collect(of_rows, rows)
+                self.scale_out.accumulate_grad(of_rows, rows)
         if self.scale_in is not None:
-            self.scale_in.collect((signed * scale_out).sum(0))
+            self.scale_in.accumulate_grad((signed * scale_out).sum(0))
 
-    def collect_signs(self, gradient: Tensor, rows: Rows) -> None:
+    def accumulate_sign_grad(self, gradient: Tensor, rows: Rows) -> None:
         """Add the gradient of the signs, from that of the weights ``[rows, in]``, which is taken over."""
         if self.latents is not None:
             scale_out, scale_in = self._scales(rows)
-            self.latents.collect(gradient.mul_(scale_out).mul_(scale_in), rows)
+            self.latents.accumulate_grad(gradient.mul_(scale_out).mul_(scale_in), rows)
 
     def _scales(self, rows: Rows) -> tuple[Tensor, Tensor]:  # [rows or 1, 1], [in or 1]
         one = torch.ones(1, device=self.device)
@@ -206,7 +206,7 @@ class Trainable:
         """Yield the latents of planes whose signs may move."""
         return (plane.latents for plane in self.planes if plane.latents is not None)
 
-    def release_signs(self, difference: Tensor) -> None:
+    def unfreeze_signs(self, difference: Tensor) -> None:
         """Let signs move, those of small numbers first.
 
         A plane's numbers are `difference` ``[out, in]`` less the planes before it. `difference` is overwritten.
@@ -215,10 +215,10 @@ class Trainable:
         for number, plane in enumerate(self.planes):
             if number:
                 difference -= self.planes[number - 1].dense(slice(None))
-            plane.release_signs(difference if number == last else difference.clone())
+            plane.unfreeze_signs(difference if number == last else difference.clone())
 
     def step_signs(self, optimizer: Optimizer) -> None:
-        """Step the signs of every plane by their collected gradients."""
+        """Step the signs of every plane by their accumulated gradients."""
         for plane in self.planes:
             plane.step_signs(optimizer)
 
@@ -235,21 +235,21 @@ class Trainable:
         for rows in row_blocks(tuple(weight.shape), CHUNK_NUMEL):
             weight[rows] += self.dense(rows)
 
-    def collect(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
+    def accumulate_grad(self, gradient: Tensor, rows: Rows = slice(None)) -> None:
         """Add the gradient of every part, from that of the weights ``[rows, in]``, which is overwritten."""
         if rows == slice(None):
             for part in row_blocks(tuple(gradient.shape), CHUNK_NUMEL):
-                self._collect_parameters(gradient[part], part)
+                self._accumulate_parameter_grads(gradient[part], part)
         else:
-            self._collect_parameters(gradient, rows)
+            self._accumulate_parameter_grads(gradient, rows)
         *others, last = self.planes
         for plane in others:
-            plane.collect_signs(gradient.clone(), rows)
-        last.collect_signs(gradient, rows)
+            plane.accumulate_sign_grad(gradient.clone(), rows)
+        last.accumulate_sign_grad(gradient, rows)
 
-    def _collect_parameters(self, gradient: Tensor, rows: Rows) -> None:
+    def _accumulate_parameter_grads(self, gradient: Tensor, rows: Rows) -> None:
         for plane in self.planes:
-            plane.collect_scales(gradient, rows)
+            plane.accumulate_scale_grad(gradient, rows)
         if self.left is not None and self.right is not None:
-            self.left.collect(gradient @ self.right.value.T, rows)
-            self.right.collect(self.left.value[rows].T @ gradient)
+            self.left.accumulate_grad(gradient @ self.right.value.T, rows)
+            self.right.accumulate_grad(self.left.value[rows].T @ gradient)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compressor.blockwise.decoder import BlockLinear, Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.codec import Method, code_matrix
+from compressor.fitted_matrix import FittedMatrix
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
@@ -47,7 +48,7 @@ class LayerSolver(Protocol):
         """Return the delta of one matrix of `block`, which is None for the output head."""
 
     def upgrades(self, pair: TensorPair, gathered: Any, coded: SignPlane) -> list[MatrixDelta]:
-        """Return larger forms of the delta that `solve` gave; none where bytes are not to be spent."""
+        """Return upgrades of the delta that `solve` gave; none where bytes are not to be spent."""
 
 
 @dataclass(slots=True)
@@ -58,15 +59,15 @@ class Layerwise:
     finetune: Weights
     method: Method  # of those that are coded from weights alone
     device: torch.device
-    fitted: dict[str, list[MatrixDelta]] = field(default_factory=dict)  # each followed by its upgrades
-    _unfitted: dict[str, SignPlane] = field(default_factory=dict)
+    fitted: dict[str, FittedMatrix] = field(default_factory=dict)
+    _unfitted: dict[str, MatrixDelta] = field(default_factory=dict)
 
     def run(
         self,
         batches: Sequence[Tensor],
         solver: LayerSolver,
         first: int = 0,
-        on_block: Callable[[int, Mapping[str, list[MatrixDelta]]], object] = lambda index, fitted: None,
+        on_block: Callable[[int, Mapping[str, FittedMatrix]], object] = lambda index, fitted: None,
     ) -> None:
         """Fit every matrix that calibration reaches; `batches` are ids ``[sequences, tokens]``.
 
@@ -76,23 +77,25 @@ class Layerwise:
         """
         teacher = Decoder(self.finetune, self.device, torch.float32)
         student = Decoder(Overlay(self.finetune, self.replacement), self.device, torch.float32)
-        hiddens_t, hiddens = teacher.embed(batches), student.embed(batches)
+        teacher_hiddens, hiddens = teacher.embed(batches), student.embed(batches)
         for index in range(teacher.num_blocks):
             block = StudentBlock(student, index, student.load_block(index), hiddens)
             groups = self._groups(block) if index >= first else []
             paths = [group[0].path for group in groups]
-            inputs_t = teacher.advance_and_record(teacher.load_block(index), index, paths, hiddens_t)
+            teacher_inputs = teacher.advance_and_record(
+                teacher.load_block(index), index, paths, teacher_hiddens
+            )
             for group in groups:
-                self._fit_group(group, solver, inputs_t.pop(group[0].path), block)
+                self._fit_group(group, solver, teacher_inputs.pop(group[0].path), block)
             student.advance(block.block, index, hiddens)
             if index >= first:
                 names = [linear.name for group in groups for linear in group]
                 on_block(index, {name: self.fitted[name] for name in names})
         head = self.pairs.get(teacher.head_name or "")
         if head is not None and head.name != teacher.embedding_name:
-            teacher.finish_all(hiddens_t)
+            teacher.finish_all(teacher_hiddens)
             student.finish_all(hiddens)
-            gathered = solver.gather(_rows(hiddens_t, self.device), _rows(hiddens, self.device))
+            gathered = solver.gather(_rows(teacher_hiddens, self.device), _rows(hiddens, self.device))
             self._fit(head.name, solver, gathered, None)
 
     def replacement(self, name: str) -> Tensor | None:
@@ -100,12 +103,12 @@ class Layerwise:
         pair = self.pairs.get(name)
         return None if pair is None else weight_with_delta(pair, self.delta(name))
 
-    def delta(self, name: str) -> SignPlane:
+    def delta(self, name: str) -> MatrixDelta:
         """Return the delta of one matrix; from weights alone where nothing was fitted."""
         if name in self.fitted:
-            return self.fitted[name][0].planes[0]
+            return self.fitted[name].delta
         if name not in self._unfitted:
-            self._unfitted[name] = code_matrix(self.pairs[name], self.method).delta
+            self._unfitted[name] = MatrixDelta((code_matrix(self.pairs[name], self.method).delta,))
         return self._unfitted[name]
 
     def _groups(self, block: StudentBlock) -> list[list[BlockLinear]]:
@@ -120,20 +123,21 @@ class Layerwise:
         self,
         group: Sequence[BlockLinear],
         solver: LayerSolver,
-        inputs_t: Sequence[Tensor],
+        teacher_inputs: Sequence[Tensor],
         block: StudentBlock,
     ) -> None:
         """Code linear layers with common inputs and give the student their new weights."""
-        gathered = solver.gather(inputs_t, block.inputs(group[0].path))
+        gathered = solver.gather(teacher_inputs, block.inputs(group[0].path))
         for linear in group:
             delta = self._fit(linear.name, solver, gathered, block)
             weight = block.block.get_submodule(linear.path).get_parameter("weight")
             weight.data.copy_(weight_with_delta(self.pairs[linear.name], delta))
 
-    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> SignPlane:
+    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> MatrixDelta:
         pair = self.pairs[name]
-        delta = solver.solve(pair, gathered, block)
-        self.fitted[name] = [MatrixDelta((delta,)), *solver.upgrades(pair, gathered, delta)]
+        plane = solver.solve(pair, gathered, block)
+        delta = MatrixDelta((plane,))
+        self.fitted[name] = FittedMatrix(delta, solver.upgrades(pair, gathered, plane))
         return delta
 
 

@@ -36,7 +36,7 @@ class LeastSquaresSolver:
 
     method: Method
     sign_rounds: int  # 0 keeps the signs of the differences
-    with_upgrades: bool = False  # also find larger forms of each delta
+    with_upgrades: bool = False  # also find upgrades of each delta
 
     def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Moments:
         return moments(teacher, student)
@@ -59,15 +59,15 @@ class LeastSquaresSolver:
 
 def _problem(pair: TensorPair, gathered: Moments) -> Problem:
     device, rows = gathered.gram.device, slice(0, pair.shape[0])
-    delta = pair.block(rows).to(device)
+    difference = pair.row_block(rows).to(device)
     finetune = pair.finetune.read(pair.tensor.name, rows).float().to(device)
-    cross = gathered.cross(delta, finetune)
+    cross = gathered.cross(difference, finetune)
     if not (torch.isfinite(gathered.gram).all() and torch.isfinite(cross).all()):
         raise CheckpointError(
             f"{pair.finetune.path}: the inputs of tensor {shown(pair.name)} on this text are not finite or overflow: "
             "the checkpoint is damaged, or its training diverged; --calibration none reads no text"
         )
-    return Problem(delta, gathered.gram, cross, gathered.count)
+    return Problem(difference, gathered.gram, cross, gathered.count)
 
 
 def _stored(solved: Solved) -> SignPlane:

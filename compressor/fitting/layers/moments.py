@@ -24,9 +24,9 @@ class Moments:
     drift: Tensor  # [in, in]: C - H = (X_t - X)'X
     count: int  # tokens
 
-    def cross(self, delta: Tensor, finetune: Tensor) -> Tensor:  # [out, in] float32
+    def cross(self, difference: Tensor, finetune: Tensor) -> Tensor:  # [out, in] float32
         """G = R'X of the residual targets R = X_t W_f' - X W_b', from W_f - W_b and W_f, both ``[out, in]``."""
-        return delta.float() @ self.gram.float() + finetune.float() @ self.drift.float()
+        return difference.float() @ self.gram.float() + finetune.float() @ self.drift.float()
 
 
 def moments(
@@ -41,16 +41,16 @@ def moments(
     """
     gram = drift = torch.zeros(())
     count = 0
-    for inputs_t, inputs in zip(teacher, student, strict=True):
-        if inputs_t.shape != inputs.shape:
+    for teacher_inputs, inputs in zip(teacher, student, strict=True):
+        if teacher_inputs.shape != inputs.shape:
             raise ValueError(
-                f"inputs of {tuple(inputs_t.shape)} and {tuple(inputs.shape)} are not of one layer"
+                f"inputs of {tuple(teacher_inputs.shape)} and {tuple(inputs.shape)} are not of one layer"
             )
         if not count:
             gram, drift = (inputs.new_zeros(inputs.shape[1], inputs.shape[1], dtype=dtype) for _ in range(2))
         own = inputs.float()
         gram += own.T @ own
-        drift += (inputs_t.to(own.device, torch.float32) - own).T @ own
+        drift += (teacher_inputs.to(own.device, torch.float32) - own).T @ own
         count += inputs.shape[0]
     if not count:
         raise ValueError("there are no inputs to sum up")

@@ -22,54 +22,54 @@ NOISE = 2.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Target of one layer's delta; all tensors are on one device and finite.
+    """The difference to code in one layer, and the moments that weigh its error; all finite, on one device.
 
     Raises:
         ValueError: shapes that do not go together.
     """
 
-    delta: Tensor  # [out, in] float32: fine-tune less base
+    difference: Tensor  # [out, in] float32: fine-tune less base, which the delta codes
     gram: Tensor  # [in, in] float32 or float64: H
     cross: Tensor  # [out, in] float32: G
     count: int  # rows of X that the moments sum over; losses are sums over them
 
     def __post_init__(self) -> None:
-        in_features = self.delta.shape[1]
-        if self.delta.shape != self.cross.shape or self.gram.shape != (in_features, in_features):
+        in_features = self.difference.shape[1]
+        if self.difference.shape != self.cross.shape or self.gram.shape != (in_features, in_features):
             raise ValueError(
-                f"delta {tuple(self.delta.shape)}, cross {tuple(self.cross.shape)} and gram {tuple(self.gram.shape)} "
-                "are not of one layer"
+                f"difference {tuple(self.difference.shape)}, cross {tuple(self.cross.shape)} and gram "
+                f"{tuple(self.gram.shape)} are not of one layer"
             )
 
     def chunks(self) -> Iterator[slice]:
         """Row ranges, first to last, of at most `CHUNK_WEIGHTS` weights."""
-        out_features, in_features = self.delta.shape
+        out_features, in_features = self.difference.shape
         step = max(1, CHUNK_WEIGHTS // in_features)
         for start in range(0, out_features, step):
             yield slice(start, min(start + step, out_features))
 
-    def pull(self, part: float) -> float:
+    def ridge(self, part: float) -> float:
         """Return `part` of H's mean diagonal; 1 where every input was zero, so that the weights decide."""
         mean = float(self.gram.diagonal().mean(dtype=torch.float64))
         return part * mean if mean > 0 else 1.0
 
-    def ridge_pull(self, ridge: float) -> float:
-        """Return the pull of `ridge` plus `NOISE * in / n` for few inputs."""
-        return self.pull(ridge + NOISE * len(self.gram) / max(self.count, 1))
+    def noise_ridge(self, part: float) -> float:
+        """Return the ridge of `part` plus `NOISE * in / n`, which grows as inputs become few."""
+        return self.ridge(part + NOISE * len(self.gram) / max(self.count, 1))
 
-    def pulled_cross(self, rows: slice, pull: float) -> Tensor:  # [len(rows), in] float32
-        """G of the loss with ``pull * ||delta' - delta||^2`` added; its H is ``H + pull * I``."""
-        return self.cross[rows].float().add(self.delta[rows], alpha=pull)
+    def ridge_cross(self, rows: slice, ridge: float) -> Tensor:  # [len(rows), in] float32
+        """G of the loss with ``ridge * ||delta - difference||^2`` added; its H is ``H + ridge * I``."""
+        return self.cross[rows].float().add(self.difference[rows], alpha=ridge)
 
     def expand_in(self, scale_in: Tensor | None) -> Tensor:  # [in] float32
         """Return `scale_in`, or ones where an axis has none."""
-        return self.delta.new_ones(self.delta.shape[1]) if scale_in is None else scale_in.float()
+        return self.difference.new_ones(self.difference.shape[1]) if scale_in is None else scale_in.float()
 
     def expand_out(self, scale_out: Tensor | None, rows: slice) -> Tensor:  # [len(rows)] float32
         """Return the rows of `scale_out`, a single scale repeated, or ones where an axis has none."""
         num_rows = rows.stop - rows.start
         if scale_out is None:
-            return self.delta.new_ones(num_rows)
+            return self.difference.new_ones(num_rows)
         return scale_out[rows].float() if scale_out.numel() > 1 else scale_out.float().expand(num_rows)
 
 
@@ -85,15 +85,15 @@ def layer_loss(
     return total
 
 
-def cholesky(matrix: Tensor, damping: float) -> Tensor:  # lower, [in, in]
-    """Cholesky factor of ``matrix + damping * I``, with more damping where rounding has made that indefinite.
+def cholesky(matrix: Tensor, ridge: float) -> Tensor:  # lower, [in, in]
+    """Cholesky factor of ``matrix + ridge * I``, with a larger ridge where rounding has made that indefinite.
 
     The last try makes the diagonal dominant, for which any finite symmetric matrix has a factor. The factor is float64
     up to `FLOAT64_INPUTS` inputs, else float32.
     """
     dtype = torch.float64 if len(matrix) <= FLOAT64_INPUTS else torch.float32
     damped = matrix.to(dtype, copy=True)
-    damped.diagonal().add_(damping)
+    damped.diagonal().add_(ridge)
     mean, largest = damped.diagonal().mean(), damped.abs().sum(1).max()
     for more in (1e-5 * mean, 1e-3 * mean, 1e-1 * mean, largest):
         factor: Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.fitting.layers.problem import Problem, cholesky
-from compressor.fitting.layers.signs import RIDGE
+from compressor.fitting.layers.signs import SIGN_RIDGE
 
 # Ranks beyond those asked for: with them, the randomized decomposition is exact enough.
 OVERSAMPLED = 8
@@ -22,9 +22,9 @@ def remaining(problem: Problem, coded: Tensor) -> Problem:
 
     With D = coded + D' the targets become R - X coded', so G' = G - coded H.
     """
-    coded = coded.to(problem.delta.device)
+    coded = coded.to(problem.difference.device)
     cross = problem.cross.float() - coded @ problem.gram.float()
-    return Problem(problem.delta - coded, problem.gram, cross, problem.count)
+    return Problem(problem.difference - coded, problem.gram, cross, problem.count)
 
 
 def quarter_rank(shape: tuple[int, ...]) -> int:
@@ -34,14 +34,14 @@ def quarter_rank(shape: tuple[int, ...]) -> int:
 
 
 def low_rank(problem: Problem, rank: int) -> tuple[Tensor, Tensor]:  # [out, rank], [rank, in] float16
-    """Factors A B of least loss ``||(A B - T) L||^2``, T being the ridge solution and ``H + pull I = L L'``.
+    """Factors A B of least loss ``||(A B - T) L||^2``, T being the ridge solution and ``H + ridge I = L L'``.
 
     The truncated singular value decomposition of T L, whitened back: A B = U S V' L^-1. The random projection is
     seeded, so the same problem gives the same factors.
     """
-    pull = problem.ridge_pull(RIDGE)
-    factor = cholesky(problem.gram, pull).float()
-    target = problem.pulled_cross(slice(None), pull).T
+    ridge = problem.noise_ridge(SIGN_RIDGE)
+    factor = cholesky(problem.gram, ridge).float()
+    target = problem.ridge_cross(slice(None), ridge).T
     target = torch.linalg.solve_triangular(factor, target, upper=False).T  # T L
     rank = min(rank, *target.shape)
     with torch.random.fork_rng(devices=[target.device] if target.is_cuda else []):

@@ -1,7 +1,7 @@
 """Signs of one matrix for given scales: error feedback over columns (GPTQ), then single flips.
 
 Works on the layer's `Problem` for any scales. Given the scales, rows are independent. A
-ridge pulls toward the true delta, which decides where the inputs do not.
+ridge draws the delta toward the difference, which decides where the inputs do not.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from torch import Tensor
 from compressor.fitting.layers.problem import Problem, cholesky
 
 # Of H's mean diagonal. Less of it follows the calibration text closer, and other text worse.
-RIDGE = 0.2
+SIGN_RIDGE = 0.2
 SWEEPS = 2  # of single flips; each next one flips about half as many signs
 LEAF = 64  # columns done one at a time, between products of whole blocks
 
 
-def own_signs(delta: Tensor) -> Tensor:  # [out, in] bool
-    """Signs of a delta ``[out, in]``. Zeros are +1 where row + column is even, so that undecided ones cancel."""
-    even_row, even_column = (torch.arange(size, device=delta.device) % 2 == 0 for size in delta.shape)
-    return torch.where(delta == 0, even_row[:, None] == even_column, delta > 0)
+def own_signs(difference: Tensor) -> Tensor:  # [out, in] bool
+    """Signs of a difference ``[out, in]``. Zeros are +1 where row + column is even, so that undecided ones cancel."""
+    even_row, even_column = (
+        torch.arange(size, device=difference.device) % 2 == 0 for size in difference.shape
+    )
+    return torch.where(difference == 0, even_row[:, None] == even_column, difference > 0)
 
 
 def refine_signs(
@@ -30,27 +32,27 @@ def refine_signs(
     signs: Tensor,  # [out, in] bool
     scale_out: Tensor | None,  # [out] or [1]
     scale_in: Tensor | None,  # [in]
-    ridge: float = RIDGE,
+    ridge_part: float = SIGN_RIDGE,
 ) -> Tensor:  # [out, in] bool
     """Choose signs column by column, the columns of most input first; each column corrects the error of those before.
 
-    The target is the ridge solution T = (G + pull D)(H + pull I)^-1 and the cost ``||(delta - T) L||^2`` with
-    ``H + pull I = L L'``. That is GPTQ's recursion (Frantar et al., 2022, Algorithm 1) over the upper factor of the
-    inverse, without the inverse: L carries each column's error to later ones, and T is needed as T L alone, one
-    triangular solution. Signs are kept where a scale is zero, because nothing decides them.
+    With the difference D and ``H + ridge I = L L'``, the target is the ridge solution T = (G + ridge D)(H + ridge I)^-1
+    and the cost ``||(delta - T) L||^2``. That is GPTQ's recursion (Frantar et al., 2022, Algorithm 1) over the upper
+    factor of the inverse, without the inverse: L carries each column's error to later ones, and T is needed as T L
+    alone, one triangular solution. Signs are kept where a scale is zero, because nothing decides them.
     """
-    pull, refined = problem.ridge_pull(ridge), torch.empty_like(signs)
+    ridge, refined = problem.noise_ridge(ridge_part), torch.empty_like(signs)
     order = problem.gram.diagonal().argsort(stable=True)
-    factor = cholesky(problem.gram[order][:, order], pull).float()
+    factor = cholesky(problem.gram[order][:, order], ridge).float()
     ordered_in = problem.expand_in(scale_in)[order]
     for rows in problem.chunks():
         old = signs[rows].T[order]
-        level = torch.outer(ordered_in, problem.expand_out(scale_out, rows))
-        delta = torch.where(old, level, -level)
-        target = problem.pulled_cross(rows, pull).T[order]
+        magnitude = torch.outer(ordered_in, problem.expand_out(scale_out, rows))
+        delta = torch.where(old, magnitude, -magnitude)
+        target = problem.ridge_cross(rows, ridge).T[order]
         target = torch.linalg.solve_triangular(factor, target, upper=False)
         _Feedback(factor, target, delta).choose(0, len(order))
-        refined[rows] = torch.empty_like(old).index_copy_(0, order, _signs_of(delta, level, old)).T
+        refined[rows] = torch.empty_like(old).index_copy_(0, order, _signs_of(delta, magnitude, old)).T
     return refined
 
 
@@ -59,22 +61,22 @@ def descend_signs(
     signs: Tensor,  # [out, in] bool
     scale_out: Tensor | None,  # [out] or [1]
     scale_in: Tensor | None,  # [in]
-    ridge: float = RIDGE,
+    ridge_part: float = SIGN_RIDGE,
 ) -> Tensor:  # [out, in] bool
     """Flip each sign in turn that lowers the loss with `refine_signs`' ridge, `SWEEPS` times over all columns."""
-    pull, descended = problem.ridge_pull(ridge), torch.empty_like(signs)
+    ridge, descended = problem.noise_ridge(ridge_part), torch.empty_like(signs)
     gram = problem.gram.float().clone()
-    gram.diagonal().add_(pull)
+    gram.diagonal().add_(ridge)
     expanded_in = problem.expand_in(scale_in)
     for rows in problem.chunks():
         old = signs[rows].T
-        level = torch.outer(expanded_in, problem.expand_out(scale_out, rows))
-        delta = torch.where(old, level, -level)
-        slope = (gram @ delta).sub_(problem.pulled_cross(rows, pull).T)
+        magnitude = torch.outer(expanded_in, problem.expand_out(scale_out, rows))
+        delta = torch.where(old, magnitude, -magnitude)
+        slope = (gram @ delta).sub_(problem.ridge_cross(rows, ridge).T)
         descent = _Descent(gram, gram.diagonal().tolist(), slope, delta, torch.empty_like(delta))
         for _ in range(SWEEPS):
             descent.sweep(0, len(gram))
-        descended[rows] = _signs_of(delta, level, old).T
+        descended[rows] = _signs_of(delta, magnitude, old).T
     return descended
 
 
@@ -106,7 +108,7 @@ class _Feedback:
 class _Descent:
     """Single flips over the columns of some rows; tensors lie column by column."""
 
-    gram: Tensor  # [in, in] H with its pull
+    gram: Tensor  # [in, in] H + ridge I
     diagonal: list[float]  # of `gram`
     slope: Tensor  # [in, rows]: H delta - G of the present delta between sweeps; changed
     delta: Tensor  # [in, rows]; changed
@@ -135,6 +137,6 @@ class _Descent:
         self.slope[left].addmm_(self.gram[left, right], self.flipped[right], alpha=-2)
 
 
-def _signs_of(delta: Tensor, level: Tensor, old: Tensor) -> Tensor:
-    """Signs that give `delta` from its levels, negative ones included; the old sign where a level is zero."""
-    return torch.where(level == 0, old, (delta > 0) == (level > 0))
+def _signs_of(delta: Tensor, magnitude: Tensor, old: Tensor) -> Tensor:
+    """Signs that give `delta` from products of scales, negative ones included; the old sign where one is zero."""
+    return torch.where(magnitude == 0, old, (delta > 0) == (magnitude > 0))

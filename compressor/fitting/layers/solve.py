@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.scales import scaled_loss, solve_scales
-from compressor.fitting.layers.signs import RIDGE, descend_signs, own_signs, refine_signs
+from compressor.fitting.layers.signs import SIGN_RIDGE, descend_signs, own_signs, refine_signs
 from deltastore.format.sign_plane import Axis
 
 
@@ -26,23 +26,23 @@ class Solved:
     loss: float  # as `layer_loss` gives it
 
 
-def solve(problem: Problem, axis: Axis, *, sign_rounds: int = 2, ridge: float = RIDGE) -> Solved:
-    """Return the best signs and scales found, never worse than the delta's own signs with their best scales.
+def solve(problem: Problem, axis: Axis, *, sign_rounds: int = 2, ridge_part: float = SIGN_RIDGE) -> Solved:
+    """Return the best signs and scales found, never worse than the difference's own signs with their best scales.
 
     The first round of signs is error feedback and then single flips, each later one flips alone: continuing from good
     signs costs half of a new feedback and ends lower. Zero differences start with alternating signs and take part in
     each round like any other.
 
     Args:
-        sign_rounds: rounds of signs and then scales; 0 keeps the delta's own signs.
-        ridge: pull of signs toward the true delta, as a part of H's mean diagonal, beside the pull of `NOISE`.
+        sign_rounds: rounds of signs and then scales; 0 keeps the difference's own signs.
+        ridge_part: ridge of the choice of signs, as a part of H's mean diagonal, besides that of `NOISE`.
     """
-    found = best = _with_scales(problem, own_signs(problem.delta), axis, None)
+    found = best = _with_scales(problem, own_signs(problem.difference), axis, None)
     for number in range(sign_rounds):
         signs, scales = found.signs, (found.scale_out, found.scale_in)
         if number == 0:
-            signs = refine_signs(problem, signs, *scales, ridge)
-        signs = descend_signs(problem, signs, *scales, ridge)
+            signs = refine_signs(problem, signs, *scales, ridge_part)
+        signs = descend_signs(problem, signs, *scales, ridge_part)
         found = _with_scales(problem, signs, axis, found.scale_in)
         if found.loss < best.loss:
             best = found

@@ -21,7 +21,7 @@ from deltastore.format.sign_plane import SignPlane
 
 
 class EndLoss:
-    """Squared error of logits on held-out batches, which are the last batches of a `StudentBlock`'s inputs.
+    """Squared error of logits on validation batches, which are the last batches of a `StudentBlock`'s inputs.
 
     Reads every later block for each candidate.
     """
@@ -30,7 +30,7 @@ class EndLoss:
         self,
         finetune: Weights,
         pairs: Mapping[str, TensorPair],
-        held_out: Sequence[Tensor],  # ids [sequences, tokens] each
+        validation: Sequence[Tensor],  # ids [sequences, tokens] each
         device: torch.device,
     ) -> None:
         self._pairs, self._fitted = pairs, set[str]()
@@ -38,7 +38,9 @@ class EndLoss:
         teacher = Decoder(finetune, device, torch.float32)
         head = teacher.load_head()
         with torch.no_grad():
-            self._logits = [teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, held_out)]
+            self._logits = [
+                teacher.logits(head, hidden).cpu() for hidden in last_hiddens(teacher, validation)
+            ]
 
     def __call__(self, pair: TensorPair, block: StudentBlock, delta: SignPlane) -> float:
         """Return the mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
@@ -58,7 +60,7 @@ class EndLoss:
             for name, parameter in parameters.items():
                 parameter.data = before[name]
 
-    def settle(self, name: str) -> None:
+    def mark_fitted(self, name: str) -> None:
         """Mark a layer as fitted: later candidates are judged with its block's weight in place of the base's."""
         self._fitted.add(name)
 

@@ -1,4 +1,4 @@
-"""The paper's layer solver: AdamW on cached inputs and outputs, the axis by held-out loss (Algorithms 4, 5 and 6).
+"""The paper's layer solver: AdamW on cached inputs and outputs, the axis by validation loss (Algorithms 4, 5 and 6).
 
 Fills one layer's caches and picks its judge; the training itself is `scale_training.py`.
 """
@@ -33,32 +33,32 @@ class PaperLayerSolver:
     """One scale vector or scalar per matrix; the signs stay those of the difference."""
 
     settings: ScaleTrainingSettings
-    num_held_out: int  # tokens, the last of all
+    num_validation_tokens: int  # the last of all tokens
     end_loss: EndLoss | None = None  # chooses the axis in place of the layer's own loss, as in Algorithm 6
 
     def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Return both models' inputs ``[tokens, in]`` on the CPU, the student's in BF16. They grow with the text."""
-        inputs_t = torch.cat([batch.cpu() for batch in teacher])
-        return inputs_t, torch.cat([batch.cpu().bfloat16() for batch in student])
+        teacher_inputs = torch.cat([batch.cpu() for batch in teacher])
+        return teacher_inputs, torch.cat([batch.cpu().bfloat16() for batch in student])
 
     def solve(
         self, pair: TensorPair, gathered: tuple[Tensor, Tensor], block: StudentBlock | None
     ) -> SignPlane:
-        inputs_t, inputs = gathered
+        teacher_inputs, inputs = gathered
         rows = slice(0, pair.shape[0])
-        delta, base = pair.block(rows), pair.base.read(pair.base_tensor.name)
-        outputs = (inputs_t @ pair.finetune.read(pair.tensor.name, rows).float().T).bfloat16()
-        cut = len(inputs) - self.num_held_out
-        train, held_out = (
+        difference, base = pair.row_block(rows), pair.base.read(pair.base_tensor.name)
+        outputs = (teacher_inputs @ pair.finetune.read(pair.tensor.name, rows).float().T).bfloat16()
+        cut = len(inputs) - self.num_validation_tokens
+        train, validation = (
             ActivationCache(inputs[part], outputs[part]) for part in (slice(cut), slice(cut, None))
         )
-        signs, candidate_loss = delta > 0, None
+        signs, candidate_loss = difference > 0, None
         if self.end_loss is not None and block is not None:
             candidate_loss = _judge_by(self.end_loss, pair, block, signs)
-        layer, caches = FrozenLayer(base, signs), LayerCaches(train, held_out)
-        choice = choose_axis(layer, delta, caches, self.settings, candidate_loss)
+        layer, caches = FrozenLayer(base, signs), LayerCaches(train, validation)
+        choice = choose_axis(layer, difference, caches, self.settings, candidate_loss)
         if self.end_loss is not None:
-            self.end_loss.settle(pair.name)
+            self.end_loss.mark_fitted(pair.name)
         return _stored(signs, choice.axis, choice.scale)
 
     def upgrades(

@@ -59,7 +59,7 @@ class LayerCaches:
     """A layer's calibration rows, split into those that train and those that choose the axis."""
 
     train: ActivationCache
-    held_out: ActivationCache
+    validation: ActivationCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +91,14 @@ class AxisChoice:
 
 
 def initial_scale(
-    delta: Tensor,  # [out, in] float32
+    difference: Tensor,  # [out, in] float32
     axis: PaperAxis,
 ) -> Tensor:  # [out], [in] or [1]; float32
-    """Mean magnitude of the delta over the weights that share a scale: the least weight error for its signs.
+    """Mean magnitude of the difference over the weights that share a scale: the least weight error for its signs.
 
     For `scalar` this is BitDelta's coefficient.
     """
-    magnitude = delta.float().abs()
+    magnitude = difference.float().abs()
     if axis == "scalar":
         return magnitude.mean()[None]
     return magnitude.mean(1 if axis == "out" else 0)
@@ -141,7 +141,7 @@ def layer_error(
     cache: ActivationCache,
     batch_rows: int,
 ) -> float:
-    """Mean squared error of the layer's outputs over a cache, the paper's held-out loss of a candidate."""
+    """Mean squared error of the layer's outputs over a cache, the paper's validation loss of a candidate."""
     base, signs = _frozen(layer)
     total = 0.0
     for x, y in cache.batches(batch_rows):
@@ -152,7 +152,7 @@ def layer_error(
 
 def choose_axis(
     layer: FrozenLayer,
-    delta: Tensor,  # [out, in] float32
+    difference: Tensor,  # [out, in] float32
     caches: LayerCaches,
     settings: ScaleTrainingSettings,
     candidate_loss: CandidateLoss | None = None,
@@ -160,16 +160,18 @@ def choose_axis(
     """Algorithm 6: train each candidate under the same budget and keep the one of least loss.
 
     Args:
-        candidate_loss: the whole model's loss with a candidate, as in Algorithm 6; by default the layer's held-out
+        candidate_loss: the whole model's loss with a candidate, as in Algorithm 6; by default the layer's validation
             error decides, as in the paper's text. On a tie `in` wins, as in Algorithm 6.
     """
     candidates: tuple[PaperAxis, ...] = ("in", "out", "scalar") if settings.scalar else ("in", "out")
     scales: dict[PaperAxis, Tensor] = {}
     losses: dict[PaperAxis, float] = {}
     for axis in candidates:
-        scale = scales[axis] = train_scales(layer, initial_scale(delta, axis), axis, caches.train, settings)
+        scale = scales[axis] = train_scales(
+            layer, initial_scale(difference, axis), axis, caches.train, settings
+        )
         if candidate_loss is None:
-            losses[axis] = layer_error(layer, scale, axis, caches.held_out, settings.batch_rows)
+            losses[axis] = layer_error(layer, scale, axis, caches.validation, settings.batch_rows)
         else:
             losses[axis] = candidate_loss(axis, scale)
     chosen = min(candidates, key=losses.__getitem__)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from compressor.fitting.calibration import batched, scattered
+from compressor.fitting.calibration import batched, with_random_tokens
 from compressor.fitting.distillation.distill import DistillSettings
 from compressor.fitting.layers.least_squares_solver import LeastSquaresSolver
 from compressor.fitting.layers.problem import CHUNK_WEIGHTS
@@ -21,7 +21,7 @@ SIGN_ROUNDS = 2
 LAYER_TOKENS = 32
 # Part of the tokens of the layer stage that become random ids: other text gains, and the end-to-end stage makes up for
 # what the text itself loses.
-SCATTERED_PART = 0.5
+RANDOM_PART = 0.5
 # Operations per weight and input feature, with and without choosing signs.
 SIGN_OPERATIONS, SCALE_OPERATIONS = 60, 20
 FLOAT64_BYTES = 8
@@ -55,7 +55,7 @@ class LeastSquaresStrategy(FitStrategy):
 
     def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
         rounds = SIGN_ROUNDS if self.fit_settings.refine_signs else 0
-        sequences = scattered(inputs.sequences, inputs.num_ids, SCATTERED_PART)
+        sequences = with_random_tokens(inputs.sequences, inputs.num_ids, RANDOM_PART)
         solver = LeastSquaresSolver(self.method, rounds, inputs.with_upgrades)
         return LayerStage(batched(sequences, self.batch_tokens), solver)
 

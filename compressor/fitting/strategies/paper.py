@@ -61,9 +61,9 @@ class PaperStrategy(FitStrategy):
         )
         end_loss = None
         if self.fit_settings.axis_loss == "end":
-            end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.held_out, inputs.device)
-        solver = PaperLayerSolver(settings, sum(ids.numel() for ids in inputs.held_out), end_loss)
-        return LayerStage([*batched(inputs.sequences, self.batch_tokens), *inputs.held_out], solver)
+            end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.validation, inputs.device)
+        solver = PaperLayerSolver(settings, sum(ids.numel() for ids in inputs.validation), end_loss)
+        return LayerStage([*batched(inputs.sequences, self.batch_tokens), *inputs.validation], solver)
 
     def check(self, spare_bytes: int) -> None:
         if self.method == "both":

@@ -34,9 +34,9 @@ class LayerStageInputs:
     finetune: Weights
     pairs: Mapping[str, TensorPair]  # the matrices to code
     sequences: Sequence[Tensor]  # [tokens] int64 each, of one length
-    held_out: Sequence[Tensor]  # [sequences, tokens] int64 each
+    validation: Sequence[Tensor]  # [sequences, tokens] int64 each
     num_ids: int  # of the vocabulary
-    with_upgrades: bool  # bytes are left for larger forms of deltas
+    with_upgrades: bool  # bytes are left for upgrades of deltas
     device: torch.device
 
 
@@ -105,7 +105,7 @@ class FitStrategy(ABC):
         samples = self.fit_settings.calibration.samples
         if samples < self.min_samples:
             raise UsageError(
-                f"--samples {samples}: give at least {self.min_samples}, because a part of them is held out"
+                f"--samples {samples}: give at least {self.min_samples}, because some are validation and test text"
             )
 
     def settings(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compressor.fitting.budget import Upgrade, measure, spend, stored_bytes
+from compressor.fitting.budget import UpgradeKey, measure, spend, stored_bytes
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import CompressResult
@@ -57,7 +57,7 @@ def test_gains_are_those_of_whole_models_with_one_upgrade_each(
         for name in (*BLOCK_MATRICES, *outside)
     }
     student, batches = student_of(models, deltas), [ids_of(seed, 2, 10, 261) for seed in range(2)]
-    gains = measure(student, targets_of(models, batches), upgrades)
+    kl_saved = measure(student, targets_of(models, batches), upgrades)
     whole, plain = Whole(models), {name: dense64(delta) for name, delta in deltas.items()}
 
     def divergence(own: Mapping[str, MatrixDelta]) -> float:
@@ -65,10 +65,10 @@ def test_gains_are_those_of_whole_models_with_one_upgrade_each(
         return sum(float(whole.kl(ids, weights)) for ids in batches) / len(batches)
 
     before = divergence({})
-    assert gains.keys() == {(name, number) for name in upgrades for number in (0, 1)}
-    for (name, number), gain in gains.items():
+    assert kl_saved.keys() == {(name, number) for name in upgrades for number in (0, 1)}
+    for (name, number), saved in kl_saved.items():
         expected = before - divergence({name: upgrades[name][number]})
-        assert gain == pytest.approx(expected, abs=1e-3 * before)
+        assert saved == pytest.approx(expected, abs=1e-3 * before)
         assert abs(expected) > 0.01 * before  # so that the comparison above can fail
 
 
@@ -87,27 +87,25 @@ def choices() -> tuple[dict[str, MatrixDelta], dict[str, list[MatrixDelta]]]:
     return deltas, {name: [upgraded(delta, 2, 0), upgraded(delta, 1, 2)] for name, delta in deltas.items()}
 
 
-def bought(chosen: Mapping[str, MatrixDelta], upgrades: Mapping[str, list[MatrixDelta]]) -> set[Upgrade]:
-    return {
-        (n, k) for n, options in upgrades.items() for k, option in enumerate(options) if chosen[n] is option
-    }
+def bought(chosen: Mapping[str, MatrixDelta], upgrades: Mapping[str, list[MatrixDelta]]) -> set[UpgradeKey]:
+    return {(n, k) for n, own in upgrades.items() for k, upgrade in enumerate(own) if chosen[n] is upgrade}
 
 
 def test_the_budget_goes_where_gain_per_byte_is_largest() -> None:
     deltas, upgrades = choices()
     plane, residual = (stored_bytes(upgrades["a"][number]) - stored_bytes(deltas["a"]) for number in (0, 1))
     assert plane < residual
-    gains = {("a", 0): 5.0 * plane, ("a", 1): 6.0 * residual, ("b", 0): 4.0 * plane, ("b", 1): 3.0 * plane}
-    gains |= {("c", 0): 1.0 * plane, ("c", 1): -1.0}
+    kl_saved = {("a", 0): 5.0 * plane, ("a", 1): 6.0 * residual, ("b", 0): 4.0 * plane, ("b", 1): 3.0 * plane}
+    kl_saved |= {("c", 0): 1.0 * plane, ("c", 1): -1.0}
     for spare, expected in (
-        (0, set[Upgrade]()),
-        (plane - 1, set[Upgrade]()),
+        (0, set[UpgradeKey]()),
+        (plane - 1, set[UpgradeKey]()),
         (plane, {("a", 0)}),
         (residual, {("a", 1)}),
         (residual + plane, {("a", 1), ("b", 0)}),
         (10 * plane + 10 * residual, {("a", 1), ("b", 0), ("c", 0)}),
     ):
-        chosen = spend(spare, deltas, upgrades, gains)
+        chosen = spend(spare, deltas, upgrades, kl_saved)
         assert bought(chosen, upgrades) == expected
         assert sum(map(stored_bytes, chosen.values())) - sum(map(stored_bytes, deltas.values())) <= spare
 
@@ -115,38 +113,38 @@ def test_the_budget_goes_where_gain_per_byte_is_largest() -> None:
 def test_an_upgrade_gives_way_to_a_larger_one_while_bytes_last() -> None:
     deltas, upgrades = choices()
     plane, residual = (stored_bytes(upgrades["a"][number]) - stored_bytes(deltas["a"]) for number in (0, 1))
-    gains = {(name, number): 0.0 for name in "abc" for number in (0, 1)}
-    gains |= {("a", 0): 5.0 * plane, ("a", 1): 5.0 * plane + (residual - plane), ("b", 0): 2.0 * plane}
+    kl_saved = {(name, number): 0.0 for name in "abc" for number in (0, 1)}
+    kl_saved |= {("a", 0): 5.0 * plane, ("a", 1): 5.0 * plane + (residual - plane), ("b", 0): 2.0 * plane}
     for spare, expected in (
         (plane, {("a", 0)}),
         (residual, {("a", 1)}),
         (2 * plane, {("a", 0), ("b", 0)}),
         (plane + residual, {("a", 1), ("b", 0)}),
     ):
-        assert bought(spend(spare, deltas, upgrades, gains), upgrades) == expected
+        assert bought(spend(spare, deltas, upgrades, kl_saved), upgrades) == expected
 
 
 def test_what_does_not_fit_leaves_room_for_what_does() -> None:
     deltas, upgrades = choices()
     plane, residual = (stored_bytes(upgrades["a"][number]) - stored_bytes(deltas["a"]) for number in (0, 1))
-    gains = {(name, number): 0.0 for name in "abc" for number in (0, 1)}
-    chosen = spend(residual - 1, deltas, upgrades, gains | {("a", 1): 100.0, ("b", 0): 1.0})
+    kl_saved = {(name, number): 0.0 for name in "abc" for number in (0, 1)}
+    chosen = spend(residual - 1, deltas, upgrades, kl_saved | {("a", 1): 100.0, ("b", 0): 1.0})
     assert plane < residual
     assert bought(chosen, upgrades) == {("b", 0)}
 
 
 def test_nothing_is_bought_that_gains_nothing() -> None:
     deltas, upgrades = choices()
-    gains = {(name, number): -float(number) for name in "abc" for number in (0, 1)}
-    assert spend(1 << 20, deltas, upgrades, gains) == deltas
+    kl_saved = {(name, number): -float(number) for name in "abc" for number in (0, 1)}
+    assert spend(1 << 20, deltas, upgrades, kl_saved) == deltas
 
 
 def test_equal_gains_are_bought_in_the_same_order_whatever_order_they_come_in() -> None:
     deltas, upgrades = choices()
-    gains = {(name, number): 1.0 for name in "abc" for number in (0, 1)}
+    kl_saved = {(name, number): 1.0 for name in "abc" for number in (0, 1)}
     spare = stored_bytes(upgrades["a"][0]) - stored_bytes(deltas["a"])
     backwards = dict(reversed(upgrades.items()))
-    chosen = [spend(spare, deltas, own, gains) for own in (upgrades, backwards)]
+    chosen = [spend(spare, deltas, own, kl_saved) for own in (upgrades, backwards)]
     assert bought(chosen[0], upgrades) == bought(chosen[1], upgrades) != set()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.fitting.calibration import Calibration, batched, calibration_text, held_out
+from compressor.fitting.calibration import Calibration, batched, calibration_text, split_text
 from deltastore.errors import CheckpointError, UsageError
 from tests.compressor.helpers.decoders import open_decoder
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
@@ -281,9 +281,10 @@ def test_sequences_longer_than_the_model_takes_are_refused(models: Path) -> None
 @pytest.mark.parametrize(("count", "held"), [(320, 32), (101, 11), (50, 8), (16, 8), (5, 2), (1, 0)])
 def test_the_last_tenth_or_eight_are_held_out_but_no_more_than_half(count: int, held: int) -> None:
     sequences = [torch.tensor([number]) for number in range(count)]
-    kept, cut = held_out(sequences)
-    assert [int(ids) for ids in [*kept, *cut]] == list(range(count))
-    assert len(cut) == held
+    train, validation, test = split_text(sequences)
+    assert [int(ids) for ids in train] == list(range(count - held))
+    assert [int(ids) for ids in validation] == list(range(count - held, count, 2))
+    assert [int(ids) for ids in test] == list(range(count - held + 1, count, 2))
 
 
 def test_batches_hold_sequences_of_one_length_in_order() -> None:

@@ -20,7 +20,7 @@ from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.delta_model import DeltaModel
 from compressor.config import CompressConfig
 from compressor.evaluate.fidelity import fidelity
-from compressor.fitting.calibration import Calibration, calibration_text, held_out
+from compressor.fitting.calibration import Calibration, calibration_text, split_text
 from compressor.fitting.fit import TextSplit
 from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.strategies import least_squares
@@ -44,10 +44,10 @@ WIDE = 1 << 20  # input features for which layers take all the text that there i
 def measured(models: TinyModels, delta: Path, calibration: Calibration) -> dict[str, float | int]:
     """Return the fidelity of an artifact on the text that nothing was fitted to."""
     teacher = Decoder(Checkpoint.open(models.finetunes[0]), CPU, torch.float32)
-    _, held = held_out(calibration_text(calibration, teacher))
+    _, _, test = split_text(calibration_text(calibration, teacher))
     with Artifact.open(delta) as artifact:
         student = Decoder(DeltaModel(Checkpoint.open(models.base), artifact), CPU, torch.float32)
-        return fidelity(teacher, student, [torch.stack(held[1::2])]).as_json()
+        return fidelity(teacher, student, [torch.stack(test)]).as_json()
 
 
 def unchanged(tensors: dict[str, Tensor], base: Path) -> None:
@@ -167,11 +167,13 @@ def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     text = [torch.tensor([number]) for number in range(200)]
     paper = strategy_of(FitSettings(SELF, solver="adamw"), "per-axis")
     split = TextSplit.of(text, paper, widest=WIDE)
-    parts = [[int(ids) for ids in part] for part in (split.layers, split.end, split.choosing, split.judging)]
+    parts = [
+        [int(ids) for ids in part] for part in (split.layers, split.end_to_end, split.validation, split.test)
+    ]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
     ours = TextSplit.of(text, strategy_of(FitSettings(SELF), "both"), widest=WIDE)
-    assert len(ours.layers) == len(ours.end) == 180
+    assert len(ours.layers) == len(ours.end_to_end) == 180
 
 
 def adapted(models: TinyModels, directory: Path) -> Path:

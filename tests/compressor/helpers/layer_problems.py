@@ -50,14 +50,14 @@ def close(actual: Tensor | None, expected: Tensor, tolerance: float = 1e-4) -> b
     return float((actual.double() - expected).norm()) <= tolerance * float(expected.norm())
 
 
-def pull_of(case: Drawn, ridge: float) -> float:
+def ridge_of(case: Drawn, ridge_part: float) -> float:
     out_of_noise = NOISE * case.x.shape[1] / len(case.x)
-    return (ridge + out_of_noise) * float(case.problem.gram.diagonal().double().mean())
+    return (ridge_part + out_of_noise) * float(case.problem.gram.diagonal().double().mean())
 
 
-def pulled_loss(
-    case: Drawn, delta: Tensor, ridge: float
+def ridge_loss(
+    case: Drawn, delta: Tensor, ridge_part: float
 ) -> Tensor:  # [..., out] float64, of delta [..., out, in]
-    """Return each row's loss plus its pull toward the true delta, by which signs are chosen."""
+    """Return each row's loss plus its ridge toward the difference, by which signs are chosen."""
     lost = (case.residual - case.x @ delta.mT).square().sum(-2)
-    return lost + pull_of(case, ridge) * (delta - case.problem.delta).square().sum(-1)
+    return lost + ridge_of(case, ridge_part) * (delta - case.problem.difference).square().sum(-1)

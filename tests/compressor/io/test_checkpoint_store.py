@@ -82,7 +82,7 @@ def interrupted(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
             run(models, out)
     assert {path.name for path in progress_of(out).iterdir()} == {
         *("inputs.json", "text.safetensors", "block-0.safetensors", "block-1.safetensors"),
-        *("layers.safetensors", "end.pt"),
+        *("layers.safetensors", "end_to_end.pt"),
     }
     return progress_of(out)
 
@@ -135,7 +135,7 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
         patch.setattr(torch, "save", half)
         with pytest.raises(KeyboardInterrupt):
             run(models, tmp_path / "delta")
-    assert not (progress_of(tmp_path / "delta") / "end.pt").exists()
+    assert not (progress_of(tmp_path / "delta") / "end_to_end.pt").exists()
     assert "delta.progress keeps what is done so far: go on with --resume" in capsys.readouterr().err
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
     assert os.listdir(tmp_path) == ["delta"]
@@ -241,12 +241,12 @@ def test_another_finetune_is_refused(models: TinyModels, begun: Path, tmp_path: 
         run(TinyModels(models.base, other.finetunes), begun, resume=True)
 
 
-@pytest.mark.parametrize("stage", ["text.safetensors", "layers.safetensors", "end.pt"])
+@pytest.mark.parametrize("stage", ["text.safetensors", "layers.safetensors", "end_to_end.pt"])
 def test_a_bit_that_is_not_as_it_was_kept_is_noticed(stage: str, models: TinyModels, begun: Path) -> None:
     path = progress_of(begun) / stage
     content = bytearray(path.read_bytes())
     middle = len(content) // 2  # where numbers are, not names
-    if stage == "end.pt":  # a zip file, which pads between its entries
+    if stage == "end_to_end.pt":  # a zip file, which pads between its entries
         with zipfile.ZipFile(path) as entries:
             tensors = [entries.read(name) for name in entries.namelist() if "/data/" in name]
         largest = max(tensors, key=len)
@@ -262,8 +262,8 @@ def test_files_of_another_content_are_damaged(models: TinyModels, begun: Path) -
     with pytest.raises(CheckpointError, match=r"text\.safetensors: it is damaged"):
         run(models, begun, resume=True)
     (progress_of(begun) / "text.safetensors").unlink()
-    torch.save({"epochs": 1}, progress_of(begun) / "end.pt")
-    with pytest.raises(CheckpointError, match=r"end\.pt: it is damaged"):
+    torch.save({"epochs": 1}, progress_of(begun) / "end_to_end.pt")
+    with pytest.raises(CheckpointError, match=r"end_to_end\.pt: it is damaged"):
         run(models, begun, resume=True)
 
 
@@ -279,7 +279,7 @@ def test_too_little_memory_is_no_damage(
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-@pytest.mark.parametrize("stage", ["text.safetensors", "layers.safetensors", "end.pt"])
+@pytest.mark.parametrize("stage", ["text.safetensors", "layers.safetensors", "end_to_end.pt"])
 def test_a_damaged_file_is_one_clear_error(
     stage: str, part: float, models: TinyModels, begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compressor.fitted_matrix import FittedMatrix
 from compressor.io import checkpoint_store
 from compressor.io.checkpoint_store import INPUTS, CheckpointStore, open_checkpoint_store
 from deltastore.errors import PeraxisError, UsageError
@@ -19,21 +20,22 @@ from tests.compressor.helpers.fitting import random_delta
 @pytest.mark.parametrize("axis", AXES)
 def test_deltas_come_back_as_they_were_kept(axis: Axis, tmp_path: Path) -> None:
     forms = [(1, 0), (2, 0), (1, 3), (2, 1)]
-    deltas = {
-        f"b|{number}.weight": [random_delta((7, 12), axis, *form), random_delta((7, 12), axis)]
+    matrices = {
+        f"b|{number}.weight": FittedMatrix(random_delta((7, 12), axis, *form), [random_delta((7, 12), axis)])
         for number, form in enumerate(forms)
     }
     store = CheckpointStore(tmp_path / "delta", {}, resume=False)
-    store.save_deltas("stage", deltas)
-    store.save_deltas("empty", {})
+    store.save_matrices("stage", matrices)
+    store.save_matrices("empty", {})
     again = CheckpointStore(tmp_path / "delta", {}, resume=True)
-    assert (again.load_deltas("stage") or {}).keys() == deltas.keys()
-    assert again.load_deltas("empty") == {}
+    assert (again.load_matrices("stage") or {}).keys() == matrices.keys()
+    assert again.load_matrices("empty") == {}
     assert (
-        again.load_deltas("another") is again.load_tensors("another") is again.load_state("another") is None
+        again.load_matrices("another") is again.load_tensors("another") is again.load_state("another") is None
     )
-    for name, options in (again.load_deltas("stage") or {}).items():
-        for own, delta in zip(options, deltas[name], strict=True):
+    for name, matrix in (again.load_matrices("stage") or {}).items():
+        expected = (matrices[name].delta, *matrices[name].upgrades)
+        for own, delta in zip((matrix.delta, *matrix.upgrades), expected, strict=True):
             assert (own.axis, own.num_planes, own.rank) == (axis, delta.num_planes, delta.rank)
             assert torch.equal(own.dense(), delta.dense())
 

@@ -119,7 +119,7 @@ def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models
         student, other = student_of(own), student_of(own)
         recipe = DistillSettings("kl", 1, 0.0, sign_rate=0.05, signs_from=0)
         Distillation(student, targets_of(own, ids), recipe).epoch(0)
-        other.release_signs()
+        other.unfreeze_signs()
         list(distill._backward(other, targets_of(own, ids), 0, "kl"))
         for name, delta in other.trained.items():
             (latents,) = delta.latents()

@@ -82,10 +82,10 @@ def test_gradients_of_every_part_are_those_of_autograd(
 ) -> None:
     delta = random_delta(SHAPE, axis, planes, rank)
     trainable, oracle = Trainable.of(delta, CPU, relative=True), Oracle(delta)
-    trainable.release_signs(normal(5, *SHAPE))
+    trainable.unfreeze_signs(normal(5, *SHAPE))
     for seed in (20, 21):  # gradients add up
         gradient = normal(seed, *SHAPE)[rows]
-        trainable.collect(gradient.clone(), rows)
+        trainable.accumulate_grad(gradient.clone(), rows)
         torch.autograd.backward(oracle.dense()[rows], gradient.double())
     for plane, scale_out, scale_in, signs in zip(
         trainable.planes, oracle.scales_out, oracle.scales_in, oracle.signs, strict=True
@@ -106,7 +106,7 @@ def test_what_did_not_move_is_stored_as_it_was(axis: Axis, planes: int, rank: in
     delta = random_delta(SHAPE, axis, planes, rank)
     trainable = Trainable.of(delta, CPU, relative=True)
     again = trainable.stored()
-    trainable.release_signs(normal(5, *SHAPE))
+    trainable.unfreeze_signs(normal(5, *SHAPE))
     for stored in (again, trainable.stored()):
         assert (stored.axis, stored.num_planes, stored.rank) == (axis, planes, rank)
         for own, plane in zip(stored.planes, delta.planes, strict=True):
@@ -135,7 +135,7 @@ def test_a_delta_of_zeros_stays_one_however_far_relative_steps_go(axis: Axis) ->
     scales = (None if axis == "in" else zeros, torch.zeros(SHAPE[1]) if axis in ("in", "both") else None)
     delta = MatrixDelta((SignPlane.from_scales(pack_signs(normal(0, *SHAPE)), SHAPE[1], *scales),))
     trainable = Trainable.of(delta, CPU, relative=True)
-    trainable.collect(normal(1, *SHAPE))
+    trainable.accumulate_grad(normal(1, *SHAPE))
     for leaf in trainable.parameters():
         assert leaf.grad is not None
         assert not leaf.grad.any()
@@ -144,14 +144,14 @@ def test_a_delta_of_zeros_stays_one_however_far_relative_steps_go(axis: Axis) ->
     assert not trainable.dense().any()
 
 
-def test_released_signs_stay_and_the_smallest_differences_flip_first() -> None:
+def test_unfrozen_signs_stay_and_the_smallest_differences_flip_first() -> None:
     difference = normal(3, *SHAPE)
     delta = MatrixDelta(
         (SignPlane.from_scales(pack_signs(difference), SHAPE[1], torch.ones(SHAPE[0]), None),)
     )
     trainable = Trainable.of(delta, CPU, relative=True)
     before = trainable.dense()
-    trainable.release_signs(difference.clone())
+    trainable.unfreeze_signs(difference.clone())
     assert torch.equal(trainable.dense(), before)
     (latents,) = trainable.latents()
     values = latents.values.double()
@@ -172,12 +172,12 @@ def test_a_step_leaves_neither_gradient_nor_float32_behind_and_what_was_stored_a
     trainable = Trainable.of(random_delta(SHAPE), CPU, relative=True)
     before = trainable.stored()
     kept = before.dense()
-    trainable.release_signs(difference)
+    trainable.unfreeze_signs(difference)
     (latents,) = trainable.latents()
     optimizer = SGD([latents.leaf], lr=1.0)
     trainable.step_signs(optimizer)  # without a gradient
     assert torch.equal(trainable.dense().sign(), kept.sign())
-    trainable.collect(normal(4, *SHAPE))
+    trainable.accumulate_grad(normal(4, *SHAPE))
     trainable.step_signs(optimizer)
     assert not torch.equal(trainable.dense().sign(), kept.sign())
     assert torch.equal(before.dense(), kept)
@@ -186,16 +186,16 @@ def test_a_step_leaves_neither_gradient_nor_float32_behind_and_what_was_stored_a
 
 
 @pytest.mark.parametrize("numel", [1, 100])
-def test_a_matrix_is_added_and_its_gradient_collected_in_parts(
+def test_a_matrix_is_added_and_its_gradient_accumulated_in_parts(
     numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delta, gradient, found = random_delta(SHAPE, planes=2, rank=3), normal(6, *SHAPE), list[list[Tensor]]()
     for part in (1 << 24, numel):
         monkeypatch.setattr("compressor.fitting.distillation.trainable.CHUNK_NUMEL", part)
         trainable, weight = Trainable.of(delta, CPU, relative=True), normal(7, *SHAPE)
-        trainable.release_signs(normal(5, *SHAPE))
+        trainable.unfreeze_signs(normal(5, *SHAPE))
         trainable.add_to(weight)
-        trainable.collect(gradient.clone())
+        trainable.accumulate_grad(gradient.clone())
         leaves = [leaf.grad for leaf in trainable.parameters() if leaf.grad is not None]
         latents = [own.gradient for own in trainable.latents() if own.gradient is not None]
         found.append([weight, *leaves, *latents])
@@ -209,7 +209,7 @@ def test_a_sign_that_least_squares_turned_over_is_kept_and_no_difference_is_out_
     signs = torch.tensor([[False, False, True, True]]).repeat(2, 1)
     plane = SignPlane.from_scales(pack_signs(signs), 4, torch.ones(2), None)
     trainable = Trainable.of(MatrixDelta((plane,)), CPU, relative=True)
-    trainable.release_signs(difference)
+    trainable.unfreeze_signs(difference)
     (latents,) = trainable.latents()
     assert torch.equal(latents.values > 0, signs)
     assert float(latents.values.abs().min()) > 0
@@ -220,7 +220,7 @@ def test_latents_of_a_second_plane_are_of_what_the_first_one_leaves() -> None:
     delta = random_delta(SHAPE, "out", planes=2)
     difference = normal(4, *SHAPE)
     trainable = Trainable.of(delta, CPU, relative=True)
-    trainable.release_signs(difference.clone())
+    trainable.unfreeze_signs(difference.clone())
     left = (difference - delta.planes[0].dense()).abs()
     _, latents = trainable.latents()
     assert near(latents.values.abs(), (left / left.mean()).clamp(1e-3, 4.0).double(), 2**-10)
@@ -234,7 +234,7 @@ def test_all_arithmetic_is_on_the_device_that_it_is_given(axis: Axis) -> None:
         plane.restore_signs(normal(5, *SHAPE).half())
     use: list[Callable[[], Tensor]] = [trainable.dense, lambda: trainable.dense(IDS)]
     assert {made().device for made in use} == {elsewhere}
-    trainable.collect(normal(6, *SHAPE).to(elsewhere))
+    trainable.accumulate_grad(normal(6, *SHAPE).to(elsewhere))
     for leaf in trainable.parameters():
         assert leaf.device == elsewhere
         assert leaf.grad is not None

@@ -62,12 +62,12 @@ def assert_moments(actual: Moments, teacher: Tensor, student: Tensor) -> None:
 
 
 def test_moments_of_a_block_are_those_of_hooks_on_whole_models(pair: list[Path]) -> None:
-    (teacher, hiddens_t), (student, hiddens) = (entering(path, 1) for path in pair)
+    (teacher, teacher_hiddens), (student, hiddens) = (entering(path, 1) for path in pair)
     models = [whole_model(path) for path in pair]
     block = student.load_block(1)
     groups = student.linears(block, 1)
     read = teacher.advance_and_record(
-        teacher.load_block(1), 1, [group[0].path for group in groups], hiddens_t
+        teacher.load_block(1), 1, [group[0].path for group in groups], teacher_hiddens
     )
     for group in groups:
         inputs = [hooked_inputs(model, group[-1].name) for model in models]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressor.fitting.layers.problem import Problem, layer_loss
 from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
-from compressor.fitting.layers.signs import RIDGE
+from compressor.fitting.layers.signs import SIGN_RIDGE
 from compressor.fitting.layers.solve import solve
 from deltastore.format.sign_plane import Axis
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
@@ -37,7 +37,7 @@ def test_what_remains_is_the_problem_with_the_coded_part_taken_from_the_targets(
     noise = 0.1 * normal(3, COUNT, SHAPE[0])
     left = remaining(problem_of(delta, inputs() @ delta.T + noise), coded)
     expected = problem_of(delta - coded, inputs() @ delta.T + noise - inputs() @ coded.T)
-    assert torch.equal(left.delta, expected.delta)
+    assert torch.equal(left.difference, expected.difference)
     assert torch.equal(left.gram, expected.gram)
     assert torch.allclose(left.cross, expected.cross, atol=1e-4 * float(expected.cross.abs().max()))
     assert left.count == COUNT
@@ -53,9 +53,9 @@ def test_losses_of_what_remains_add_up() -> None:
 
 def best_factors(problem: Problem, rank: int) -> Tensor:
     """The float64 solution: the ridge's target whitened, truncated to `rank` singular values, and whitened back."""
-    pull = problem.ridge_pull(RIDGE)
-    damped = problem.gram.double() + pull * torch.eye(SHAPE[1], dtype=torch.float64)
-    target = (problem.cross.double() + pull * problem.delta.double()) @ torch.linalg.inv(damped)
+    ridge = problem.noise_ridge(SIGN_RIDGE)
+    damped = problem.gram.double() + ridge * torch.eye(SHAPE[1], dtype=torch.float64)
+    target = (problem.cross.double() + ridge * problem.difference.double()) @ torch.linalg.inv(damped)
     factor = torch.linalg.cholesky(damped)
     left, sizes, right = torch.linalg.svd(target @ factor, full_matrices=False)
     best: Tensor = (left[:, :rank] * sizes[:rank]) @ right[:rank] @ torch.linalg.inv(factor)
@@ -63,9 +63,9 @@ def best_factors(problem: Problem, rank: int) -> Tensor:
 
 
 def ridge_loss(problem: Problem, delta: Tensor) -> float:
-    pull = problem.ridge_pull(RIDGE)
-    damped = problem.gram.double() + pull * torch.eye(SHAPE[1], dtype=torch.float64)
-    target = (problem.cross.double() + pull * problem.delta.double()) @ torch.linalg.inv(damped)
+    ridge = problem.noise_ridge(SIGN_RIDGE)
+    damped = problem.gram.double() + ridge * torch.eye(SHAPE[1], dtype=torch.float64)
+    target = (problem.cross.double() + ridge * problem.difference.double()) @ torch.linalg.inv(damped)
     lost = delta.double() - target
     return float(((lost @ damped) * lost).sum())
 

@@ -43,7 +43,7 @@ def per_column(delta: Tensor) -> Tensor:  # [in, out, in]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scales_per_row_are_least_squares(shape: tuple[int, int]) -> None:
     case = drawn(*shape)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     scale_out, scale_in = solve_scales(case.problem, signs, "out")
     assert scale_in is None
     assert close(scale_out, least_squares(case, per_row(numbers(signs))))
@@ -52,7 +52,7 @@ def test_scales_per_row_are_least_squares(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scales_per_column_are_least_squares(shape: tuple[int, int]) -> None:
     case = drawn(*shape)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     scale_out, scale_in = solve_scales(case.problem, signs, "in")
     assert scale_out is None
     assert close(scale_in, least_squares(case, per_column(numbers(signs))))
@@ -61,7 +61,7 @@ def test_scales_per_column_are_least_squares(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_scalar_is_least_squares(shape: tuple[int, int]) -> None:
     case = drawn(*shape)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     scale_out, scale_in = solve_scales(case.problem, signs, "scalar")
     assert scale_in is None
     assert close(scale_out, least_squares(case, numbers(signs)[None]))
@@ -70,18 +70,18 @@ def test_the_scalar_is_least_squares(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_alternation_is_two_least_squares_one_after_the_other(shape: tuple[int, int]) -> None:
     case = drawn(*shape)
-    signs = numbers(case.problem.delta > 0)
+    signs = numbers(case.problem.difference > 0)
     first_out = least_squares(case, per_row(signs))
     then_in = least_squares(case, per_column(signs * first_out[:, None]))
     then_out = least_squares(case, per_row(signs * then_in))
-    scales = solve_scales(case.problem, case.problem.delta > 0, "both", rounds=1)
-    assert close(dense(case.problem.delta > 0, *scales), signs * then_out[:, None] * then_in)
+    scales = solve_scales(case.problem, case.problem.difference > 0, "both", rounds=1)
+    assert close(dense(case.problem.difference > 0, *scales), signs * then_out[:, None] * then_in)
 
 
 def test_every_alternation_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scales_module, "CONVERGED", 0)
     case = drawn(9, 12)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     by_rounds = [solve_scales(case.problem, signs, "both", rounds) for rounds in range(9)]
     losses = [case.lost(dense(signs, *scales)) for scales in by_rounds]
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(losses))
@@ -92,14 +92,14 @@ def test_alternation_stops_within_a_thousandth_of_where_it_would_end(monkeypatch
     case = drawn(40, 30)
     stopped = solve(case.problem, "both", sign_rounds=0).loss
     monkeypatch.setattr(scales_module, "CONVERGED", 0)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     ended = dense(signs, *solve_scales(case.problem, signs, "both", rounds=60))
     assert stopped == pytest.approx(layer_loss(case.problem, ended.float()), rel=1e-3)
 
 
 def test_alternation_goes_on_from_where_it_is_told_to_start() -> None:
     case = drawn(9, 12)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     _, reached = solve_scales(case.problem, signs, "both", rounds=3)
     went_on = solve_scales(case.problem, signs, "both", rounds=0, start=reached)
     assert case.lost(dense(signs, *went_on)) < case.lost(
@@ -119,13 +119,13 @@ def test_where_no_input_was_seen_scales_are_mean_magnitudes(axis: Axis) -> None:
 def test_a_column_without_input_is_scaled_as_its_weights_are() -> None:
     case = drawn(6, 5)
     case.problem.gram[2] = case.problem.gram[:, 2] = case.problem.cross[:, 2] = 0
-    _, scale_in = solve_scales(case.problem, case.problem.delta > 0, "in")
+    _, scale_in = solve_scales(case.problem, case.problem.difference > 0, "in")
     assert scale_in is not None
-    assert float(scale_in[2]) == pytest.approx(float(case.problem.delta[:, 2].abs().mean()), rel=1e-4)
+    assert float(scale_in[2]) == pytest.approx(float(case.problem.difference[:, 2].abs().mean()), rel=1e-4)
 
 
 def test_signs_that_point_away_from_the_target_get_negative_scales() -> None:
     case = drawn(4, 6)
-    solved = solve_scales(case.problem, case.problem.delta < 0, "out")[0]
+    solved = solve_scales(case.problem, case.problem.difference < 0, "out")[0]
     assert solved is not None
     assert bool((solved < 0).all())

@@ -11,42 +11,42 @@ from torch import Tensor
 from compressor.fitting.layers import signs as signs_module
 from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.scales import solve_scales
-from compressor.fitting.layers.signs import RIDGE, descend_signs, refine_signs
+from compressor.fitting.layers.signs import SIGN_RIDGE, descend_signs, refine_signs
 from tests.compressor.helpers.layer_problems import (
     Drawn,
     dense,
     drawn,
     normal,
-    pull_of,
-    pulled_loss,
+    ridge_loss,
+    ridge_of,
 )
 
 
-def feedback_oracle(case: Drawn, levels: Tensor, ridge: float) -> Tensor:
-    """GPTQ as published, one column after another in float64; True where a level is taken with its own sign."""
-    pull = pull_of(case, ridge)
-    gram = case.problem.gram.double() + pull * torch.eye(levels.shape[1])
+def feedback_oracle(case: Drawn, magnitudes: Tensor, ridge_part: float) -> Tensor:
+    """GPTQ as published, one column after another in float64; True where a magnitude is taken with its own sign."""
+    ridge = ridge_of(case, ridge_part)
+    gram = case.problem.gram.double() + ridge * torch.eye(magnitudes.shape[1])
     order = gram.diagonal().argsort(descending=True)
     inverse = torch.linalg.inv(gram)
-    target = (case.problem.cross.double() + pull * case.problem.delta.double()) @ inverse
+    target = (case.problem.cross.double() + ridge * case.problem.difference.double()) @ inverse
     work = target[:, order]
     upper = torch.linalg.cholesky(inverse[order][:, order], upper=True)
-    signs = torch.empty_like(levels, dtype=torch.bool)
+    signs = torch.empty_like(magnitudes, dtype=torch.bool)
     for k, column in enumerate(order):
-        level = levels[:, column]
-        signs[:, column] = (work[:, k] - level).abs() < (work[:, k] + level).abs()
-        taken = torch.where(signs[:, column], level, -level)
+        magnitude = magnitudes[:, column]
+        signs[:, column] = (work[:, k] - magnitude).abs() < (work[:, k] + magnitude).abs()
+        taken = torch.where(signs[:, column], magnitude, -magnitude)
         work[:, k:] -= torch.outer((work[:, k] - taken) / upper[k, k], upper[k, k:])
     return signs
 
 
 @pytest.mark.parametrize("width", [5, 63, 64, 65, 200])
-@pytest.mark.parametrize("ridge", [0.01, 0.3])
-def test_error_feedback_is_that_of_the_textbook_at_any_width(width: int, ridge: float) -> None:
+@pytest.mark.parametrize("ridge_part", [0.01, 0.3])
+def test_error_feedback_is_that_of_the_textbook_at_any_width(width: int, ridge_part: float) -> None:
     case = drawn(7, width)
     scale_out, scale_in = normal(1, 7).float(), normal(2, width).float()  # negative ones, too
-    refined = refine_signs(case.problem, case.problem.delta > 0, scale_out, scale_in, ridge)
-    assert torch.equal(refined, feedback_oracle(case, torch.outer(scale_out, scale_in).double(), ridge))
+    refined = refine_signs(case.problem, case.problem.difference > 0, scale_out, scale_in, ridge_part)
+    assert torch.equal(refined, feedback_oracle(case, torch.outer(scale_out, scale_in).double(), ridge_part))
 
 
 def test_on_inputs_without_correlation_refined_signs_are_the_deltas_own() -> None:
@@ -61,25 +61,25 @@ def test_on_inputs_without_correlation_refined_signs_are_the_deltas_own() -> Non
 @pytest.mark.parametrize("width", [2, 5, 8])
 def test_signs_come_near_the_best_of_all_signs_and_never_beat_them(width: int, seed: int) -> None:
     case = drawn(6, width, seed=seed, rows=40)
-    case.problem.delta[0, 0] = case.problem.delta[3, 1] = 0
-    signs = case.problem.delta > 0
+    case.problem.difference[0, 0] = case.problem.difference[3, 1] = 0
+    signs = case.problem.difference > 0
     scale_out, scale_in = solve_scales(case.problem, signs, "both")
     refined = refine_signs(case.problem, signs, scale_out, scale_in)
     refined = descend_signs(case.problem, refined, scale_out, scale_in)
     choices = torch.tensor(list(itertools.product([True, False], repeat=width)))[:, None, :].expand(-1, 6, -1)
-    every = pulled_loss(case, dense(choices, scale_out, scale_in), 0.05)
-    best, found = every.min(0).values, pulled_loss(case, dense(refined, scale_out, scale_in), 0.05)
+    every = ridge_loss(case, dense(choices, scale_out, scale_in), 0.05)
+    best, found = every.min(0).values, ridge_loss(case, dense(refined, scale_out, scale_in), 0.05)
     assert bool((found >= best * (1 - 1e-6)).all())
     assert float(found.sum()) <= 1.5 * float(best.sum())
 
 
 def test_single_flips_end_lower_than_error_feedback_alone() -> None:
     case = drawn(20, 70)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     scales = solve_scales(case.problem, signs, "both")
     refined = refine_signs(case.problem, signs, *scales)
     descended = descend_signs(case.problem, refined, *scales)
-    before, after = (pulled_loss(case, dense(s, *scales), 0.05) for s in (refined, descended))
+    before, after = (ridge_loss(case, dense(s, *scales), 0.05) for s in (refined, descended))
     assert bool((after <= before * (1 + 1e-6)).all())
     assert float(after.sum()) < 0.99 * float(before.sum())
 
@@ -87,12 +87,12 @@ def test_single_flips_end_lower_than_error_feedback_alone() -> None:
 def test_enough_sweeps_leave_no_single_flip_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signs_module, "SWEEPS", 30)
     case = drawn(5, 67)
-    signs = case.problem.delta > 0
+    signs = case.problem.difference > 0
     scale_out, _ = solve_scales(case.problem, signs, "out")
     found = descend_signs(case.problem, signs, scale_out, None)
-    lost = pulled_loss(case, dense(found, scale_out, None), RIDGE)
+    lost = ridge_loss(case, dense(found, scale_out, None), SIGN_RIDGE)
     flipped = found ^ torch.eye(67, dtype=torch.bool)[:, None, :]  # [67, out, in]
-    assert bool((pulled_loss(case, dense(flipped, scale_out, None), RIDGE) >= lost * (1 - 1e-6)).all())
+    assert bool((ridge_loss(case, dense(flipped, scale_out, None), SIGN_RIDGE) >= lost * (1 - 1e-6)).all())
 
 
 def test_under_a_scale_of_zero_signs_stay_as_they_were() -> None:

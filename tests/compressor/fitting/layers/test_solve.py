@@ -35,7 +35,7 @@ def test_both_scales_lose_no_more_than_either_alone() -> None:
 def test_a_row_without_difference_and_target_is_scaled_to_zero(axis: Axis) -> None:
     case = drawn(4, 6)
     problem = case.problem
-    problem.delta[1] = problem.cross[1] = 0
+    problem.difference[1] = problem.cross[1] = 0
     solved = solve(problem, axis)
     if axis in ("out", "both"):
         assert solved.scale_out is not None
@@ -78,8 +78,8 @@ def test_on_correlated_inputs_refined_signs_lose_far_less(axis: Axis) -> None:
 def test_refined_signs_lose_less_on_other_inputs_too_however_few_they_were_made_from() -> None:
     for rows in (40, 400):
         few, many = drawn(32, 48, rows=rows), drawn(32, 48, rows=4000)
-        cross = few.problem.delta @ many.problem.gram
-        held_out = replace(many.problem, delta=few.problem.delta, cross=cross)
+        cross = few.problem.difference @ many.problem.gram
+        held_out = replace(many.problem, difference=few.problem.difference, cross=cross)
         plain, refined = (solve(few.problem, "both", sign_rounds=rounds) for rounds in (0, 2))
         lost = [
             layer_loss(held_out, dense(s.signs, s.scale_out, s.scale_in).float()) for s in (plain, refined)
@@ -89,7 +89,7 @@ def test_refined_signs_lose_less_on_other_inputs_too_however_few_they_were_made_
 
 def test_the_first_round_of_signs_is_feedback_and_then_flips() -> None:
     case = drawn(20, 30)
-    own = case.problem.delta > 0
+    own = case.problem.difference > 0
     scales = solve_scales(case.problem, own, "both")
     expected = descend_signs(case.problem, refine_signs(case.problem, own, *scales), *scales)
     assert torch.equal(solve(case.problem, "both", sign_rounds=1).signs, expected)
@@ -104,7 +104,7 @@ def test_no_problem_is_solved_worse_than_by_its_own_signs(
     x, residual = normal(seed, rows, in_features), normal(seed + 1, rows, out_features)
     delta = normal(seed + 2, out_features, in_features).clamp(min=0).float()
     problem = Problem(delta, (x.T @ x).float(), (residual.T @ x).float(), rows)
-    plain, solved = solve(problem, axis, sign_rounds=0), solve(problem, axis, sign_rounds=2, ridge=0)
+    plain, solved = solve(problem, axis, sign_rounds=0), solve(problem, axis, sign_rounds=2, ridge_part=0)
     assert solved.loss <= plain.loss
     scales = [scale for scale in (solved.scale_out, solved.scale_in) if scale is not None]
     assert all(bool(scale.isfinite().all()) for scale in scales)
@@ -114,7 +114,7 @@ def test_a_gram_that_rounding_made_indefinite_is_solved_all_the_same() -> None:
     case = drawn(4, 30, rows=3)
     case.problem.gram.diagonal().sub_(0.02 * case.problem.gram.diagonal().mean())
     assert float(torch.linalg.eigvalsh(case.problem.gram)[0]) < 0
-    solved = solve(replace(case.problem, count=10**6), "in", ridge=0)
+    solved = solve(replace(case.problem, count=10**6), "in", ridge_part=0)
     assert solved.scale_in is not None
     assert bool(solved.scale_in.isfinite().all())
 
@@ -136,7 +136,9 @@ def test_row_chunks_change_nothing(axis: Axis, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("axis", AXES)
 def test_a_minute_delta_is_solved_as_a_large_one_is(axis: Axis) -> None:
     case = drawn(6, 10)
-    minute = replace(case.problem, delta=case.problem.delta * 2**-40, cross=case.problem.cross * 2**-40)
+    minute = replace(
+        case.problem, difference=case.problem.difference * 2**-40, cross=case.problem.cross * 2**-40
+    )
     large, small = solve(case.problem, axis), solve(minute, axis)
     assert torch.equal(large.signs, small.signs)
     for ours, theirs in ((small.scale_out, large.scale_out), (small.scale_in, large.scale_in)):

@@ -119,12 +119,12 @@ def test_caches_hold_the_students_inputs_and_the_finetunes_outputs_in_bf16(
         _, outputs = io_of(whole, name)
         cut = NUM_TRAIN * LENGTH
         caches = stage.caches[name]
-        for cache, rows in ((caches.train, slice(0, cut)), (caches.held_out, slice(cut, None))):
+        for cache, rows in ((caches.train, slice(0, cut)), (caches.validation, slice(cut, None))):
             assert cache.x.dtype == cache.y.dtype == torch.bfloat16
             for got, expected in ((cache.x, inputs[rows]), (cache.y, outputs[rows])):
                 assert got.shape == expected.shape
                 assert torch.allclose(got.double(), expected, rtol=2**-8, atol=1e-3)
-        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name][0])})
+        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name].delta)})
 
 
 @pytest.mark.parametrize("cosine", [False, True])
@@ -150,14 +150,14 @@ def test_axes_and_scales_are_those_of_the_algorithms_in_float64(
             losses[axis] = float(squared_error(layer, scales[axis], axis, x[cut:], y[cut:]))
             assert stage.choices[name].losses[axis] == pytest.approx(losses[axis], rel=1e-3)
         chosen = min(losses, key=losses.__getitem__)
-        (plane,) = stage.layerwise.fitted[name][0].planes
+        (plane,) = stage.layerwise.fitted[name].delta.planes
         assert plane.axis == chosen
         stored = plane.scale_in if chosen == "in" else plane.scale_out
         assert stored is not None
         assert near(plane.gain * stored.double(), scales[chosen], 1e-3)
         moved = scales[chosen] - delta.abs().mean(1 if chosen == "out" else 0)
         assert float(moved.norm()) > 0.05 * float(scales[chosen].norm())  # so that training counts
-        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name][0])})
+        student |= weights_with(stage.pairs, {name: dense64(stage.layerwise.fitted[name].delta)})
         axes.add(chosen)
     assert axes == {"in", "out"}
 
@@ -209,7 +209,7 @@ def test_an_end_loss_is_the_whole_students_with_later_layers_of_the_base(
             losses = [(whole.logits(ids, own) - whole.logits(ids)).square().sum() for ids in HELD_OUT]
             assert candidate.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-3)
         best = min(candidates, key=lambda candidate: candidate.loss)
-        (plane,) = stage.layerwise.fitted[name][0].planes
+        (plane,) = stage.layerwise.fitted[name].delta.planes
         assert plane.axis == best.delta.axis
         assert torch.equal(plane.dense(), best.delta.dense())
         student |= weights_with(pairs, {name: plane.dense().double()})
@@ -227,6 +227,6 @@ def test_an_end_loss_leaves_the_block_as_it_was(tmp_path: Path) -> None:
     before = {key: value.clone() for key, value in block.state_dict().items()}
     name = "model.layers.0.mlp.up_proj.weight"
     student_block = StudentBlock(decoder, 0, block, decoder.embed(HELD_OUT))
-    losses = [end_loss(pairs[name], student_block, layerwise.delta(name)) for _ in range(2)]
+    losses = [end_loss(pairs[name], student_block, layerwise.delta(name).planes[0]) for _ in range(2)]
     assert losses[0] == losses[1]
     assert all(torch.equal(value, before[key]) for key, value in block.state_dict().items())

@@ -47,7 +47,7 @@ def begun(pairs: Mapping[str, TensorPair], axes: tuple[Axis, ...]) -> dict[str, 
     """Deltas whose scales are mean magnitudes of the differences, on `axes` in turn."""
     deltas = {}
     for number, (name, pair) in enumerate(pairs.items()):
-        axis, difference = axes[number % len(axes)], pair.block(slice(0, pair.shape[0]))
+        axis, difference = axes[number % len(axes)], pair.row_block(slice(0, pair.shape[0]))
         size = difference.abs()
         scale = size.mean()[None] if axis == "scalar" else size.mean(1 if axis == "out" else 0)
         scales = (None, scale) if axis == "in" else (scale, None)

@@ -132,8 +132,8 @@ def test_the_held_out_loss_is_the_mean_over_all_outputs(axis: PaperAxis, batch_r
 )
 def test_the_axis_along_which_the_delta_varies_is_chosen(out: Tensor, into: Tensor, expected: str) -> None:
     layer, delta, train = layer_and_cache(out, into)
-    _, _, held_out = layer_and_cache(out, into, rows=40)
-    choice = choose_axis(layer, delta, LayerCaches(train, held_out), ScaleTrainingSettings(20))
+    _, _, validation = layer_and_cache(out, into, rows=40)
+    choice = choose_axis(layer, delta, LayerCaches(train, validation), ScaleTrainingSettings(20))
     assert choice.axis == expected
     assert choice.losses[choice.axis] == min(choice.losses.values())
     assert set(choice.losses) == {"in", "out"}
@@ -143,14 +143,14 @@ def test_held_out_rows_choose_whatever_the_training_rows_prefer() -> None:
     layer, delta, train = layer_and_cache(uneven(12), even(10))
     x = normal(9, 50, 10).bfloat16()
     made = coded(layer.signs, initial_scale(delta, "in"), "in").float()
-    held_out = ActivationCache(x, (x.float() @ (layer.base + made).T).bfloat16())
+    validation = ActivationCache(x, (x.float() @ (layer.base + made).T).bfloat16())
     settings = ScaleTrainingSettings(20, lr=1e-6)
     assert choose_axis(layer, delta, LayerCaches(train, train), settings).axis == "out"
-    choice = choose_axis(layer, delta, LayerCaches(train, held_out), settings)
+    choice = choose_axis(layer, delta, LayerCaches(train, validation), settings)
     assert choice.axis == "in"
     for axis, loss in choice.losses.items():
         scale = train_scales(layer, initial_scale(delta, axis), axis, train, settings).double()
-        assert loss == pytest.approx(float(squared_error(layer, scale, axis, x, held_out.y)), rel=1e-4)
+        assert loss == pytest.approx(float(squared_error(layer, scale, axis, x, validation.y)), rel=1e-4)
 
 
 def test_the_scale_returned_is_the_chosen_axis_trained() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.blockwise.frame import Call, Frame, layers_of, layers_path, path_of, skeleton_of
+from compressor.blockwise.frame import Call, Frame, blocks_of, blocks_path, path_of, skeleton_of
 from compressor.blockwise.weights import WeightMap, Weights
 from deltastore.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class Decoder:
         """
         self.weights, self.device, self.dtype = weights, device, dtype
         self._skeleton = skeleton_of(weights, dtype)
-        self._blocks = layers_path(self._skeleton, weights.path)
+        self._blocks = blocks_path(self._skeleton, weights.path)
         self._embedding = path_of(self._skeleton, self._skeleton.get_input_embeddings())
         self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
         self._map = WeightMap.of(self._skeleton, weights)
@@ -60,7 +60,7 @@ class Decoder:
 
     @property
     def num_blocks(self) -> int:
-        return len(layers_of(self._skeleton, self._blocks))
+        return len(blocks_of(self._skeleton, self._blocks))
 
     @property
     def num_embeddings(self) -> int:
@@ -117,13 +117,13 @@ class Decoder:
         Raises:
             CheckpointError: a tensor is missing or has another shape than the configuration says.
         """
-        block = copy.deepcopy(layers_of(self._skeleton, self._blocks)[index])
+        block = copy.deepcopy(blocks_of(self._skeleton, self._blocks)[index])
         self._map.fill(block, f"{self._blocks}.{index}", self._like())
         return block
 
     def block_bytes(self, index: int) -> int:
         """Return the bytes of a block's parameters in memory."""
-        block = layers_of(self._skeleton, self._blocks)[index]
+        block = blocks_of(self._skeleton, self._blocks)[index]
         return sum(parameter.numel() * self.dtype.itemsize for parameter in block.parameters())
 
     def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
@@ -227,8 +227,8 @@ class Decoder:
         """
         model = self._outside_blocks()
         resident: dict[int, nn.Module] = {}
-        for index, layer in enumerate(layers_of(model, self._blocks)):
-            layer.forward = self._streamer(index, resident, keep=index < num_resident)
+        for index, block in enumerate(blocks_of(model, self._blocks)):
+            block.forward = self._streamer(index, resident, keep=index < num_resident)
         return model
 
     def _streamer(self, index: int, resident: dict[int, nn.Module], keep: bool) -> Callable[..., Any]:

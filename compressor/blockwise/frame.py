@@ -1,4 +1,4 @@
-"""Run what surrounds the decoder layers of a transformers model, and build the model without weights.
+"""Run what surrounds the blocks (decoder layers) of a transformers model, and build the model without weights.
 
 Knows modules of transformers; must not know a checkpoint's tensors.
 """
@@ -18,27 +18,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from compressor.blockwise.weights import Weights
 from deltastore.errors import CheckpointError
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # a layer's arguments without hidden states
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without hidden states
 
 
 class Frame:
-    """A model whose layers pass hidden states through and record their other arguments."""
+    """A model whose blocks pass hidden states through and record their other arguments."""
 
-    def __init__(self, model: Any, blocks: str) -> None:
+    def __init__(self, model: Any, path: str) -> None:
         self.model = model
-        # The module that calls the layers.
-        self._body = model.get_submodule(blocks.rpartition(".")[0])
+        # The module that calls the blocks.
+        self._body = model.get_submodule(path.rpartition(".")[0])
         self._calls: list[Call] = []
         self._entry: Tensor | None = None
-        # Returned by the last layer in place of its input.
+        # Returned by the last block in place of its input.
         self._exit: Tensor | None = None
-        layers = layers_of(model, blocks)
-        for layer in layers:
-            # On the object, because the model's code reads attributes of its layers.
-            layer.forward = self._recording_forward(is_last=layer is layers[-1])
+        blocks = blocks_of(model, path)
+        for block in blocks:
+            # On the object, because the model's code reads attributes of its blocks.
+            block.forward = self._recording_forward(is_last=block is blocks[-1])
 
     def enter(self, **inputs: Tensor) -> tuple[Tensor, list[Call]]:
-        """Return the first layer's hidden states and the other arguments of each layer."""
+        """Return the first block's hidden states and the other arguments of each block."""
         self._calls, self._entry = [], None
         self._body(**inputs, use_cache=False)
         entry, calls, self._entry, self._calls = self._entry, self._calls, None, []
@@ -46,7 +46,7 @@ class Frame:
         return entry, calls
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the last hidden states from the last layer's output."""
+        """Return the last hidden states from the last block's output."""
         self._exit = hidden
         try:
             last: Tensor = self._body(inputs_embeds=hidden, use_cache=False).last_hidden_state
@@ -108,7 +108,7 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> An
     return None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
-def layers_path(model: Any, path: Path) -> str:
+def blocks_path(model: Any, path: Path) -> str:
     """Return the path of the list of decoder layers in a model.
 
     Raises:
@@ -123,9 +123,9 @@ def layers_path(model: Any, path: Path) -> str:
     )
 
 
-def layers_of(model: Any, path: str) -> nn.ModuleList:
-    layers: nn.ModuleList = model.get_submodule(path)
-    return layers
+def blocks_of(model: Any, path: str) -> nn.ModuleList:
+    blocks: nn.ModuleList = model.get_submodule(path)
+    return blocks
 
 
 def path_of(model: Any, module: nn.Module) -> str:

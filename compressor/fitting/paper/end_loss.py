@@ -61,7 +61,7 @@ class EndLoss:
                 parameter.data = before[name]
 
     def mark_fitted(self, name: str) -> None:
-        """Mark a layer as fitted: later candidates are judged with its block's weight in place of the base's."""
+        """Mark a layer as fitted: later candidates are measured with its block's weight in place of the base's."""
         self._fitted.add(name)
 
     @torch.no_grad()

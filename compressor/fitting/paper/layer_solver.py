@@ -1,6 +1,6 @@
 """The paper's layer solver: AdamW on cached inputs and outputs, the axis by validation loss (Algorithms 4, 5 and 6).
 
-Fills one layer's caches and picks its judge; the training itself is `scale_training.py`.
+Fills one layer's caches and picks the loss that chooses its axis; the training itself is `scale_training.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PaperLayerSolver:
         )
         signs, candidate_loss = difference > 0, None
         if self.end_loss is not None and block is not None:
-            candidate_loss = _judge_by(self.end_loss, pair, block, signs)
+            candidate_loss = _candidate_loss(self.end_loss, pair, block, signs)
         layer, caches = FrozenLayer(base, signs), LayerCaches(train, validation)
         choice = choose_axis(layer, difference, caches, self.settings, candidate_loss)
         if self.end_loss is not None:
@@ -68,7 +68,7 @@ class PaperLayerSolver:
         return []
 
 
-def _judge_by(end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor) -> CandidateLoss:
+def _candidate_loss(end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor) -> CandidateLoss:
     """Return the end loss as a function of one layer's candidates."""
 
     def candidate_loss(axis: PaperAxis, scale: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""The text of a model card: metadata for the Hugging Face hub, and Markdown about one delta.
+"""The text of a model card: metadata for the Hugging Face hub, and what fills `template.md` for one delta.
 
 Writes no files. Every string of a fine-tune stands in a code span of `markdown.py`.
 """
@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import pi, sqrt
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -36,107 +37,8 @@ PART_NAMES = {
 GAUSSIAN_ERROR = sqrt(1 - 2 / pi)
 # Uploads a delta to a server on this machine.
 UPLOAD = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
-TEMPLATE = """\
----
-{{ card_data }}
----
-
-{{ mark }}
-
-# {{ name }}
-
-A Peraxis delta of {{ base }} that stands for {{ finetune }}. Serve it beside other deltas of its base, or merge it into
-a Hugging Face checkpoint:
-
-```sh
-{{ commands }}
-```
-
-The licenses of the base and of the fine-tune apply.
-
-{{ identity }}
-
-## Fidelity
-
-{% if fidelity %}
-{{ fidelity }}
-
-On {{ num_tokens }} tokens of held-out text; KL(fine-tune ‖ model) is in nats per token.
-{%- if kept %} By KL, the delta goes {{ kept }} of the way from the base to the fine-tune.{% endif %}
-{% else %}
-No fidelity on text was measured when this delta was made; `peraxis eval` measures it on any text.
-{% endif %}
-
-{% if weight_error %}
-
-Weight error {{ weight_error }}: the norm of what coding loses over the norm of the difference from the base. One bit
-per weight leaves about {{ gaussian_error }} of a normally distributed difference. A delta that is fitted to text may
-lose more of the weights and less of what they do.
-{% endif %}
-
-## Continuations
-
-{% if examples %}
-Greedy continuations of held-out text, in two parts where they differ from the fine-tune's.
-
-{{ examples }}
-{% else %}
-There are none: the delta was made without text, or the fine-tune has no tokenizer.
-{% endif %}
-
-## Where the bytes are
-
-![Bar chart of the artifact's bytes by part; the table has the same numbers]({{ size_figure }})
-
-{{ sizes }}
-
-## Axes by module type
-
-{% if axes %}
-Scales are one per output (out), one per input (in), one of each (both), or one per matrix (scalar).
-
-{{ axes }}
-{% else %}
-No matrix is coded in this delta.
-{% endif %}
-
-## Error by layer and module type
-
-{% if errors %}
-The norm of what coding loses over the norm of the difference; of several experts, the mean: from {{ errors }}.
-Grey cells are as in the base, or not known.
-
-![Heat map of the error by module type and layer; the table of all tensors has the numbers]({{ error_figure }})
-{% else %}
-No errors are recorded in this delta.
-{% endif %}
-
-{% if budget %}
-## Where the budget went
-
-These matrices have further sign planes or a low-rank residual.
-
-{{ budget }}
-{% endif %}
-
-## All tensors
-
-{{ num_tensors }} tensors differ from the base. Zeros counts differences of exactly zero. Experts of one kind share a
-row, with their number in brackets.
-
-<details>
-<summary>Table</summary>
-
-{{ tensors }}
-
-</details>
-
-## Settings
-
-```json
-{{ settings }}
-```
-"""
+# Jinja2 in Markdown; the arguments are those of `model_card`.
+TEMPLATE = Path(__file__).with_name("template.md")
 
 
 def model_card(facts: DeltaFacts) -> ModelCard:
@@ -146,7 +48,7 @@ def model_card(facts: DeltaFacts) -> ModelCard:
     commands = f"{UPLOAD} --data-binary @{file}\nperaxis merge --base {base} --delta {file} --out DIR"
     card: ModelCard = ModelCard.from_template(
         _metadata(facts),
-        template_str=TEMPLATE.replace("%}\n", "%}"),
+        template_str=TEMPLATE.read_text(encoding="utf-8").replace("%}\n", "%}"),
         mark=MARK,
         name=code(facts.written.out.name),
         base=code(manifest.base_id),

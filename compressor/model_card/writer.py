@@ -79,20 +79,14 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
 
 def _replace(directory: Path, files: Mapping[str, bytes]) -> None:
     """Write all contents to the disk before the first name changes."""
-    partial: dict[str, str] = {}
-    try:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".card.") as partial:
         for name, content in files.items():
-            descriptor, partial[name] = tempfile.mkstemp(dir=directory, prefix=f".{name}.")
-            with os.fdopen(descriptor, "wb") as out:
+            with Path(partial, name).open("wb") as out:
                 out.write(content)
-                os.fchmod(out.fileno(), 0o644)
                 out.flush()
                 os.fsync(out.fileno())
-        for name, path in partial.items():
-            os.replace(path, directory / name)
-        # The older card's figures, which the new one does not refer to.
-        for name in set(FILES) - files.keys():
-            (directory / name).unlink(missing_ok=True)
-    finally:
-        for path in partial.values():
-            Path(path).unlink(missing_ok=True)
+        for name in files:
+            os.replace(Path(partial, name), directory / name)
+    # The older card's figures, which the new one does not refer to.
+    for name in set(FILES) - files.keys():
+        (directory / name).unlink(missing_ok=True)

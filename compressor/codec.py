@@ -1,7 +1,7 @@
 """Code one matrix at one bit per weight, from weights alone: its signs and the scales of least squares.
 
 Reads a difference as float32 row blocks, any number of times; independent of files, names and models. Memory holds one
-block per thread, the packed signs (1/16 of a 16-bit matrix) and a few vectors.
+row block per thread, the packed signs (1/16 of a 16-bit matrix) and a few vectors.
 
 With signs B = sign(D), the error of any scales is that of |D|: ||D - (u v') o B|| = || |D| - u v' ||. So one scale, one
 per row and one per column are means of |D|, and both together are its best approximation of rank one.
@@ -78,7 +78,7 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
     Args:
         method: ``scalar`` is one scale; ``per-axis`` one per row or one per column, whichever errs less; ``both`` one
             per row and one per column.
-        each: maps a function over the blocks; sums are taken in their order, so the result does not depend on it.
+        each: maps a function over the row blocks; sums are taken in their order, so the result does not depend on it.
     """
     sums = _signs_and_sums(difference, each)
     scale_out, scale_in = _scales(difference, sums, method, each)
@@ -120,7 +120,7 @@ def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
     zeros = block == 0
     num_zeros = int(zeros.count_nonzero())
     if num_zeros:
-        chosen = torch.arange(block.shape[1]) % 2 == first_row % 2  # columns of the block's first row
+        chosen = torch.arange(block.shape[1]) % 2 == first_row % 2  # columns of the row block's first row
         zeros[0::2] &= chosen
         zeros[1::2] &= ~chosen
         positive |= zeros
@@ -147,7 +147,7 @@ def _rank_one(
     scale_in: Tensor,  # [in] float64, where to start
     each: Map,
 ) -> tuple[Tensor, Tensor]:  # [out], [in] float64
-    """Alternating least squares of u and v in |D| = u v', one pass over the blocks for each alternation.
+    """Alternating least squares of u and v in |D| = u v', one pass over the row blocks for each alternation.
 
     |D| has no negative entry, so its leading pair of singular vectors has none. Each step reduces the distance to it by
     the squared ratio of the two largest singular values, which for deltas is a few percent.

@@ -54,7 +54,7 @@ def changed_names(pairs: Pairs) -> frozenset[str]:
 
 
 def _is_changed(pair: TensorPair, each: Map) -> bool:
-    # The list is made whole, because every block must be checked for NaN.
+    # The list is made whole, because every row block must be checked for NaN.
     differs = list(each(lambda rows: bool(pair.row_block(rows).any()), row_blocks(pair.shape)))
     return pair.added() is not None or any(differs)
 

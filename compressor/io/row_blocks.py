@@ -1,4 +1,4 @@
-"""Cut tensors into row blocks, and map over the blocks on threads. Must not know what is computed."""
+"""Cut tensors into row blocks, and map over them on threads. Must not know what is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_WORKERS = 8  # each holds some 6 MB of blocks and temporaries
 
 
 class Map(Protocol):
-    """The builtin `map` over blocks, or a parallel one that keeps their order."""
+    """The builtin `map` over row blocks, or a parallel one that keeps their order."""
 
     def __call__(self, work: Callable[[slice], T], blocks: Iterable[slice], /) -> Iterator[T]: ...
 
@@ -35,7 +35,7 @@ def row_blocks(shape: tuple[int, ...], block_numel: int = BLOCK_NUMEL) -> Iterat
 
 @contextmanager
 def workers() -> Iterator[Map]:
-    """Yield a parallel map whose threads each run torch on one core, because blocks are too small for more."""
+    """Yield a parallel map whose threads each run torch on one core, because row blocks are too small for more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

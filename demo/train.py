@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -111,10 +110,9 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _threads() -> Iterator[None]:
-    """Let torch use this process's cores, at most `MAX_THREADS`, inside the block."""
+    """Let torch use at most `MAX_THREADS` threads inside the block."""
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(min(cores, MAX_THREADS))
+    torch.set_num_threads(min(before, MAX_THREADS))
     try:
         yield
     finally:

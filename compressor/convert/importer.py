@@ -22,7 +22,7 @@ from compressor.convert.diff_files import DIVERGED, CodedModule, DiffFile, Kind
 from compressor.io.delta_writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
 from compressor.io.outputs import check_file_name, check_free_disk, check_not_an_input
 from compressor.io.pairs import TensorPair, is_finite, pair_up
-from compressor.io.row_blocks import row_blocks, workers
+from compressor.io.row_blocks import Map, row_blocks
 from compressor.io.side_files import own_files
 from compressor.rounding import rounded
 from deltastore.base.base import architecture, different_facts
@@ -144,9 +144,10 @@ def _content(
     base: Checkpoint,
     pairs: Mapping[str, TensorPair],  # by name; empty without a fine-tune's weights
     path: Path,  # of the diff file
+    each: Map,
 ) -> CodedMatrix | Tensor | None:
     if isinstance(change.content, CodedModule):
-        return _coded(change, change.content, pairs.get(change.name))
+        return _coded(change, change.content, pairs.get(change.name), each)
     return change.content if _is_changed(change.content, change, base, path) else None
 
 
@@ -165,14 +166,13 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[rows] if tensor.dim() else tensor
 
 
-def _coded(change: TensorChange, module: CodedModule, pair: TensorPair | None) -> CodedMatrix | None:
+def _coded(
+    change: TensorChange, module: CodedModule, pair: TensorPair | None, each: Map
+) -> CodedMatrix | None:
     delta = MatrixDelta((module.delta(),))
     if not module.coeff.any():
         return None
-    coded = None
-    if pair is not None:
-        with workers() as each:
-            coded = measured(pair, delta, each)
+    coded = None if pair is None else measured(pair, delta, each)
     spec = TensorSpec(
         codec="onebit",
         shape=[delta.out_features, delta.in_features],

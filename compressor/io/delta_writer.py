@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.codec import Method
+from compressor.io.row_blocks import Map, workers
 from compressor.rounding import rounded
 from deltastore.base.base import Base
 from deltastore.format.artifact import ArtifactWriter
@@ -41,8 +42,9 @@ class DeltaTensor:
 
     name: str
     num_bytes: int  # that `content` reads, for the progress bar
-    # Coded, whole, or None where the tensor equals the base's. Called once, so that one tensor is in memory at a time.
-    content: Callable[[], CodedMatrix | Tensor | None]
+    # Coded, whole, or None where the tensor equals the base's. Called once, so that one tensor is in memory at a time,
+    # with a parallel map for its row blocks.
+    content: Callable[[Map], CodedMatrix | Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,9 +107,9 @@ def write_delta(contents: DeltaContents, writer: ArtifactWriter, *, progress: bo
     specs: dict[str, TensorSpec] = {}
     squared_norm, squared_error = 0.0, 0.0
     num_bytes = sum(tensor.num_bytes for tensor in contents.tensors)
-    with byte_progress(num_bytes, writer.path.name, progress) as bar:
+    with byte_progress(num_bytes, writer.path.name, progress) as bar, workers() as each:
         for tensor in contents.tensors:
-            content = tensor.content()
+            content = tensor.content(each)
             if isinstance(content, CodedMatrix):
                 writer.add_onebit(tensor.name, content.delta, content.added_rows)
                 specs[tensor.name] = content.spec
@@ -116,6 +118,8 @@ def write_delta(contents: DeltaContents, writer: ArtifactWriter, *, progress: bo
             elif content is not None:
                 writer.add_whole(tensor.name, content)
                 specs[tensor.name] = TensorSpec(codec="whole", shape=list(content.shape))
+            # Before the next tensor is read.
+            del content
             bar.update(tensor.num_bytes)
     device_bytes = writer.device_bytes
     for name, file in contents.files.items():

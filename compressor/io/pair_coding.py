@@ -59,14 +59,13 @@ def _is_changed(pair: TensorPair, each: Map) -> bool:
     return pair.added() is not None or any(differs)
 
 
-def _content(pair: TensorPair, coding: PairCoding) -> CodedMatrix | Tensor | None:
+def _content(pair: TensorPair, coding: PairCoding, each: Map) -> CodedMatrix | Tensor | None:
     if pair.name not in coding.names:
         return pair.whole() if pair.is_changed() else None
     fitted = coding.fitted.get(pair.name)
-    with workers() as each:
-        if fitted is not None:
-            return _coded(pair, measured(pair, fitted, each), "fitted")
-        return _coded(pair, _as_matrix(code_matrix(pair, coding.method, each)), "alternate")
+    if fitted is not None:
+        return _coded(pair, measured(pair, fitted, each), "fitted")
+    return _coded(pair, _as_matrix(code_matrix(pair, coding.method, each)), "alternate")
 
 
 def _as_matrix(coded: Coded[SignPlane]) -> Coded[MatrixDelta]:

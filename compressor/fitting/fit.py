@@ -41,9 +41,8 @@ MEASURED_SEQUENCES = 4  # on which upgrades are measured
 class Fitted:
     """The deltas of a fit and their fidelity."""
 
-    deltas: Mapping[
-        str, MatrixDelta
-    ]  # by name; matrices that no forward reaches are coded from weights alone
+    # By name; matrices that no forward pass reaches are coded from weights alone.
+    deltas: Mapping[str, MatrixDelta]
     fidelity: Fidelity  # on test text, which nothing was fitted to
     base: Fidelity  # of the base on the same text
     test_text: Sequence[Tensor]  # [tokens] int64 each

@@ -11,9 +11,8 @@ from server.engine.sequence import Sequence, VariantQueue
 class SlotState(Enum):
     """The state of a variant that has sequences."""
 
-    WAITING = (
-        auto()
-    )  # for a slot; it may still be resident, since a slot keeps its delta until another needs it
+    # Waiting for a slot; it may still be resident, since a slot keeps its delta until another needs it.
+    WAITING = auto()
     OVERDUE = auto()  # has waited for `cold_wait_s`
     LOADING = auto()
     OPEN = auto()  # resident and held; its sequences may be admitted

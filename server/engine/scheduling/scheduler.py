@@ -26,9 +26,8 @@ class StepPlan:
     batch: dict[Sequence, int] = field(default_factory=dict)  # number of tokens to compute
     num_tokens: int = 0  # of the whole batch
     preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
-    too_long: list[Sequence] = field(
-        default_factory=list
-    )  # removed: the KV cache cannot hold them even alone
+    # Removed: the KV cache cannot hold them even alone.
+    too_long: list[Sequence] = field(default_factory=list)
     costs: list[tuple[VariantQueue, float]] = field(default_factory=list)  # charged when the step is done
     admits: bool = True  # False once no further sequence may be admitted
 

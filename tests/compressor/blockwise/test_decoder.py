@@ -18,10 +18,8 @@ from compressor.blockwise.weights import Overlay
 from compressor.evaluate.fidelity import last_hiddens
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
-from tests.compressor.helpers.decoders import CPU, RUN, make_model, one_thread, open_decoder, whole_model
+from tests.compressor.helpers.decoders import CPU, RUN, make_model, open_decoder, whole_model
 from tests.helpers.tiny_models import Change, make_pair
-
-__all__ = ["one_thread"]
 
 IDS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(1))  # longer than every window
 ATTENTION = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"]]

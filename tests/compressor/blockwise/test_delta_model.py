@@ -16,10 +16,8 @@ from compressor.io.pairs import pair_up
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed, enriched, rewrite, rewrite_config
-from tests.compressor.helpers.decoders import CPU, one_thread, whole_model
+from tests.compressor.helpers.decoders import CPU, whole_model
 from tests.helpers.tiny_models import ARCHITECTURES, Change, make_pair
-
-__all__ = ["one_thread"]
 
 IDS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
 CASES: dict[str, tuple[str, Change, dict[str, Any]]] = {

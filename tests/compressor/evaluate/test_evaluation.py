@@ -21,13 +21,11 @@ from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from peraxis import run
 from tests.compressor.helpers.compressing import rewrite
-from tests.compressor.helpers.decoders import CPU, one_thread, open_decoder, whole_model
+from tests.compressor.helpers.decoders import CPU, open_decoder, whole_model
 from tests.compressor.helpers.evaluating import Evaluated, document, make_evaluated
 from tests.helpers.tiny_models import TinyModels, make_pair, make_tokenizer
 
 LENGTH = 192  # tokens per sequence where nothing else is said
-
-__all__ = ["one_thread"]
 
 Captured = pytest.CaptureFixture[str]
 

@@ -18,10 +18,8 @@ from deltastore.errors import CheckpointError
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TOKENIZER_FILES
 from tests.compressor.helpers.compressing import compressed, rewrite
-from tests.compressor.helpers.decoders import CPU, one_thread, whole_model
+from tests.compressor.helpers.decoders import CPU, whole_model
 from tests.helpers.tiny_models import Change, TinyModels, make_pair, make_tokenizer
-
-__all__ = ["one_thread"]
 
 SENTENCES = ("The quick brown fox jumps over", "It was the best of times, and")
 TEXTS = [torch.tensor(make_tokenizer()(sentence)["input_ids"]) for sentence in SENTENCES]

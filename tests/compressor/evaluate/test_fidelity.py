@@ -13,10 +13,8 @@ from torch import Tensor
 import compressor.evaluate.fidelity
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare, fidelity
 from deltastore.errors import CheckpointError
-from tests.compressor.helpers.decoders import one_thread, open_decoder, whole_model
+from tests.compressor.helpers.decoders import open_decoder, whole_model
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
-
-__all__ = ["one_thread"]
 
 GENERATOR = torch.Generator().manual_seed(2)
 BATCHES = [torch.randint(0, 256, shape, generator=GENERATOR) for shape in ((3, 20), (2, 33))]

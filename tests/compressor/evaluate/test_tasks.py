@@ -13,11 +13,9 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.tasks import PAPER, Tasks
 from deltastore.errors import UsageError
 from peraxis import run
-from tests.compressor.helpers.decoders import one_thread, whole_model
+from tests.compressor.helpers.decoders import whole_model
 from tests.compressor.helpers.evaluating import Evaluated, document, make_evaluated
 from tests.helpers.tiny_models import make_tokenizer
-
-__all__ = ["one_thread"]
 
 Captured = pytest.CaptureFixture[str]
 NEEDS = "lm-evaluation-harness is not installed: pip install 'peraxis[eval]'"

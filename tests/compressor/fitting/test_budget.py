@@ -16,7 +16,6 @@ from deltastore.format.matrix import MatrixDelta
 from deltastore.format.plan import one_bit_plan
 from deltastore.format.sign_plane import AXES, Axis
 from tests.compressor.helpers.compressing import compressed
-from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import (
     Whole,
     coded,

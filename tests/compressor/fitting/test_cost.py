@@ -12,7 +12,6 @@ from compressor.fitting.cost import FitCost
 from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.stage_cost import StageCost
 from compressor.fitting.strategies.by_solver import strategy_of
-from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.model_shapes import LLAMA_8B, QWEN_1B5, shapes_of
 
 DEFAULT = FitSettings(Calibration("self", 256))

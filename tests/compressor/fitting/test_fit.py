@@ -31,7 +31,7 @@ from deltastore.errors import CheckpointError, PeraxisError, UsageError
 from deltastore.format.artifact import Artifact
 from peraxis import run
 from tests.compressor.helpers.compressing import compressed, rewrite
-from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
+from tests.compressor.helpers.decoders import CPU
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=20, length=16, seed=0)

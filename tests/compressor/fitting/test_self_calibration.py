@@ -13,10 +13,8 @@ from transformers import MambaConfig, MambaForCausalLM
 from compressor.blockwise.sampling import MEMORY_PART, GenerationPlan, draw, free_bytes, kv_bytes, sample
 from compressor.fitting.calibration import Calibration, calibration_text
 from deltastore.errors import CheckpointError, UsageError
-from tests.compressor.helpers.decoders import CPU, one_thread, open_decoder, whole_model
+from tests.compressor.helpers.decoders import CPU, open_decoder, whole_model
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module")

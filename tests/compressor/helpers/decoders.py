@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,12 +31,8 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma3_text": {"num_hidden_layers": 6, "sliding_window": 8},  # five layers with a window, one without
-    "gpt2": {
-        "n_positions": 40,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 64,
-    },  # learned positions, and no linear layers
+    # Learned positions, and no linear layers.
+    "gpt2": {"n_positions": 40, "n_layer": 2, "n_head": 4, "n_embd": 64},
     "opt": {"max_position_embeddings": 40, "ffn_dim": 92, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 4},  # its layers give tuples
     "gemma3n_text": {  # its layers read a second embedding of the ids
@@ -50,15 +45,6 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 RUN = (*ARCHITECTURES, "mixtral", "qwen3_moe", "gemma3_text")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread, because products of this size gain nothing from more."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_model(architecture: str, directory: Path) -> Path:

@@ -27,7 +27,6 @@ from compressor.io.checkpoint_store import SUFFIX, CheckpointStore
 from compressor.pipeline import compress
 from deltastore.errors import CheckpointError, FidelityError, StorageFull, UsageError
 from peraxis import run as command
-from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)

@@ -18,7 +18,6 @@ from compressor.planning import requirements
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import MemoryTooSmall
 from peraxis import run
-from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.model_shapes import QWEN_1B5, shapes_of
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 

@@ -126,9 +126,8 @@ def test_where_a_request_found_its_delta_is_counted(served: Served, family: Fami
     served.engine.unload(record).result(20)
     ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
     assert [isinstance(end, DoneEvent) and end.timings.cold for end in ends] == [True, False, True]
-    assert (
-        served.metric("variant_lookups_total", result="disk") == 2
-    )  # what is unloaded leaves host memory, too
+    # An unloaded delta leaves host memory, too.
+    assert served.metric("variant_lookups_total", result="disk") == 2
     assert served.metric("variant_lookups_total", result="device") == 1
     assert served.metric("cold_start_seconds_count", source="disk") == 2
 

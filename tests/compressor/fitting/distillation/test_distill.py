@@ -27,7 +27,7 @@ from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.signs import unpack_signs
-from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
+from tests.compressor.helpers.decoders import CPU
 from tests.compressor.helpers.fitting import (
     Whole,
     coded,

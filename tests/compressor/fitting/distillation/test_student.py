@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +37,6 @@ SHAPES: dict[str, tuple[str, Change]] = {
     "untied by the fine-tune": ("qwen2", Change(tied=False, noise=0.2)),
 }
 EXPERTS = ("mixtral", "qwen3_moe")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def logits(student: Student, ids: Tensor) -> Tensor:

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from compressor.blockwise.decoder import Decoder
 from compressor.fitting.layers.moments import Moments, moments
-from tests.compressor.helpers.decoders import one_thread, open_decoder, whole_model
+from tests.compressor.helpers.decoders import open_decoder, whole_model
 from tests.helpers.tiny_models import ARCHITECTURES, make_pair
-
-__all__ = ["one_thread"]
 
 IDS = torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(1))
 BATCHES = [IDS[:3], IDS[3:]]

@@ -28,7 +28,7 @@ from compressor.fitting.paper.scale_training import (
 from compressor.io.pairs import TensorPair
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.sign_plane import SignPlane
-from tests.compressor.helpers.decoders import CPU, one_thread  # noqa: F401 - a fixture
+from tests.compressor.helpers.decoders import CPU
 from tests.compressor.helpers.fitting import Whole, coded, dense64, ids_of, pairs_of, weights_with
 from tests.compressor.helpers.paper_oracle import squared_error, trained_scales
 from tests.helpers.tiny_models import Change, TinyModels, make_pair

@@ -20,7 +20,6 @@ from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import Axis, SignPlane
 from deltastore.format.signs import pack_signs, unpack_signs
-from tests.compressor.helpers.decoders import one_thread  # noqa: F401 - a fixture
 from tests.compressor.helpers.fitting import Whole, ids_of, pairs_of, student_of, targets_of, weights_with
 from tests.compressor.helpers.paper_oracle import DECAY, AdamW64
 from tests.helpers.tiny_models import Change, TinyModels, make_pair

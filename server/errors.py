@@ -31,3 +31,11 @@ class NotServable(PeraxisError):
 
 class EngineFailed(PeraxisError):
     """A step or the engine itself failed."""
+
+
+class WorkerTimeout(PeraxisError):
+    """Work in a worker process that was not done at its deadline; the process was killed."""
+
+
+class WorkerDied(PeraxisError):
+    """A worker process that ended during its work: it used too much memory or processor time, or crashed."""

@@ -1,0 +1,1 @@
+"""Killable worker processes for tenants' input, and the order in which tenants use them."""

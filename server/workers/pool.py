@@ -1,0 +1,148 @@
+"""Runs functions on tenants' input in worker processes that may be killed. Event loop only; knows no tenant.
+
+A hostile tokenizer can abort its process or never return, and no thread can be stopped: only a process can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, TypeVarTuple
+
+from server.errors import WorkerDied, WorkerTimeout
+from server.workers.fair_limiter import FairLimiter
+from server.workers.limits import Limits
+from server.workers.worker_main import Reply
+from server.workers.worker_process import WorkerProcess, pack_task
+
+# Waiting tasks of one share. Each keeps its arguments in memory.
+MAX_WAITING = 64
+# Shares that a worker is remembered for.
+MAX_REMEMBERED = 64
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class WorkerPool:
+    """Worker processes, started when they are needed and replaced when they died.
+
+    Args:
+        num_workers: tasks that run at a time. One share has at most half of them.
+        limits: of each task.
+        modules: modules that a worker imports before its first task.
+    """
+
+    def __init__(self, num_workers: int, limits: Limits, modules: tuple[str, ...] = ()) -> None:
+        self._num_workers = num_workers
+        self._limits = limits
+        self._modules = modules
+        self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING)
+        # The shares that each worker served lately: it may have their tokenizers loaded.
+        self._workers: dict[WorkerProcess, deque[Hashable]] = {}
+        # The longest idle one comes first.
+        self._idle: list[WorkerProcess] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def run(self, share: Hashable, deadline_s: float, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Call ``function(*args)`` in a worker and return its result. Cancelling the call kills the worker.
+
+        Args:
+            share: the owner of the work; each has its own queue, and the queues are served in turn.
+            deadline_s: seconds after which a running task is killed. Waiting does not count.
+            function: a function of a module; it, its arguments and its result are pickled.
+
+        Raises:
+            PeraxisError: as `function` raised it.
+            WorkerTimeout: the task was killed at its deadline.
+            WorkerDied: it reached a limit of memory or processor time, or crashed, or the pool was closed.
+            QueueFull: too many tasks of the share wait.
+            RuntimeError: `function` raised another exception; the message is its traceback.
+        """
+        task = pack_task(function, args, self._limits)
+        async with self._limiter.seat(share):
+            worker = await self._take(share)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    reply = await worker.call(task, self._limits)
+            except TimeoutError as error:
+                worker.kill()
+                raise WorkerTimeout(f"the work was not done after {deadline_s:g} s") from error
+            except asyncio.CancelledError:
+                worker.kill()
+                raise
+            finally:
+                self._give_back(worker)
+        result: T = _result(reply)
+        return result
+
+    async def warm(self) -> None:
+        """Start the workers ahead of the first tasks."""
+
+        async def start_one() -> None:
+            self._give_back(await self._start())
+
+        await asyncio.gather(*(start_one() for _ in range(self._num_workers - len(self._workers))))
+
+    async def close(self) -> None:
+        """Kill the workers; running and waiting tasks raise WorkerDied. Returns when all workers have ended."""
+        self._closed = True
+        for worker in list(self._workers):
+            self._discard(worker)
+        await asyncio.gather(*self._ending)
+
+    async def _take(self, share: Hashable) -> WorkerProcess:
+        """Return an idle worker, if possible one that served the share before, or a new one."""
+        for worker in [worker for worker in self._idle if not worker.is_usable]:
+            self._discard(worker)
+        if not self._idle:
+            worker = await self._start()
+        else:
+            worker = next((idle for idle in self._idle if share in self._workers[idle]), self._idle[0])
+            self._idle.remove(worker)
+        self._workers[worker].append(share)
+        return worker
+
+    async def _start(self) -> WorkerProcess:
+        self._check_open()
+        worker = await WorkerProcess.start(self._modules)
+        self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
+        if self._closed:
+            self._discard(worker)
+        self._check_open()
+        return worker
+
+    def _give_back(self, worker: WorkerProcess) -> None:
+        if worker.is_usable and not self._closed:
+            self._idle.append(worker)
+        else:
+            self._discard(worker)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        """Kill a worker and forget it; the event loop collects its exit status."""
+        if self._workers.pop(worker, None) is None:
+            return
+        if worker in self._idle:
+            self._idle.remove(worker)
+        worker.kill()
+        ending = asyncio.create_task(worker.wait())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerDied("the work was not begun: the server is shutting down")
+
+
+def _result(reply: Reply) -> Any:
+    match reply.kind:
+        case "result":
+            return reply.value
+        case "error":
+            raise reply.value
+        case "died":
+            raise WorkerDied(f"the work {reply.value}")
+        case "failed":
+            raise RuntimeError(f"a task failed in its worker process:\n{reply.value}")

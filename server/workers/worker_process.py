@@ -1,0 +1,115 @@
+"""One worker process as its parent has it: started, given a task at a time, killed. Knows no pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from server.errors import WorkerDied
+from server.workers.limits import Limits
+from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
+
+START_S = 60.0
+# One thread is enough for one task, and threads of numeric libraries spin.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Signals by which a process ends itself. A failed allocation in Rust aborts.
+CRASHES: Mapping[int, str] = {
+    kind.value: kind.name for kind in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+}
+
+
+class WorkerProcess:
+    """A child process that runs `worker_main.py`. Event loop only."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._is_last = False
+
+    @classmethod
+    async def start(cls, modules: tuple[str, ...]) -> Self:
+        """Start a process that has imported `modules`.
+
+        Raises:
+            WorkerDied: it ended before it was ready, or was not ready after `START_S`.
+        """
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "server.workers.worker_main", str(os.getpid()), *modules),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+        )
+        worker = cls(process)
+        try:
+            async with asyncio.timeout(START_S):
+                await worker._receive()
+        except TimeoutError as error:
+            worker.kill()
+            raise WorkerDied(f"a worker process was not ready after {START_S:g} s: try again") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise WorkerDied(f"a worker process did not start: it {await worker._end()}") from error
+        except asyncio.CancelledError:
+            worker.kill()
+            raise
+        return worker
+
+    @property
+    def is_usable(self) -> bool:
+        """False once the process has ended, or ends after its last reply."""
+        return not self._is_last and self._process.returncode is None
+
+    async def call(self, task: bytes, limits: Limits) -> Reply:
+        """Run one task, as `pack_task` made it. After a cancellation only `kill` may follow.
+
+        Raises:
+            WorkerDied: the process ended before its reply; the message says why.
+        """
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.writelines([TASK_HEADER.pack(len(task)), task])
+            await stdin.drain()
+            reply = pickle.loads(await self._receive())
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise WorkerDied(f"the work {await self._end(limits)}") from error
+        assert isinstance(reply, Reply)
+        return reply
+
+    def kill(self) -> None:
+        """Kill the process, whatever it does."""
+        self._is_last = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        await self._process.wait()
+
+    async def _receive(self) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        size, self._is_last = REPLY_HEADER.unpack(await stdout.readexactly(REPLY_HEADER.size))
+        return await stdout.readexactly(size)
+
+    async def _end(self, limits: Limits | None = None) -> str:
+        """Return why the process ended, as a predicate."""
+        self._is_last = True
+        code = await self._process.wait()
+        if limits is not None and code == -signal.SIGXCPU:
+            return f"needed more than {limits.cpu_s:g} s of processor time"
+        if limits is not None and -code in CRASHES:
+            return (
+                f"needed more than {limits.memory_bytes >> 20} MiB of memory, or crashed ({CRASHES[-code]})"
+            )
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def pack_task(function: Callable[..., Any], args: tuple[Any, ...], limits: Limits) -> bytes:
+    """Pickle a task. The worker imports `function` by its module and name."""
+    return pickle.dumps((function, args, limits))

@@ -1,0 +1,122 @@
+"""Seats of a pool: turns of shares, bounded queues, cancelled waiters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from server.errors import QueueFull
+from server.workers.fair_limiter import FairLimiter
+
+
+class Tasks:
+    """Tasks that hold a seat until they are told to end."""
+
+    def __init__(self, limiter: FairLimiter) -> None:
+        self.order: list[str] = []
+        self._limiter = limiter
+        self.ends: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, name: str) -> None:
+        """Start a task of the share that its first letter names."""
+        self._tasks[name] = asyncio.create_task(self._hold(name))
+        await settle()
+
+    async def end(self, name: str) -> None:
+        self.ends[name].set()
+        await settle()
+
+    async def cancel(self, name: str) -> None:
+        self._tasks[name].cancel()
+        await settle()
+
+    async def _hold(self, name: str) -> None:
+        async with self._limiter.seat(name[0]):
+            self.order.append(name)
+            self.ends[name] = asyncio.Event()
+            await self.ends[name].wait()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_a_share_that_fills_its_seats_leaves_a_seat_to_another() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=2, seats_per_share=1, max_waiting=8))
+        for name in ("a1", "a2", "a3", "b1"):
+            await tasks.start(name)
+        assert tasks.order == ["a1", "b1"]
+        for name in ("a1", "b1", "a2"):
+            await tasks.end(name)
+        assert tasks.order == ["a1", "b1", "a2", "a3"]
+        await tasks.end("a3")
+
+    run(test())
+
+
+def test_waiting_shares_are_served_in_turn() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await tasks.start(name)
+        for name in ("a1", "a2", "b1", "c1", "a3", "b2"):
+            await tasks.end(name)
+        assert tasks.order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+    run(test())
+
+
+def test_a_share_with_too_many_waiting_tasks_is_refused_and_others_are_not() -> None:
+    async def test() -> None:
+        limiter = FairLimiter(num_seats=1, seats_per_share=1, max_waiting=1)
+        tasks = Tasks(limiter)
+        for name in ("a1", "a2"):
+            await tasks.start(name)
+        with pytest.raises(QueueFull, match="1 requests wait"):
+            async with limiter.seat("a"):
+                pass
+        await tasks.start("b1")
+        for name in ("a1", "a2", "b1"):
+            await tasks.end(name)
+        assert tasks.order == ["a1", "a2", "b1"]
+
+    run(test())
+
+
+def test_a_cancelled_waiter_gives_its_turn_to_the_next() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        for name in ("a1", "a2", "a3"):
+            await tasks.start(name)
+        await tasks.cancel("a2")
+        await tasks.end("a1")
+        assert tasks.order == ["a1", "a3"]
+        await tasks.end("a3")
+
+    run(test())
+
+
+def test_a_waiter_that_is_cancelled_as_it_gets_a_seat_passes_it_on() -> None:
+    async def test() -> None:
+        limiter = FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8)
+        tasks = Tasks(limiter)
+        for name in ("a1", "a2", "a3"):
+            await tasks.start(name)
+        tasks.ends["a1"].set()
+        # The seat passes to the second task in the first turn of the loop, which it runs in the next one.
+        await asyncio.sleep(0)
+        await tasks.cancel("a2")
+        assert tasks.order[-1] == "a3"
+        await tasks.end("a3")
+
+    run(test())

@@ -1,0 +1,298 @@
+"""Worker pools: results, limits, kills, fairness, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+
+from server.errors import InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
+from server.workers.limits import Limits
+from server.workers.pool import MAX_WAITING, WorkerPool
+from tests.server.helpers import worker_tasks as tasks
+
+WAIT_S = 60.0
+LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)
+ROOT = Path(__file__).resolve().parents[3]
+
+Body = Callable[[WorkerPool], Awaitable[None]]
+
+
+def with_pool(
+    test: Body, num_workers: int = 2, limits: Limits = LIMITS, loop: Any = asyncio.new_event_loop
+) -> None:
+    """Run `test` with a pool of its own, and check that no worker is left."""
+
+    async def body() -> None:
+        pool = WorkerPool(num_workers, limits)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await test(pool)
+        finally:
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(body())
+    assert not workers_of(os.getpid())
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline()
+    ]
+
+
+async def until_exists(path: Path) -> None:
+    while not path.exists():
+        await asyncio.sleep(0.002)
+
+
+async def until_gone(pid: int) -> None:
+    """Wait until a process has ended; a zombie has."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_result_comes_back_and_the_worker_is_used_again(loop: Any) -> None:
+    async def test(pool: WorkerPool) -> None:
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+        first, second = [await pool.run("a", WAIT_S, tasks.pid_of_worker) for _ in range(2)]
+        assert first == second != os.getpid()
+
+    with_pool(test, loop=loop)
+
+
+def test_a_peraxis_error_comes_through_as_it_is() -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(InvalidRequest, match=r"^no$") as caught:
+            await pool.run("a", WAIT_S, tasks.refuse)
+        assert caught.value.param == "messages"
+
+    with_pool(test)
+
+
+def test_a_defect_of_a_task_is_raised_with_its_traceback() -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(RuntimeError, match="LookupError: a defect"):
+            await pool.run("a", WAIT_S, tasks.fail)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+
+    with_pool(test)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_task_is_killed_at_its_deadline_and_the_next_one_runs(loop: Any, tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(WorkerTimeout, match=r"not done after 0.5 s"):
+            await pool.run("a", 0.5, tasks.wait_for, tmp_path / "never")
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+
+    with_pool(test, num_workers=1, loop=loop)
+
+
+def test_a_task_cannot_use_more_memory_than_its_limit() -> None:
+    async def test(pool: WorkerPool) -> None:
+        assert await pool.run("a", WAIT_S, tasks.allocate, 100 << 20) == 100 << 20
+        with pytest.raises(WorkerDied, match="needed more than 256 MiB of memory"):
+            await pool.run("a", WAIT_S, tasks.allocate, 1 << 30)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+
+    with_pool(test)
+
+
+def test_memory_that_tasks_keep_does_not_add_up() -> None:
+    async def test(pool: WorkerPool) -> None:
+        pids = {await pool.run("a", WAIT_S, tasks.hoard, 100 << 20) for _ in range(6)}
+        assert len(pids) == 2
+
+    with_pool(test)
+
+
+def test_a_failed_allocation_in_rust_ends_the_worker_alone() -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(WorkerDied, match="of memory, or crashed"):
+            await pool.run("a", WAIT_S, tasks.normalize_to_a_terabyte)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+
+    with_pool(test)
+
+
+def test_a_task_cannot_use_more_processor_time_than_its_limit() -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(WorkerDied, match="needed more than 1 s of processor time"):
+            await pool.run("a", WAIT_S, tasks.spin)
+
+    with_pool(test, limits=Limits(memory_bytes=256 << 20, cpu_s=1.0))
+
+
+def test_a_worker_that_something_else_killed_is_not_said_to_lack_memory() -> None:
+    async def test(pool: WorkerPool) -> None:
+        with pytest.raises(WorkerDied, match="was killed by signal 9"):
+            await pool.run("a", WAIT_S, tasks.kill_itself)
+
+    with_pool(test)
+
+
+def test_a_result_that_is_too_large_is_refused() -> None:
+    async def test(pool: WorkerPool) -> None:
+        assert len(await pool.run("a", WAIT_S, tasks.make_text, 30 << 20)) == 30 << 20
+        with pytest.raises(WorkerDied, match="made a result of"):
+            await pool.run("a", WAIT_S, tasks.make_text, 65 << 20)
+
+    with_pool(test)
+
+
+def test_what_a_task_prints_does_not_reach_the_parent() -> None:
+    async def test(pool: WorkerPool) -> None:
+        assert await pool.run("a", WAIT_S, tasks.write_to_standard_streams) == ""
+
+    with_pool(test)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_cancelled_call_kills_its_worker_and_frees_the_seat(loop: Any, tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        call = asyncio.create_task(pool.run("a", WAIT_S, tasks.spin, tmp_path / "started"))
+        await until_exists(tmp_path / "started")
+        call.cancel()
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+        await until_gone(int((tmp_path / "started").read_text()))
+
+    with_pool(test, num_workers=1, loop=loop)
+
+
+def test_a_share_that_fills_its_seats_does_not_delay_another() -> None:
+    async def test(pool: WorkerPool) -> None:
+        slow = [asyncio.create_task(pool.run("slow", WAIT_S, tasks.spin)) for _ in range(8)]
+        assert await pool.run("other", WAIT_S, tasks.add, 2, 3) == 5
+        assert not any(call.done() for call in slow)
+        for call in slow:
+            call.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    with_pool(test)
+
+
+def test_a_share_has_a_bounded_queue() -> None:
+    async def test(pool: WorkerPool) -> None:
+        calls = [asyncio.create_task(pool.run("a", WAIT_S, tasks.spin)) for _ in range(MAX_WAITING + 2)]
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert [type(call.exception()) for call in done] == [QueueFull]
+        for call in waiting:
+            call.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    with_pool(test, num_workers=1)
+
+
+def test_a_share_comes_back_to_the_worker_that_served_it(tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        both = [
+            asyncio.create_task(pool.run(share, WAIT_S, tasks.wait_for, tmp_path / "go")) for share in "ab"
+        ]
+        (tmp_path / "go").touch()
+        first, second = await asyncio.gather(*both)
+        assert first != second
+        for _ in range(3):
+            assert await pool.run("b", WAIT_S, tasks.pid_of_worker) == second
+            assert await pool.run("a", WAIT_S, tasks.pid_of_worker) == first
+
+    with_pool(test)
+
+
+def test_warm_starts_all_workers_ahead() -> None:
+    async def test(pool: WorkerPool) -> None:
+        await pool.warm()
+        pids = {worker.pid for worker in workers_of(os.getpid())}
+        assert len(pids) == 2
+        assert await pool.run("a", WAIT_S, tasks.pid_of_worker) in pids
+
+    with_pool(test)
+
+
+def test_a_worker_imports_the_named_modules_and_not_its_parent_s_program() -> None:
+    async def test() -> None:
+        pool = WorkerPool(1, LIMITS, modules=("colorsys",))
+        modules = await pool.run("a", WAIT_S, tasks.imported)
+        await pool.close()
+        assert "colorsys" in modules
+        assert not modules & {"pytest", "torch", "transformers", "fastapi"}
+
+    asyncio.run(test())
+
+
+def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        running = asyncio.create_task(pool.run("a", WAIT_S, tasks.spin, tmp_path / "started"))
+        waiting = asyncio.create_task(pool.run("a", WAIT_S, tasks.add, 2, 3))
+        await until_exists(tmp_path / "started")
+        await pool.close()
+        assert not workers_of(os.getpid())
+        results = await asyncio.gather(running, waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [WorkerDied, WorkerDied]
+
+    with_pool(test, num_workers=1)
+
+
+PARENT = """
+import asyncio, pathlib, sys
+from server.workers.limits import Limits
+from server.workers.pool import WorkerPool
+from tests.server.helpers import worker_tasks as tasks
+
+async def main():
+    pool = WorkerPool(2, Limits(256 << 20, 30.0))
+    work = asyncio.create_task(pool.run("a", 60.0, tasks.spin, pathlib.Path(sys.argv[1])))
+    await pool.run("b", 60.0, tasks.add, 2, 3)
+    {then}
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [
+        ("await work", signal.SIGKILL),
+        ("await work", signal.SIGTERM),
+        ("await work", signal.SIGINT),
+        ("", None),
+    ],
+)
+def test_no_worker_outlives_its_parent_even_one_that_spins(
+    then: str, how: signal.Signals | None, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    program = PARENT.format(
+        then=then or "while not pathlib.Path(sys.argv[1]).exists(): await asyncio.sleep(0.002)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(started)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+
+    async def test() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await until_exists(started)
+            pids = [worker.pid for worker in workers_of(parent.pid)]
+            if how is not None:
+                parent.send_signal(how)
+            for pid in (*pids, int(started.read_text()), parent.pid):
+                await until_gone(pid)
+
+    try:
+        asyncio.run(test())
+    finally:
+        parent.kill()
+        parent.wait()

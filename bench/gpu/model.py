@@ -16,7 +16,8 @@ from bench.gpu.rows import BenchSizes
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE
 from deltastore.format.header import DTYPE_BYTES, TensorEntry
-from deltastore.format.layout import TENSOR_ALIGNMENT, padding_tensor
+from deltastore.format.layout import TENSOR_ALIGNMENT
+from deltastore.format.names import padding_tensor
 from deltastore.format.parts import MatrixParts, PlaneParts
 from deltastore.format.plan import is_matrix
 from deltastore.format.signs import packed_width

@@ -29,8 +29,9 @@ from deltastore.format.header import (
     read_header,
     read_into,
 )
-from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout, file_tensor, padding_tensor
+from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout
 from deltastore.format.matrix import MatrixDelta
+from deltastore.format.names import file_tensor, padding_tensor
 from deltastore.format.parts import MatrixParts, PlaneParts, part_names
 from deltastore.format.sign_plane import SignPlane, is_gain
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.format.header import ALIGNMENT, Header, TensorEntry
+from deltastore.format.names import file_tensor
 from deltastore.format.parts import part_names
 from deltastore.format.signs import packed_width
 
@@ -22,16 +23,6 @@ if TYPE_CHECKING:
 TENSOR_ALIGNMENT = 16
 MAX_FILE_BYTES = 64 << 20
 FLOATS = ("F16", "BF16", "F32")
-
-
-def file_tensor(filename: str) -> str:
-    """Return the name of the tensor that holds one of the variant's files."""
-    return f"file.{filename}"
-
-
-def padding_tensor(index: int) -> str:
-    """Return the name of the tensor that pads up to the next aligned one; safetensors allows no holes."""
-    return f"padding.{index}"
 
 
 def check_layout(header: Header, manifest: Manifest, where: str) -> None:

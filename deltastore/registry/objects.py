@@ -73,6 +73,13 @@ class Objects:
         self._storage.fsync_dir(self.quarantine_directory)
         self._storage.fsync_dir(self.directory)
 
+    def is_file(self, digest: str, status: os.stat_result) -> bool:
+        """True if an object is stored in this very file."""
+        try:
+            return os.path.samestat(self.path(digest).stat(), status)
+        except FileNotFoundError:
+            return False
+
     def is_quarantined(self, digest: str) -> bool:
         return self.mark_path(digest).exists()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -136,7 +137,9 @@ class Registry:
                         )
                     if number not in live:
                         raise directory.not_found(number)
-                    return self._served(directory.record(number))
+                    record = directory.record(number)
+                    self.check_not_quarantined(record)
+                    return record
         raise directory.not_found()
 
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
@@ -150,7 +153,8 @@ class Registry:
             history = directory.history()
             if version not in history.live:
                 raise directory.not_found(version)
-            record = self._served(directory.record(version))
+            record = directory.record(version)
+            self.check_not_quarantined(record)
             state = history.state
             directory.set_state(VariantState(version, history.newest, state.deleted, state.deleted_through))
             return record
@@ -181,13 +185,38 @@ class Registry:
         """Return the path of an artifact's bytes. Read them with length checks; do not map the file."""
         return self._objects.path(digest)
 
-    def quarantine(self, digest: str, reason: str) -> None:
-        """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it."""
+    def quarantine(self, digest: str, reason: str, found_in: os.stat_result | None = None) -> bool:
+        """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it.
+
+        Args:
+            digest: The object's digest.
+            reason: The mismatch, for messages.
+            found_in: The status of the file with the mismatch. If the object is no longer this file, because an upload
+                replaced it or it was removed, it is left as it is.
+
+        Returns:
+            True if the object is quarantined now.
+        """
         with explained(self.root), self._objects_locked(exclusive=True):
+            if found_in is not None and not self._objects.is_file(digest, found_in):
+                return False
             self._objects.quarantine(digest, reason)
+            return True
 
     def is_quarantined(self, digest: str) -> bool:
         return self._objects.is_quarantined(digest)
+
+    def check_not_quarantined(self, record: VersionRecord) -> None:
+        """Check that a version's object may be served.
+
+        Raises:
+            VariantQuarantined: It was found corrupt.
+        """
+        if self._objects.is_quarantined(record.digest):
+            raise VariantQuarantined(
+                f"version {record.version} of {record.name!r} is quarantined "
+                f"({self._objects.reason(record.digest)}): upload its artifact again"
+            )
 
     def usage(self) -> Usage:
         with explained(self.root):
@@ -260,14 +289,6 @@ class Registry:
         if not history.live:
             raise directory.not_found()
         directory.set_state(VariantState(as_of=history.newest, deleted_through=history.newest))
-
-    def _served(self, record: VersionRecord) -> VersionRecord:
-        if self._objects.is_quarantined(record.digest):
-            raise VariantQuarantined(
-                f"version {record.version} of {record.name!r} is quarantined "
-                f"({self._objects.reason(record.digest)}): upload its artifact again"
-            )
-        return record
 
     @contextlib.contextmanager
     def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:

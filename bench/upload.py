@@ -37,7 +37,8 @@ from deltastore.format.validate import check_artifact
 from demo.table import table
 from server.api.service import Backend
 from server.app import create_app
-from server.process import listen, run, url_of
+from server.frontend.listen import listen, url_of
+from server.process import run
 from server.settings import Settings
 
 FULL = LlamaShapes(num_layers=32, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256)

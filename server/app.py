@@ -19,8 +19,9 @@ from server.api import errors, generate, health, models, variants
 from server.api.middleware import RequestMiddleware
 from server.api.service import Backend, BuildBackend, Service
 from server.engine.build import build_engine
+from server.frontend.listen import listen, raise_descriptor_limit, url_of
 from server.metrics import Metrics
-from server.process import listen, run, url_of
+from server.process import run
 from server.settings import Settings
 
 
@@ -90,6 +91,7 @@ def run_server(settings: Settings) -> int:
     """Serve until a signal arrives. Print one line when the base is loaded, and return the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("server").setLevel(logging.INFO)
+    raise_descriptor_limit()
     app = create_app(settings)
     service = app.state.service
     with ExitStack() as stack:

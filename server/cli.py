@@ -49,6 +49,12 @@ def serve(
         float | None, typer.Option(help="Seconds that running requests have to end after SIGTERM.")
     ] = None,
     max_upload_gb: Annotated[float | None, typer.Option(help="Largest upload, in 10^9 bytes.")] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Open connections per HTTP process, within three quarters of its file descriptors."
+        ),
+    ] = None,
     auth: Annotated[str | None, typer.Option(help="none: all requests belong to one tenant.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings by name.")] = None,
     print_config: Annotated[

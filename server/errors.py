@@ -25,6 +25,14 @@ class LoadTimeout(PeraxisError):
     """A variant was not loaded into a slot within `load_timeout`."""
 
 
+class EngineRestarted(PeraxisError):
+    """The engine ended with the request, or is starting again."""
+
+
+class RequestTimeout(PeraxisError):
+    """The client sent its request too slowly."""
+
+
 class NotServable(PeraxisError):
     """A base that this server cannot serve: an unsupported architecture or device, or too little memory."""
 

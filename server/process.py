@@ -1,50 +1,19 @@
-"""The server's process: ports, signals and exit code. Runs ASGI applications and knows no route."""
+"""The server's process: signals and exit code. Runs ASGI applications and knows no route."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import uvicorn
-
-from deltastore.errors import SettingsError
 from server.api.service import Service
 from server.errors import EngineFailed
+from server.frontend.web_server import WebServer, make_connections, run_event_loop
 
-BACKLOG = 2048
-# How long uvicorn may send replies after the service has closed.
-LAST_BYTES_S = 2
 INTERRUPTED = 130
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would stop listening before the requests have ended."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise SettingsError if the address is not available."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {host}:{port}: {error.strerror}: choose another --host or --port"
-        ) from error
-
-
-def url_of(listening: socket.socket) -> str:
-    """Return the URL that clients use."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(apps: Mapping[socket.socket, Any], service: Service, on_ready: Callable[[], None]) -> int:
@@ -58,7 +27,7 @@ def run(apps: Mapping[socket.socket, Any], service: Service, on_ready: Callable[
     Raises:
         PeraxisError: the base could not be loaded, or the device was lost.
     """
-    return asyncio.run(_serve(apps, service, on_ready))
+    return run_event_loop(_serve(apps, service, on_ready))
 
 
 def freeze_startup_objects() -> None:
@@ -69,7 +38,8 @@ def freeze_startup_objects() -> None:
 
 async def _serve(apps: Mapping[socket.socket, Any], service: Service, on_ready: Callable[[], None]) -> int:
     stopped = _first_signal()
-    servers = [_Server(_config(app, is_first=i == 0)) for i, app in enumerate(apps.values())]
+    connections = make_connections(service.settings.max_connections)
+    servers = [WebServer(app, connections, lifespan=i == 0) for i, app in enumerate(apps.values())]
     serving = [
         asyncio.create_task(server.serve([listening]))
         for server, listening in zip(servers, apps, strict=True)
@@ -85,7 +55,7 @@ async def _serve(apps: Mapping[socket.socket, Any], service: Service, on_ready: 
 
 
 async def _watch(
-    service: Service, server: uvicorn.Server, stopped: asyncio.Future[int], on_ready: Callable[[], None]
+    service: Service, server: WebServer, stopped: asyncio.Future[int], on_ready: Callable[[], None]
 ) -> int:
     """Wait for the end of the service. Return the exit code, or raise if loading failed or the device was lost."""
     while not server.started:
@@ -120,15 +90,3 @@ def _first_signal() -> asyncio.Future[int]:
     loop.add_signal_handler(signal.SIGTERM, on_signal, 0)
     loop.add_signal_handler(signal.SIGINT, on_signal, INTERRUPTED)
     return stopped
-
-
-def _config(app: Any, *, is_first: bool) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="on" if is_first else "off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=LAST_BYTES_S,
-    )

@@ -67,6 +67,8 @@ class Settings(BaseModel):
     shutdown_timeout: Seconds = 30.0
     load_threads: Annotated[int, Field(ge=1, le=256)] = 4
     max_upload_gb: Annotated[float, Field(gt=0)] = 16.0
+    # Open connections of one HTTP process; at most three quarters of its file descriptors.
+    max_connections: Annotated[int, Field(ge=16)] = 4096
     # Tokens of prompt and output together. None: the positions that the base was trained for.
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     auth: Literal["none"] = "none"

@@ -18,7 +18,8 @@ PACKAGES = {
     "server": {"deltastore"},
     "demo": {"deltastore", "compressor"},
 }
-LAYERS = ["kernels", "deltas", "model", "workers", "text", "engine", "api"]  # inside server, the lowest first
+# Inside server, the lowest first.
+LAYERS = ["kernels", "deltas", "model", "workers", "text", "engine", "api", "frontend"]
 ABOVE_LAYERS = {"app", "cli", "process", "__main__"}
 MAX_LINES = 400
 MAX_FILES = 16  # Python files of one folder, without its __init__.py
@@ -26,8 +27,8 @@ ROOMS = (
     "bench/gpu", "bench/quality", "bench/real",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/format", "deltastore/registry",
-    "server/api", "server/deltas", "server/engine", "server/engine/scheduling", "server/kernels", "server/model",
-    "server/text", "server/workers",
+    "server/api", "server/deltas", "server/engine", "server/engine/scheduling", "server/frontend",
+    "server/kernels", "server/model", "server/text", "server/workers",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 

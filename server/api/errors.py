@@ -28,7 +28,7 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
-from server.errors import Draining, InvalidRequest, LoadTimeout, QueueFull
+from server.errors import Draining, EngineRestarted, InvalidRequest, LoadTimeout, QueueFull, RequestTimeout
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     QueueFull: Failure(503, "overloaded", "server_error", 1),
     Draining: Failure(503, "draining", "server_error", 5),
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
+    EngineRestarted: Failure(503, "engine_restarted", "server_error", 5),
+    RequestTimeout: Failure(408, "request_timeout"),
     VariantQuarantined: Failure(424, "variant_quarantined"),
     CorruptObject: Failure(424, "variant_quarantined"),
     # A part of the server failed, such as the registry's disk or a step of the engine.

@@ -20,6 +20,7 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 Version = Annotated[int, Field(ge=1, lt=1_000_000_000)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
 
 def _as_list(value: object) -> object:
@@ -69,7 +70,7 @@ class GenerateBody(Strict):
     top_k: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list), Field(max_length=16)] = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_as_list)] = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from deltastore.errors import CheckpointError, SettingsError
+from deltastore.errors import CheckpointError
 from deltastore.registry.uploads import Upload
 from server.api.uploads import WriteBehind
 from server.app import create_app
 from server.errors import Draining, EngineFailed
-from server.process import listen, run, url_of
+from server.frontend.listen import listen, url_of
+from server.process import run
 from server.settings import Settings
 
 WAIT_S = 20.0
@@ -162,21 +162,6 @@ def test_after_the_end_the_port_is_closed(tmp_path: Path) -> None:
     serve(tmp_path, on_ready)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{urls[0]}/health")
-
-
-def test_the_url_of_port_zero_has_the_assigned_port() -> None:
-    with listen("127.0.0.1", 0) as listening:
-        assert url_of(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_an_ipv6_address_is_in_brackets() -> None:
-    try:
-        listening = listen("::1", 0)
-    except SettingsError:
-        pytest.skip("no IPv6 loopback here")
-    with listening:
-        assert url_of(listening).startswith("http://[::1]:")
 
 
 def test_the_last_chunk_is_written_before_a_cancelled_upload_ends(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ def test_a_parameter_out_of_range_is_named(
     assert error["type"] == "invalid_request_error"
 
 
+def test_stop_may_be_null(server: LiveServer) -> None:
+    assert server.client.post("/generate", json={**OK, "stop": None}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body",
     [

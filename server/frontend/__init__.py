@@ -1,0 +1,1 @@
+"""The HTTP process: sockets, connections and the web server. Knows no tensor."""

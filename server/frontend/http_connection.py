@@ -1,0 +1,158 @@
+"""One HTTP connection: uvicorn's protocol on httptools, with bounds on heads and on the time that a client may take.
+
+uvicorn waits without end for heads, for the rest of refused bodies and for clients that do not read. `Connections` owns
+the deadlines; this file reports to it what the connection does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from server.frontend.connections import (
+    HEAD,
+    IDLE,
+    LINGERING,
+    OVERLOADED,
+    Connections,
+    WaitingPhase,
+    short_reply,
+)
+
+MAX_HEAD_BYTES = 64 << 10
+# How long uvicorn may send replies after the service has closed.
+LAST_BYTES_S = 2
+
+INVALID = short_reply(
+    "400 Bad Request", "invalid_request_error", "invalid_request",
+    "the request is no valid HTTP/1.1: send it with an HTTP client",
+)  # fmt: skip
+HEAD_TOO_LARGE = short_reply(
+    "431 Request Header Fields Too Large", "invalid_request_error", "invalid_request",
+    f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send fewer or shorter header fields",
+)  # fmt: skip
+
+
+class WebConfig(uvicorn.Config):
+    """uvicorn's configuration of one application, and the connections of its process."""
+
+    def __init__(self, app: Any, connections: Connections, *, lifespan: bool) -> None:
+        super().__init__(
+            app,
+            http=HttpConnection,
+            lifespan="on" if lifespan else "off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_BYTES_S,
+        )
+        self.connections = connections
+
+
+class HttpConnection(HttpToolsProtocol):
+    """A connection from its first byte to its last. uvicorn makes one per accepted socket."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        assert isinstance(config, WebConfig)
+        self._bounds = config.connections
+        self._num_head_bytes = 0
+        self._in_head = self._in_body = False
+        # The request that is being answered; `cycle` is the last one that was received.
+        self._answering: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._bounds.admit(transport):
+            self._enter(IDLE)
+        else:
+            self._refuse(OVERLOADED)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._bounds.forget(self.transport)
+        # uvicorn tells only the last of several pipelined requests, which is not the one that is being answered.
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The request itself is answered as if it had not asked for another protocol.
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            self._bounds.report("sent no valid HTTP")
+            self._refuse(INVALID)
+            return
+        if was_in_head and self._in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._bounds.report("sent a head that is too large")
+                self._refuse(HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._num_head_bytes = True, 0
+        if self._answering is None:
+            self._enter(HEAD)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head, self._in_body = False, True
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
+        if self._answering is None:
+            self._enter(IDLE)
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        self._answering = None
+        # Also a connection that is closing waits until the client has read its reply.
+        self._bounds.stall(self.transport, self.loop.time())
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._enter(LINGERING if self._in_body else HEAD if self._in_head else IDLE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._bounds.stall(self.transport, self.loop.time())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._bounds.resume(self.transport)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        self._bounds.leave(self.transport)
+        super()._start_asgi_task(cycle, app)
+
+    def _enter(self, phase: WaitingPhase) -> None:
+        self._bounds.enter(phase, self.transport, self.loop.time())
+
+    def _refuse(self, reply: bytes) -> None:
+        """Answer a request that was not understood, unless a reply is under way, and close the connection."""
+        if self._answering is None:
+            self.transport.write(reply)
+        self.transport.close()

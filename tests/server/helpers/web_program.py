@@ -1,0 +1,35 @@
+"""A program that serves one small ASGI application with at most 1,024 file descriptors, for tests of bad connections.
+
+It prints its port and writes to standard error what a server would log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any
+
+from server.frontend.listen import listen
+from server.frontend.web_server import WebServer, make_connections, run_event_loop
+
+NUM_DESCRIPTORS = 1024
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    """Answer every request with one word."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def main() -> None:
+    with listen("127.0.0.1", 0) as listening:
+        server = WebServer(hello, make_connections(4096), lifespan=False)
+        print(listening.getsockname()[1], flush=True)
+        await asyncio.create_task(server.serve([listening]))
+
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
+    run_event_loop(main())

@@ -6,7 +6,16 @@ import reprlib
 
 
 class PeraxisError(Exception):
-    """The root of every error that a user can cause or repair."""
+    """The root of every error that a user can cause or repair.
+
+    Args:
+        message: For operators and logs; it may name files of this machine.
+        public: For clients of a server, if `message` names what they must not see, such as paths.
+    """
+
+    def __init__(self, message: str, *, public: str | None = None) -> None:
+        super().__init__(message)
+        self.public = message if public is None else public
 
 
 class UsageError(PeraxisError):

@@ -116,12 +116,7 @@ def read_header(fd: int, where: str) -> Header:
             f"{where}: {size} bytes are not a safetensors file, which begins with an 8-byte header length"
         )
     (length,) = struct.unpack("<Q", read_exactly(fd, 8, 0, where))
-    limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
-    if length > limit:
-        raise ArtifactError(
-            f"{where}: its header claims {length} bytes, more than the {limit} allowed in a file of {size}: "
-            "not a safetensors file, or a damaged one"
-        )
+    _check_header_length(length, size, where)
     if 8 + length > size:
         raise ArtifactError(
             f"{where}: truncated: its header needs {8 + length} bytes and the file has {size}"
@@ -133,6 +128,23 @@ def read_header(fd: int, where: str) -> Header:
     )
     _check_contiguous(entries, size - 8 - length, where)
     return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
+
+
+def check_prefix(first_bytes: bytes, size_limit: int, where: str = "the upload") -> None:
+    """Check the first bytes of a file, so that an upload of anything else is refused before it is stored.
+
+    Args:
+        first_bytes: At least the first 9 bytes decide; with fewer, what can be told from them is checked.
+        size_limit: The most bytes that the whole file can have: its announced length, or the largest upload.
+        where: The file's name in messages.
+
+    Raises:
+        ArtifactError: No file of at most `size_limit` bytes that begins so is safetensors.
+    """
+    if len(first_bytes) >= 8:
+        _check_header_length(struct.unpack_from("<Q", first_bytes)[0], size_limit, where)
+    if len(first_bytes) > 8:
+        _check_brace(first_bytes[8:9], where)
 
 
 def parse_verified_header(raw: bytes) -> Header:
@@ -217,9 +229,22 @@ def _short(text: str) -> int:
     return _no_number(text) if len(text) > MAX_DIGITS else int(text)
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
+def _check_header_length(length: int, size: int, where: str) -> None:
+    limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
+    if length > limit:
+        raise ArtifactError(
+            f"{where}: its header claims {length} bytes, more than the {limit} allowed in a file of {size}: "
+            "not a safetensors file, or a damaged one"
+        )
+
+
+def _check_brace(raw: bytes, where: str) -> None:
     if not raw.startswith(b"{"):
         raise ArtifactError(f"{where}: its header does not begin with '{{': not a safetensors file")
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    _check_brace(raw, where)
     document = parse_json(raw, f"{where}: header")
     assert isinstance(document, dict)
     return document

@@ -6,7 +6,7 @@ the check of `layout.py` before.
 
 from __future__ import annotations
 
-import torch
+import math
 
 from deltastore.base.base import Base, different_facts
 from deltastore.base.checkpoint import HEAD_SUFFIXES
@@ -17,7 +17,7 @@ from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import largest_of_plane, largest_of_residual
 from deltastore.format.signs import num_stray_bits, packed_width
 
-# A delta beyond FP16's range overflows activations.
+# A delta or a whole tensor beyond FP16's range overflows activations.
 LARGEST_SCALE = 65504.0
 
 
@@ -33,7 +33,7 @@ def check_artifact(artifact: Artifact, where: str | None = None) -> None:
             _check_range(artifact, name, where)
             _check_signs(artifact, name, spec, where)
         else:
-            _check_finite(artifact, name, where)
+            _check_values(artifact, name, where)
 
 
 def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None:
@@ -74,19 +74,21 @@ def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) ->
 
 
 def _check_range(artifact: Artifact, name: str, where: str) -> None:
-    """Check that every number is finite and that the planes and the residual sum to at most FP16's range."""
+    """Check that every number is finite and that the planes and the residual sum to at most FP16's range.
+
+    The factor of a plane's rows is bounded by itself, too: it would overflow float32 before `scale_in` makes it small.
+    """
     parts, largest = artifact.parts(name), 0.0
     scales = [scale for plane in parts.planes for scale in plane.scales()]
     for entry in (*scales, *parts.residual(), *parts.added_rows()):
-        _check_finite(artifact, entry.name, where)
+        _check_values(artifact, entry.name, where)
     for plane in parts.planes:
-        largest += largest_of_plane(artifact.gain(plane.gain), map(artifact.read, plane.scales()))
+        gain, (first, *rest) = artifact.gain(plane.gain), map(artifact.read, plane.scales())
+        factor = largest_of_plane(gain, [first])
+        largest += max(factor, largest_of_plane(factor, rest))
     if factors := [artifact.read(entry) for entry in parts.residual()]:
         largest += largest_of_residual(*factors)
-    if largest > LARGEST_SCALE:
-        raise ArtifactError(
-            f"{where}: the numbers of tensor {shown(name)} reach {largest:.3g}, beyond {LARGEST_SCALE}"
-        )
+    _check_largest(largest, name, where)
 
 
 def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
@@ -108,10 +110,22 @@ def _num_stray_rows(artifact: Artifact, signs: TensorEntry, in_features: int) ->
     return rows
 
 
-def _check_finite(artifact: Artifact, tensor_name: str, where: str) -> None:
+def _check_values(artifact: Artifact, tensor_name: str, where: str) -> None:
+    """Check that every number of a stored tensor is finite and within FP16's range."""
     for block in artifact.blocks(artifact.header.tensors[tensor_name]):
-        if not torch.isfinite(block).all():
+        # NaN is the smallest and the largest number of a block that holds it.
+        lowest, highest = block.aminmax()
+        largest = max(-float(lowest), float(highest))
+        if not math.isfinite(largest):
             raise ArtifactError(f"{where}: tensor {shown(tensor_name)} holds NaN or infinity")
+        _check_largest(largest, tensor_name, where)
+
+
+def _check_largest(largest: float, name: str, where: str) -> None:
+    if largest > LARGEST_SCALE:
+        raise ArtifactError(
+            f"{where}: the numbers of tensor {shown(name)} reach {largest:.3g}, beyond {LARGEST_SCALE}"
+        )
 
 
 def _check_against(name: str, spec: TensorSpec, base: Base, where: str) -> None:

@@ -142,6 +142,17 @@ class Registry:
                     return record
         raise directory.not_found()
 
+    def is_live(self, record: VersionRecord) -> bool:
+        """True until a version is deleted, by any server. Reads one small file, so it may be called often.
+
+        Raises:
+            RegistryError: The variant's state is damaged, so its deleted versions are unknown.
+        """
+        directory = self._directory(record.tenant, record.name)
+        with explained(self.root):
+            is_stored = directory.record_path(record.version).is_file()
+            return is_stored and directory.state().is_live(record.version)
+
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
         """Make a version the active one, to promote or roll back.
 

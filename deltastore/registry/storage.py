@@ -129,9 +129,12 @@ def explained(root: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise StorageFull(
                 f"the disk or quota under {root} is full: free some space there, "
-                f"or run `peraxis registry gc --registry {root}`"
+                f"or run `peraxis registry gc --registry {root}`",
+                public="the disk or quota of the registry is full: ask its operator to free some space, "
+                "or to run `peraxis registry gc`",
             ) from error
         raise RegistryError(
             f"{error.filename or root}: {error.strerror or error}: nothing was acknowledged; "
-            "check the disk and the rights of this user, then try again"
+            "check the disk and the rights of this user, then try again",
+            public=f"the registry's disk failed: {error.strerror or 'unknown error'}: nothing was acknowledged",
         ) from error

@@ -79,9 +79,9 @@ def failure_of(error: PeraxisError) -> Failure:
 
 
 def error_body(error: PeraxisError, http_request_id: str) -> dict[str, Any]:
-    """Return the JSON document of an error. Details of a server failure go to the log, not to the client."""
+    """Return the JSON document of an error. Details of a server failure and paths go to the log, not to the client."""
     failure = failure_of(error)
-    message = str(error)
+    message = error.public
     if failure is UNEXPECTED:
         log.error("request %s: %s: %s", http_request_id, type(error).__name__, error)
         message = _unexpected(http_request_id)

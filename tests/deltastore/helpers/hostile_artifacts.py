@@ -181,6 +181,20 @@ NUMBERS = [
     Hostile(
         "scale that overflows", with_values(f"{SCALAR}.gain", [2.0**127], F32), "reach 1.91e+38, beyond 65504"
     ),
+    Hostile(
+        "row factor that overflows before it is multiplied by zeros",
+        compose(
+            with_values(f"{BOTH}.gain", [2.0**127], F32), with_values(f"{BOTH}.scale_in", [0.0] * 13, F16)
+        ),
+        "q_proj.weight' reach 2.55e+38, beyond 65504",
+    ),
+    Hostile(
+        "row factor beyond the range that small columns bring back",
+        compose(
+            with_values(f"{BOTH}.gain", [2.0**16], F32), with_values(f"{BOTH}.scale_in", [2.0**-20] * 13, F16)
+        ),
+        "q_proj.weight' reach 9.83e+04, beyond 65504",
+    ),
     Hostile("product that overflows", with_values(f"{BOTH}.gain", [2.0**15], F32), "q_proj.weight' reach"),
     Hostile(
         "NaN in a whole tensor",
@@ -191,6 +205,16 @@ NUMBERS = [
         "infinity in a whole tensor",
         with_values(NORM, [INF], BF16),
         "'model.norm.weight' holds NaN or infinity",
+    ),
+    Hostile(
+        "absurd norm",
+        with_values(NORM, [-3e38], BF16, 9),
+        "the numbers of tensor 'model.norm.weight' reach 3e+38, beyond 65504",
+    ),
+    Hostile(
+        "norm just beyond the range",
+        with_values(NORM, [65536.0], BF16),
+        "the numbers of tensor 'model.norm.weight' reach 6.55e+04, beyond 65504",
     ),
     Hostile(
         "NaN in added rows", with_values(f"{EMBEDDING}.added", [NAN], F16, 19), "added' holds NaN or infinity"

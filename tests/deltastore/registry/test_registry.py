@@ -134,6 +134,39 @@ def test_a_deleted_variant_is_gone_until_it_is_published_anew(registry: Registry
     assert (back.record.version, back.created, back.active_version) == (3, True, 3)
 
 
+def test_a_record_is_live_until_its_version_or_variant_is_deleted_by_any_server(registry: Registry) -> None:
+    first, second = (push(registry, artifact(seed), "a").record for seed in (1, 2))
+    assert registry.is_live(first)
+    there = Registry(registry.root)
+    there.delete("default", "a", 1)
+    assert (registry.is_live(first), registry.is_live(second)) == (False, True)
+    there.delete("default", "a")
+    assert not registry.is_live(second)
+    push(there, artifact(2), "a")
+    assert not registry.is_live(second)
+
+
+def test_a_quarantined_version_is_still_live(registry: Registry) -> None:
+    record = push(registry, artifact(1), "a").record
+    registry.quarantine(record.digest, "rotten")
+    assert registry.is_live(record)
+
+
+@pytest.mark.parametrize("change", [{"tenant": "theirs"}, {"name": "b"}, {"version": 7}])
+def test_a_record_that_was_never_published_is_not_live(change: dict[str, object], registry: Registry) -> None:
+    record = push(registry, artifact(1), "a").record
+    assert not registry.is_live(replace(record, **change))  # type: ignore[arg-type]
+
+
+def test_asking_if_a_record_is_live_reads_only_the_variants_state(registry: Registry) -> None:
+    for seed in (1, 2, 3):
+        push(registry, artifact(seed), "a")
+    registry.delete("default", "a", 1)
+    to_resolve = files_opened_by(registry, "registry.resolve('default', 'a')")
+    to_do_both = files_opened_by(registry, "registry.is_live(registry.resolve('default', 'a'))")
+    assert to_do_both == [*to_resolve, registry.root / "variants" / "default" / "a" / "state.json"]
+
+
 def test_a_number_is_not_used_again_even_when_its_deleted_record_is_lost(registry: Registry) -> None:
     push(registry, artifact(1), "a")
     registry.delete("default", "a")
@@ -287,27 +320,36 @@ def test_a_missing_object_can_be_quarantined_too(registry: Registry) -> None:
         registry.resolve("default", "a")
 
 
-def test_a_directory_that_refuses_is_a_registry_error_with_its_path(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RegistryError, match="file/registry: Not a directory: nothing was acknowledged"):
-        Registry(tmp_path / "file" / "registry")
-
-
-def test_resolving_reads_one_variants_files_however_many_there_are(
-    registry: Registry, tmp_path: Path
+def test_a_directory_that_refuses_is_a_registry_error_with_its_path_for_operators_alone(
+    tmp_path: Path,
 ) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RegistryError, match="file/registry: Not a directory: nothing was acknowledged"
+    ) as caught:
+        Registry(tmp_path / "file" / "registry")
+    assert "Not a directory: nothing was acknowledged" in caught.value.public
+    assert "/" not in caught.value.public
+
+
+def test_resolving_reads_one_variants_files_however_many_there_are(registry: Registry) -> None:
     for name in ("a", "b", "c"):
         push(registry, artifact(1), name)
+    home = registry.root / "variants" / "default" / "a"
+    seen = files_opened_by(registry, "registry.resolve('default', 'a')")
+    assert set(seen) == {home, home / "state.json", home / "1.json"}
+
+
+def files_opened_by(registry: Registry, call: str) -> list[Path]:
+    """Make a call in another process and return the files and directories that it opens, in order."""
     program = (
         "import sys; from pathlib import Path; from deltastore.registry import Registry\n"
         "seen = []; registry = Registry(Path(sys.argv[1]))\n"
         "sys.addaudithook(lambda event, args: seen.append(str(args[0])) if event in ('open', 'os.listdir', "
         "'os.scandir') else None)\n"
-        "registry.resolve('default', 'a'); print('\\n'.join(seen))"
+        f"{call}; print('\\n'.join(seen))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(registry.root)], capture_output=True, text=True, check=True
     )
-    seen = [Path(line) for line in done.stdout.splitlines()]
-    home = registry.root / "variants" / "default" / "a"
-    assert set(seen) == {home, home / "state.json", home / "1.json"}
+    return [Path(line) for line in done.stdout.splitlines()]

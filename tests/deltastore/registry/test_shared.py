@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.storage import Storage
 from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push
@@ -68,6 +69,21 @@ def test_an_open_registry_sees_what_another_one_changes(root: Path) -> None:
     assert here.resolve("default", "a").version == 1
     here.delete("default", "a")
     assert there.variants() == []
+
+
+def test_an_open_registry_sees_what_another_process_changes(root: Path) -> None:
+    registry = Registry(root)
+    record = push(registry, artifact(1), "a").record
+    for change, seen in (
+        (f"registry.quarantine('{record.digest}', 'found by the other')", "quarantined"),
+        ("registry.delete('default', 'a')", "no variant"),
+    ):
+        program = "import sys; from pathlib import Path; from deltastore.registry import Registry\n"
+        program += f"registry = Registry(Path(sys.argv[1])); {change}"
+        subprocess.run([sys.executable, "-c", program, str(root)], cwd=REPOSITORY, check=True)
+        with pytest.raises((VariantQuarantined, VariantNotFound), match=seen):
+            registry.resolve("default", "a")
+    assert not registry.is_live(record)
 
 
 def test_collection_beside_publications_of_the_same_bytes_takes_nothing_that_is_needed(root: Path) -> None:

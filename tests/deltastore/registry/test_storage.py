@@ -97,8 +97,10 @@ def test_a_publication_after_its_upload_was_closed_is_refused(registry: Registry
 def test_a_full_disk_refuses_an_upload_and_keeps_what_there_was(small_disk: SmallDisk) -> None:
     registry = Registry(small_disk(4 << 20) / "registry")
     push(registry, artifact(1, 3 << 20), "a")
-    with pytest.raises(StorageFull, match="peraxis registry gc"):
+    with pytest.raises(StorageFull, match=f"peraxis registry gc --registry {registry.root}") as caught:
         push(registry, artifact(2, 2 << 20), "a")
+    assert "`peraxis registry gc`" in caught.value.public
+    assert "/" not in caught.value.public
     assert os.listdir(registry.root / "uploads") == []
     assert [record.version for record in registry.variant("default", "a").versions] == [1]
     assert (registry.check().findings, registry.check().notes) == ((), ())

@@ -26,7 +26,7 @@ MAX_FILES = 16  # Python files of one folder, without its __init__.py
 ROOMS = (
     "bench/gpu", "bench/quality", "bench/real",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
-    "deltastore/base", "deltastore/format", "deltastore/registry",
+    "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/deltas", "server/engine", "server/engine/scheduling", "server/frontend",
     "server/kernels", "server/model", "server/text", "server/workers",
 )  # fmt: skip

@@ -28,6 +28,7 @@ from deltastore.base.checkpoint import (
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, read_into
 from deltastore.registry.storage import flock
+from deltastore.user_cache import user_cache_dir
 
 # More than there are cores, so that some threads hash while others wait for the disk. Each holds one block.
 MAX_THREADS = 8
@@ -86,12 +87,8 @@ def fingerprint(
 
 
 def default_cache() -> Path:
-    """Return the cache's path in the user's cache directory; for a user without a home, one that cannot be written."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        folder = Path(os.devnull)
-    return folder / "peraxis" / "fingerprints.json"
+    """Return the path of the cache in the user's cache directory."""
+    return user_cache_dir() / "fingerprints.json"
 
 
 def _compute(checkpoint: Checkpoint, progress: Callable[[int], object], known: Mapping[str, str]) -> str:

@@ -15,9 +15,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from server.kernels import onebit_reference
+# `sources` is imported before all kernels: it reads the files that their code is of.
+from server.kernels import onebit_reference, sources  # noqa: F401
 
-__all__ = ["add_onebit_matmul", "add_onebit_rows", "prepare"]
+__all__ = ["add_onebit_matmul", "add_onebit_rows", "compile_kernels", "prepare"]
 
 
 def add_onebit_matmul(
@@ -53,7 +54,7 @@ def prepare(
     shapes: Iterable[tuple[int, int]] = (),  # out and in of the layers that deltas change
     dtype: torch.dtype = torch.float32,  # of the model
 ) -> None:
-    """Compile the kernels of a device at start-up: it takes seconds."""
+    """Compile the kernels of a device at start-up, or load them. Compiling takes seconds."""
     one = torch.ones(1, 1, device=device)
     signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
     plane_ptrs = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
@@ -62,6 +63,14 @@ def prepare(
     add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), plane_ptrs, ranges, 1, 1.0)
     if (kernels := _implementation(device.type)).__name__.endswith("cuda"):
         kernels.prepare(device, set(shapes), dtype)
+
+
+def compile_kernels() -> None:
+    """Compile all kernels for this processor and keep them in the user's cache, where a server's start finds them."""
+    from server.kernels import attention_cpu
+
+    prepare(torch.device("cpu"))
+    attention_cpu.compiled_kernel()
 
 
 @cache

@@ -44,8 +44,8 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> None:
-    """Compile the kernel at start-up: it takes seconds. One version serves all layers."""
-    _kernel()
+    """Compile the kernel at start-up, or load it. One version serves all layers."""
+    compiled_kernel()
 
 
 def attend(
@@ -83,7 +83,7 @@ def attend(
         ),
         JOB,
     )
-    _kernel()(job.tobytes(), torch.get_num_threads())
+    compiled_kernel()(job.tobytes(), torch.get_num_threads())
 
 
 @numba.njit(error_model="numpy")
@@ -192,6 +192,6 @@ def _attend_share(job: Any, thread: int, num_threads: int) -> None:
 
 
 @cache
-def _kernel() -> Callable[[bytes, int], None]:
-    """Compile the kernel as ``call(job, num_threads)``."""
+def compiled_kernel() -> Callable[[bytes, int], None]:
+    """Return the kernel as ``call(job, num_threads)``."""
     return openmp.team(_attend_share, JOB)

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltastore.compiled import numba_cache
 from server.kernels import onebit_cpu_expand as expand
 from server.kernels import onebit_cpu_lookup as lookup
 from server.kernels import onebit_cpu_select as select
 from server.kernels import onebit_reference as reference
 from server.kernels import openmp
 from server.kernels.addresses import array, at
+from server.kernels.sources import SOURCES
 
 # Smaller products run on one thread: waking the others costs more than they save.
 PARALLEL_SIGNS = 1 << 19
@@ -262,7 +264,7 @@ def _matmul(by_lookup: bool) -> Callable[[bytes, int], None]:
 def _rows() -> Callable[..., None]:
     """Compile `_add_rows`."""
     signature = "void(float32[:, ::1], int64[::1], int64[:, ::1], int32[:, ::1], int64, float32)"
-    return numba.njit(signature, nogil=True, error_model="numpy")(_add_rows)
+    return numba_cache.function(_add_rows, signature, SOURCES, nogil=True, error_model="numpy")
 
 
 def _add_rows(

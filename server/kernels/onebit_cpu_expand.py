@@ -8,10 +8,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from deltastore.compiled import numba_cache
+from server.kernels.sources import SOURCES
 
 # Groups of at least this many rows are faster than by selection, measured with AVX2.
 MIN_ROWS = 32
@@ -50,7 +52,7 @@ def _numbers() -> np.ndarray:
 def _expand() -> Any:
     """Compile `_expand_rows`."""
     signature = "void(uint8[:, ::1], float32[:, ::1], float32[:, ::1])"
-    return numba.njit(signature, nogil=True, error_model="numpy")(_expand_rows)
+    return numba_cache.function(_expand_rows, signature, SOURCES, nogil=True, error_model="numpy")
 
 
 def _expand_rows(signs: np.ndarray, numbers: np.ndarray, expanded: np.ndarray) -> None:

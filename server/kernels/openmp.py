@@ -13,14 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from numba.core import types
 
+from deltastore.compiled import numba_cache
 from server.kernels.addresses import array
+from server.kernels.sources import SOURCES
 
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+# Functions that compiled code calls by name, so that it contains no address and can be kept for other processes. The
+# names are not OpenMP's own: those could be found in another runtime of the process.
+_thread_number: Any = types.ExternalFunction("peraxis_omp_get_thread_num", types.int32())
+_team_size: Any = types.ExternalFunction("peraxis_omp_get_num_threads", types.int32())
 
 
 @cache
@@ -33,15 +39,11 @@ def runtime() -> ctypes.CDLL | None:
         # torch has loaded it already. Its symbols include those of the OpenMP runtime that it is linked against.
         library = ctypes.CDLL(str(path))
         if hasattr(library, "GOMP_parallel"):
+            for symbol in ("omp_get_thread_num", "omp_get_num_threads"):
+                address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+                llvm.add_symbol(f"peraxis_{symbol}", address)
             return library
     return None
-
-
-def counter(name: str) -> Any:
-    """Return `omp_get_thread_num` or `omp_get_num_threads`, which compiled code can call inside a team."""
-    function = getattr(runtime(), name)
-    function.argtypes, function.restype = [], ctypes.c_int
-    return function
 
 
 @cache
@@ -59,26 +61,25 @@ def team(share: Any, job_type: np.dtype[Any]) -> Callable[[bytes, int], None]:
     """Compile ``call(job, num_threads)``, which runs ``share(job, thread, num_threads)`` on each thread of a team.
 
     Args:
-        share: a numba function.
+        share: a numba function of this folder.
         job_type: the record dtype of a job, which `call` takes as bytes.
     """
-    if runtime() is None:
+    has_threads = runtime() is not None
 
-        def work(job: Any) -> None:
-            share(array(job, 1, job_type)[0], 0, 1)
+    def alone_work(job: Any) -> None:
+        share(array(job, 1, job_type)[0], 0, 1)
 
-    else:
-        number, size = counter("omp_get_thread_num"), counter("omp_get_num_threads")
+    # Outside of a team, OpenMP reports thread 0 of 1.
+    def team_work(job: Any) -> None:
+        share(array(job, 1, job_type)[0], _thread_number(), _team_size())
 
-        # Outside of a team, OpenMP reports thread 0 of 1.
-        def work(job: Any) -> None:
-            share(array(job, 1, job_type)[0], number(), size())
-
-    compiled: Any = numba.cfunc(types.void(types.voidptr), error_model="numpy")(work)
+    work = team_work if has_threads else alone_work
+    work.__qualname__ = f"{work.__name__}-{share.__module__}.{share.__qualname__}"
+    compiled: Any = numba_cache.callback(work, types.void(types.voidptr), SOURCES, error_model="numpy")
     alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
 
     def call(job: bytes, num_threads: int) -> None:
-        if num_threads == 1 or runtime() is None:
+        if num_threads == 1 or not has_threads:
             alone(job)
         else:
             launcher()(compiled.address, job, num_threads, 0)

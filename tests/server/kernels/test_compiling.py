@@ -1,0 +1,46 @@
+"""The CPU kernels are compiled once per machine, and a server on CUDA imports no compiler for the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_structure import imports_of
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = ROOT / "server" / "kernels"
+
+
+def run(*program: str, **environment: str) -> str:
+    given = {**os.environ, **environment}
+    done = subprocess.run(
+        [sys.executable, *program], cwd=ROOT, env=given, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_second_process_compiles_no_kernel(tmp_path: Path) -> None:
+    program = ("-m", "tests.server.helpers.compile_kernels")
+    first, second = (int(run(*program, XDG_CACHE_HOME=str(tmp_path))) for _ in range(2))
+    assert first > 0
+    assert second == 0
+
+
+def test_the_model_and_the_kernels_of_cuda_are_imported_without_numba() -> None:
+    program = "import sys, server.model.loader; print('numba' in sys.modules, 'llvmlite' in sys.modules)"
+    assert run("-c", program) == "False False"
+
+
+def test_kernels_inline_nothing_of_another_folder() -> None:
+    """The cache of compiled kernels follows changes of their own folder alone."""
+    found = {
+        (path.name, name)
+        for path in KERNELS.glob("*.py")
+        if any(name.split(".")[0] == "numba" for name in imports_of(path))
+        for name in imports_of(path)
+        if name.split(".")[0] in {"deltastore", "server"}
+        and not name.startswith(("server.kernels", "deltastore.compiled"))
+    }
+    assert not found

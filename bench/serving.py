@@ -26,7 +26,7 @@ from server.engine.build import build_engine
 from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.engine.request import Request
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 from server.process import freeze_startup_objects
 from server.sampling_params import SamplingParams
 from server.settings import Settings
@@ -145,7 +145,7 @@ def serving(
     engine, tokenizers = build_engine(
         Settings(base=base, registry=registry.root, **{**settings, **overrides}),
         registry,
-        Metrics(metrics),
+        EngineMetrics(metrics),
         stopping=threading.Event(),
         on_lost=lambda: None,
     )

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from importlib.metadata import version
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 
 from deltastore.registry import Registry
 from server.api import errors, generate, health, models, variants
@@ -20,7 +19,8 @@ from server.api.middleware import RequestMiddleware
 from server.api.service import Backend, BuildBackend, Service
 from server.engine.build import build_engine
 from server.frontend.listen import listen, raise_descriptor_limit, url_of
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
+from server.metrics.local import LocalMetrics
 from server.process import run
 from server.settings import Settings
 
@@ -28,7 +28,7 @@ from server.settings import Settings
 def build_backend(
     settings: Settings,
     registry: Registry,
-    metrics: Metrics,
+    metrics: EngineMetrics,
     stopping: threading.Event,
     on_lost: Callable[[], None],
 ) -> Backend:
@@ -46,7 +46,7 @@ def create_app(settings: Settings, build: BuildBackend = build_backend) -> FastA
     Raises:
         RegistryError, StorageFull: the registry's directory cannot be used.
     """
-    service = Service(settings, Registry(settings.registry), Metrics(CollectorRegistry()), build)
+    service = Service(settings, Registry(settings.registry), LocalMetrics(), build)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -24,7 +24,8 @@ from deltastore.loader import lower_thread_priority
 from deltastore.registry import Registry
 from server.engine.engine import Engine
 from server.errors import Draining, EngineFailed, QueueFull
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
+from server.metrics.local import LocalMetrics
 from server.settings import Settings
 from server.tenants import DEFAULT_TENANT, Tenant
 from server.text.tokenizer import Tokenizers
@@ -48,16 +49,19 @@ class Backend:
 
 
 # Loads the base; its arguments are those of `build_engine`.
-BuildBackend = Callable[[Settings, Registry, Metrics, threading.Event, Callable[[], None]], Backend]
+BuildBackend = Callable[[Settings, Registry, EngineMetrics, threading.Event, Callable[[], None]], Backend]
 
 
 class Service:
     """State of one server: loading, then ready, then draining. Use it on the event loop only."""
 
-    def __init__(self, settings: Settings, registry: Registry, metrics: Metrics, build: BuildBackend) -> None:
+    def __init__(
+        self, settings: Settings, registry: Registry, metrics: LocalMetrics, build: BuildBackend
+    ) -> None:
         self.settings = settings
         self.registry = registry
-        self.metrics = metrics
+        self.local_metrics = metrics
+        self.metrics = metrics.frontend
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.draining = False
@@ -80,12 +84,11 @@ class Service:
         def on_lost() -> None:
             loop.call_soon_threadsafe(self.lost.set)
 
-        build = partial(self._build, self.settings, self.registry, self.metrics, self._stop_loading, on_lost)
+        metrics = self.local_metrics.engine
+        build = partial(self._build, self.settings, self.registry, metrics, self._stop_loading, on_lost)
         self._backend = await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
         if self.draining:
             self._backend.engine.drain()
-        else:
-            self.metrics.ready.set(1)
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""
@@ -128,7 +131,6 @@ class Service:
         """Refuse new requests from now on."""
         self.draining = True
         self._stop_loading.set()
-        self.metrics.ready.set(0)
         if self._backend is not None:
             self._backend.engine.drain()
 

@@ -8,7 +8,7 @@ from collections import Counter
 from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
 from deltastore.loader import LoadReport
 from deltastore.registry.records import VersionRecord
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 
 FAILURES: dict[type[PeraxisError], str] = {
     VariantQuarantined: "corrupt",
@@ -20,7 +20,7 @@ FAILURES: dict[type[PeraxisError], str] = {
 class ResidencyMetrics:
     """Counts for two levels: ``device`` on the engine thread, ``host`` on loader threads."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._labels: dict[tuple[str, str], str] = {}  # of the metrics, by digest and level

@@ -31,7 +31,7 @@ from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
 from server.errors import NotServable
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 from server.model.loader import ServedModel, load_model
 from server.model.weights import own_dtype
 from server.settings import Settings
@@ -51,7 +51,7 @@ DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "f
 def build_engine(
     settings: Settings,
     registry: Registry,
-    metrics: Metrics,
+    metrics: EngineMetrics,
     stopping: threading.Event,
     on_lost: Callable[[], None],
 ) -> tuple[Engine, Tokenizers]:
@@ -106,7 +106,7 @@ def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
 
 
 def _allocate(
-    settings: Settings, metrics: Metrics, model: ServedModel, slot_bytes: int
+    settings: Settings, metrics: EngineMetrics, model: ServedModel, slot_bytes: int
 ) -> tuple[list[Slot], KVCacheManager, int]:
     """Divide the free memory. Return the slots, the KV cache and the size of the host cache in bytes."""
     attention = model.attention
@@ -134,7 +134,11 @@ def _max_model_len(settings: Settings, model: ServedModel, kv_cache: KVCacheMana
 
 
 def _report_memory(
-    metrics: Metrics, model: ServedModel, slots: list[Slot], kv_cache: KVCacheManager, max_model_len: int
+    metrics: EngineMetrics,
+    model: ServedModel,
+    slots: list[Slot],
+    kv_cache: KVCacheManager,
+    max_model_len: int,
 ) -> None:
     """Log the sizes that were chosen, and set the gauges of device memory."""
     attention = model.attention

@@ -6,27 +6,18 @@ from deltastore.errors import PeraxisError
 from server.deltas.residency import Level
 from server.engine.events import Timings
 from server.engine.request import Request
-from server.errors import Draining, QueueFull
-from server.metrics import Metrics
-
-# Values of the label `reason` of rejections; other errors count as "invalid".
-REASONS: dict[type[PeraxisError], str] = {
-    QueueFull: "queue_full",
-    Draining: "draining",
-}
+from server.metrics.engine import EngineMetrics
 
 
 class Telemetry:
     """Updates the metrics of requests and steps."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
 
     def rejected(self, request: Request, error: PeraxisError) -> None:
         """Count a request that was not admitted."""
-        reason = REASONS.get(type(error), "invalid")
-        self._metrics.admission_rejections_total.labels(reason=reason).inc()
-        self._metrics.tenant_rejections_total.labels(tenant=request.tenant, reason=reason).inc()
+        self._metrics.rejected(request.tenant, error)
 
     def delta_lookup(self, request: Request, lookup: Level) -> None:
         """Count where a request's delta was when the engine took it in: device, host or disk."""

@@ -20,7 +20,7 @@ from deltastore.registry.records import VersionRecord
 from server.deltas.host_cache import PAGE_BYTES, FreeList, HostCache
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import DeltaLayout
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 
 CPU = torch.device("cpu")
 WAIT_S = 20.0
@@ -57,7 +57,7 @@ def fixture(
     limit_pages: int, slot_pages: int = 8, num_loads: int = 1, is_staged: bool = True
 ) -> CacheHarness:
     registry = CollectorRegistry()
-    metrics = ResidencyMetrics(Metrics(registry))
+    metrics = ResidencyMetrics(EngineMetrics(registry))
     sizes = (limit_pages * PAGE_BYTES, slot_pages * PAGE_BYTES, num_loads)
     cache = HostCache(*sizes, CPU, metrics, is_staged=is_staged)
     return CacheHarness(cache, registry)

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import httpx
 import torch
-from prometheus_client import CollectorRegistry
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import Loader, ObjectSource
@@ -29,7 +28,7 @@ from server.engine.request import Request
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.sequence import Sequence
-from server.metrics import Metrics
+from server.metrics.local import LocalMetrics
 from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
@@ -174,7 +173,7 @@ def _service(directory: Path, build: Callable[..., Backend] | None = None) -> Se
         raise RuntimeError("this service loads nothing")
 
     settings = _settings(directory)
-    return Service(settings, Registry(settings.registry), Metrics(CollectorRegistry()), build or never)
+    return Service(settings, Registry(settings.registry), LocalMetrics(), build or never)
 
 
 def _sequence() -> Sequence:

@@ -26,7 +26,7 @@ from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 
 WAIT_S = 30.0
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def running_residency(
 ) -> Iterator[ResidencyHarness]:
     """Run a residency over an empty registry under `directory`."""
     registry, metrics = Registry(directory / "registry"), CollectorRegistry()
-    residency_metrics = ResidencyMetrics(Metrics(metrics))
+    residency_metrics = ResidencyMetrics(EngineMetrics(metrics))
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
     load_ended = threading.Event()

@@ -28,7 +28,7 @@ from server.engine.engine import Engine
 from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.engine.model_runner import Batch, ModelRunner
 from server.engine.request import Request
-from server.metrics import Metrics
+from server.metrics.engine import EngineMetrics
 from server.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.tokenizer import Tokenizers
@@ -113,7 +113,7 @@ def serving(
     engine, tokenizers = build_engine(
         Settings(base=base, registry=registry_dir, **{**settings, **overrides}),
         registry,
-        Metrics(metrics),
+        EngineMetrics(metrics),
         stopping=threading.Event(),
         on_lost=on_lost,
     )

@@ -1,0 +1,162 @@
+"""Metrics that the engine counts: loads, residency, requests, variants, tenants' tokens, steps and device memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+
+from server.metrics.definitions import BATCH_BUCKETS
+from server.metrics.labels import (
+    BASE,
+    EVICTION_REASONS,
+    FINISH_REASONS,
+    KINDS,
+    LEVELS,
+    LOAD_FAILURES,
+    LOOKUPS,
+    MAX_LABEL_VALUES,
+    MEMORY_KINDS,
+    OTHER,
+    SOURCES,
+    STAGES,
+    WAIT_REASONS,
+    variant_label,
+)
+from server.metrics.rejections import RejectionMetrics
+
+
+class EngineMetrics(RejectionMetrics):
+    """Metrics of the engine. Thread-safe."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._labels: set[str] = set()
+        self._lock = threading.Lock()
+        self._define_loading()
+        self._define_residency()
+        self._define_requests()
+        self._define_latencies()
+        self._define_variants_and_tenants()
+        self._define_steps()
+
+    def variant_label(self, tenant: str, name: str | None) -> str:
+        """Return the `variant` label of a variant, or of the base if `name` is None.
+
+        The first `MAX_LABEL_VALUES` variants get a label of their own, until `forget_variants` gives it back.
+        """
+        if name is None:
+            return BASE
+        label = variant_label(tenant, name)
+        with self._lock:
+            if label not in self._labels:
+                if len(self._labels) >= MAX_LABEL_VALUES:
+                    return OTHER
+                self._labels.add(label)
+                # Every label has series, so that a snapshot shows which labels are taken.
+                for kind in KINDS:
+                    self.variant_tokens_total.labels(label, kind)
+        return label
+
+    def forget_variants(self, labels: Iterable[str]) -> None:
+        """Remove the series of deleted variants, so that other variants can have a label. Takes 10 µs per label."""
+        for label in labels:
+            with self._lock:
+                self._labels.discard(label)
+            for reason in FINISH_REASONS:
+                self.variant_requests_total.remove(label, reason)
+            for kind in KINDS:
+                self.variant_tokens_total.remove(label, kind)
+            for level in LEVELS:
+                self.variant_resident.remove(label, level)
+
+    def _define_loading(self) -> None:
+        self.variant_load_seconds = self._histogram(
+            "variant_load_seconds",
+            "Time to bring a delta into its slot, by stage",
+            source=SOURCES,
+            stage=STAGES,
+        )
+        self.variant_load_bytes_total = self._counter(
+            "variant_load_bytes", "Bytes of loaded deltas", source=SOURCES
+        )
+        self.variant_load_failures_total = self._counter(
+            "variant_load_failures", "Deltas that failed to load", reason=LOAD_FAILURES
+        )
+        self.cold_start_seconds = self._histogram(
+            "cold_start_seconds",
+            "From admission of a request whose variant was not resident to its first token",
+            source=SOURCES,
+        )
+        self.variant_lookups_total = self._counter(
+            "variant_lookups", "Requests by the level of their delta at admission", result=LOOKUPS
+        )
+
+    def _define_residency(self) -> None:
+        self.slots = self._gauge("slots", "Slots for deltas in device memory")
+        self.slots_in_use = self._gauge("slots_in_use", "Slots that hold a delta or are being filled")
+        self.slots_pinned = self._gauge("slots_pinned", "Slots whose delta is never evicted")
+        self.variants_resident = self._gauge("variants_resident", "Deltas in memory, by level", level=LEVELS)
+        self.variant_resident = self._gauge(
+            "variant_resident", "1 while the variant is in memory", variant=(), level=()
+        )
+        self.variant_evictions_total = self._counter(
+            "variant_evictions", "Deltas evicted from memory", level=LEVELS, reason=EVICTION_REASONS
+        )
+        self.host_cache_bytes = self._gauge("host_cache_bytes", "Host memory used by the host cache")
+        self.host_cache_limit_bytes = self._gauge("host_cache_limit_bytes", "Size limit of the host cache")
+        self.device_memory_bytes = self._gauge(
+            "device_memory_bytes", "Device memory by use", kind=MEMORY_KINDS
+        )
+
+    def _define_requests(self) -> None:
+        self.num_requests_running = self._gauge("num_requests_running", "Requests that run")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Admitted requests that wait")
+        self.num_requests_waiting_by_reason = self._gauge(
+            "num_requests_waiting_by_reason", "Admitted requests that wait, by reason", reason=WAIT_REASONS
+        )
+        self.prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens processed")
+        self.generation_tokens_total = self._counter("generation_tokens", "Tokens generated")
+
+    def _define_latencies(self) -> None:
+        self.request_queue_seconds = self._histogram(
+            "request_queue_seconds", "From admission to the first step"
+        )
+        self.time_to_first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "From admission to the first token"
+        )
+        self.inter_token_latency_seconds = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request"
+        )
+        self.e2e_request_latency_seconds = self._histogram(
+            "e2e_request_latency_seconds", "From admission to the last token"
+        )
+
+    def _define_variants_and_tenants(self) -> None:
+        self.variant_requests_total = self._counter(
+            "variant_requests", "Finished requests", variant=(BASE,), finish_reason=FINISH_REASONS
+        )
+        self.variant_tokens_total = self._counter(
+            "variant_tokens", "Tokens processed and generated", variant=(BASE,), kind=KINDS
+        )
+        self.tenant_tokens_total = self._counter(
+            "tenant_tokens", "Tokens processed and generated", tenant=(), kind=()
+        )
+
+    def _define_steps(self) -> None:
+        self.step_seconds = self._histogram("step_seconds", "Time of one step of the engine")
+        self.batch_requests = self._histogram("batch_requests", "Requests in a step", BATCH_BUCKETS)
+        self.batch_distinct_variants = self._histogram(
+            "batch_distinct_variants", "Different deltas in a step, without the base", (0, *BATCH_BUCKETS)
+        )
+        self.kv_cache_usage_ratio = self._gauge(
+            "kv_cache_usage_ratio", "Share of the KV cache's pages that running requests use"
+        )
+        self.prefix_cache_queries_total = self._counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache"
+        )
+        self.prefix_cache_hits_total = self._counter("prefix_cache_hits", "Tokens found in the prefix cache")
+        self.preemptions_total = self._counter(
+            "preemptions", "Sequences whose pages were freed and that are computed again"
+        )

@@ -1,0 +1,23 @@
+"""Metrics that HTTP processes count."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from server.metrics.labels import UPLOAD_RESULTS
+from server.metrics.rejections import RejectionMetrics
+
+
+class FrontendMetrics(RejectionMetrics):
+    """Metrics of one HTTP process: its replies, its uploads, and the requests that it refuses itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.http_requests_total = self._counter(
+            "http_requests", "HTTP requests by route and status", route=(), code=()
+        )
+        self.tenant_requests_total = self._counter(
+            "tenant_requests", "HTTP requests by status", tenant=(), code=()
+        )
+        self.uploads_total = self._counter("uploads", "Uploads by outcome", result=UPLOAD_RESULTS)
+        self.upload_bytes_total = self._counter("upload_bytes", "Bytes of artifacts received")

@@ -1,0 +1,42 @@
+"""Metrics of a service that runs in one process."""
+
+from __future__ import annotations
+
+import threading
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from deltastore.registry import Registry
+from server.metrics.aggregator import Aggregator
+from server.metrics.engine import EngineMetrics
+from server.metrics.exposition import scrape
+from server.metrics.frontend import FrontendMetrics
+from server.metrics.snapshot import take_snapshot
+
+
+class LocalMetrics:
+    """The engine's metrics and those of HTTP, counted and rendered in one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.engine = EngineMetrics(CollectorRegistry())
+        self.frontend = FrontendMetrics(CollectorRegistry())
+        ProcessCollector(registry=self.frontend.registry)
+        self._lock = threading.Lock()
+        self._aggregator = Aggregator()
+        self._sources = (self.engine.registry, self.frontend.registry)
+        for source in self._sources:
+            self._aggregator.started(source)
+
+    def scrape(self, registry: Registry, *, is_ready: bool) -> bytes:
+        """Return every metric as Prometheus' text; give back the labels of deleted variants. Reads files.
+
+        Raises:
+            RegistryError: the registry cannot be read.
+        """
+        # The aggregator takes snapshots in their order.
+        with self._lock:
+            for source in self._sources:
+                self._aggregator.received(source, take_snapshot(source))
+            text, deleted = scrape(self._aggregator, registry, is_ready=is_ready)
+            self.engine.forget_variants(deleted)
+        return text

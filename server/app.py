@@ -14,7 +14,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from deltastore.registry import Registry
-from server.api import errors, generate, health, models, variants
+from server.api import bodies, errors, generate, health, models, variants
 from server.api.middleware import RequestMiddleware
 from server.api.service import Backend, BuildBackend, Service
 from server.engine.build import build_engine
@@ -84,6 +84,7 @@ def _application(
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
     errors.install(app)
+    bodies.install(app)
     return app
 
 

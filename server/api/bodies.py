@@ -1,49 +1,163 @@
-"""Read JSON bodies: at most `MAX_BYTES`, parsed strictly. Knows no route."""
+"""Read request bodies: in time, JSON strictly and within a bound on the bytes of all bodies. Knows no route."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TypeVar
 
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+import msgspec
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
-from server.errors import InvalidRequest
+from deltastore.errors import shown
+from server.errors import InvalidRequest, QueueFull, RequestTimeout
 
+# Of one JSON body.
 MAX_BYTES = 8 << 20
+# Of all JSON bodies that are being read, beyond the first `FREE_BYTES` of each: small requests are always read.
+MAX_READING_BYTES = 128 << 20
+FREE_BYTES = 64 << 10
+# A JSON body must be complete after this time.
+JSON_S = 120.0
+# Each `SLOW_S` of waiting for a client must bring `SLOW_BYTES` of its body, or the end: 4 KiB/s.
+SLOW_S = 30.0
+SLOW_BYTES = 120 << 10
 
-M = TypeVar("M", bound=BaseModel)
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
+AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+
+B = TypeVar("B", bound=msgspec.Struct)
 
 
-def json_body(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """Return a dependency that parses the body as a `model`.
+class BodyBudget:
+    """Bytes that the JSON bodies of one process may take while they are read."""
 
-    FastAPI's own body parameters read a body of any size into memory. The dependency raises InvalidRequest for another
-    media type, RequestValidationError for an invalid body, and HTTPException 413 for one that is too large.
+    def __init__(self, num_bytes: int) -> None:
+        self._free = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Reserve bytes; raise QueueFull if they are not free."""
+        if num_bytes > self._free:
+            raise QueueFull("the server is reading too many large bodies: try again in a moment")
+        self._free -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._free += num_bytes
+
+
+def install(app: FastAPI, num_bytes: int = MAX_READING_BYTES) -> None:
+    """Give the application's JSON bodies a budget of bytes."""
+    app.state.body_budget = BodyBudget(num_bytes)
+
+
+def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """Return a dependency that parses the body as a `kind`.
+
+    FastAPI's own body parameters read a body of any size, for any time, into memory. msgspec stops at the first error,
+    so that a hostile body costs no more than an honest one of its size.
+
+    The dependency raises InvalidRequest for another media type or an invalid body, RequestTimeout for a slow one,
+    QueueFull when too many bytes of bodies are being read, and HTTPException 413 for a body that is too large.
     """
+    decoder = msgspec.json.Decoder(kind)
 
-    async def parse(request: Request) -> M:
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            raise InvalidRequest(
-                f"the body has {f'type {media_type}' if media_type else 'no type'}: "
-                "send one JSON object as application/json",
-                "Content-Type",
-            )
+    async def parse(request: Request) -> B:
+        _check_headers(request)
+        budget: BodyBudget = request.app.state.body_budget
+        body, taken = bytearray(), 0
         try:
-            return model.model_validate_json(await _read(request))
-        except ValidationError as error:
-            raise RequestValidationError(error.errors(include_url=False)) from error
+            async with aclosing(timed_chunks(request, JSON_S)) as chunks:
+                async for chunk in chunks:
+                    body += chunk
+                    _check_size(len(body))
+                    if len(body) > FREE_BYTES:
+                        budget.take(len(chunk))
+                        taken += len(chunk)
+            return _decode(decoder, body)
+        finally:
+            budget.give_back(taken)
 
     return parse
 
 
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: split the request")
-    return bytes(body)
+async def timed_chunks(request: Request, total_s: float | None = None) -> AsyncGenerator[bytes, None]:
+    """Yield the body in chunks as they arrive. Only the time that is spent waiting for the client counts.
+
+    Args:
+        request: a request whose body has not been read.
+        total_s: the time for the whole body, in seconds; None has no such bound.
+
+    Raises:
+        RequestTimeout: the body comes more slowly than `SLOW_BYTES` in `SLOW_S`, or takes `total_s`.
+        ClientDisconnect: the client left.
+    """
+    loop = asyncio.get_running_loop()
+    waited_s, slow_s, num_bytes = 0.0, 0.0, 0
+    async with aclosing(request.stream()) as stream:
+        while True:
+            begun = loop.time()
+            left_s = SLOW_S - slow_s if total_s is None else min(SLOW_S - slow_s, total_s - waited_s)
+            try:
+                async with asyncio.timeout(left_s):
+                    chunk = await anext(stream, None)
+            except TimeoutError as error:
+                raise RequestTimeout("the body of the request came too slowly: send it again") from error
+            if chunk is None:
+                return
+            waited_s += loop.time() - begun
+            slow_s += loop.time() - begun
+            num_bytes += len(chunk)
+            if num_bytes >= SLOW_BYTES:
+                slow_s, num_bytes = 0.0, 0
+            yield chunk
+
+
+def _check_headers(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest(
+            f"the body has {f'type {media_type}' if media_type else 'no type'}: "
+            "send one JSON object as application/json",
+            "Content-Type",
+        )
+    # The web server has checked that Content-Length is a number.
+    _check_size(int(request.headers.get("content-length", "0")))
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: split the request")
+
+
+def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            f"the body is no valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the body is not in UTF-8: encode it so") from error
+
+
+def invalid(message: str) -> InvalidRequest:
+    """Return the error of a body that msgspec refused; it names the field at fault."""
+    if unknown := UNKNOWN_FIELD.fullmatch(message):
+        name, path = unknown[1], (unknown[2] or "").removeprefix(".")
+        return InvalidRequest(
+            f"{shown(name)}{f' in {path}' if path else ''} is not a field of this call: remove it",
+            _first_name(path) or name[:80],
+        )
+    if located := AT.fullmatch(message):
+        return InvalidRequest(f"{located[2]}: {located[1]}", _first_name(located[2]))
+    return InvalidRequest(message)
+
+
+def _first_name(path: str) -> str | None:
+    """Return the first field of a path such as ``messages[0].content``; None for an empty one."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0] or None

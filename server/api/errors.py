@@ -44,6 +44,8 @@ class Failure:
     code: str
     type: str = "invalid_request_error"
     retry_after_s: int | None = None
+    # The rest of the request is not read.
+    closes_connection: bool = False
 
 
 UNEXPECTED = Failure(500, "internal_error", "server_error")
@@ -59,7 +61,7 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     Draining: Failure(503, "draining", "server_error", 5),
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
     EngineRestarted: Failure(503, "engine_restarted", "server_error", 5),
-    RequestTimeout: Failure(408, "request_timeout"),
+    RequestTimeout: Failure(408, "request_timeout", closes_connection=True),
     VariantQuarantined: Failure(424, "variant_quarantined"),
     CorruptObject: Failure(424, "variant_quarantined"),
     # A part of the server failed, such as the registry's disk or a step of the engine.
@@ -155,11 +157,12 @@ def _reply(
     failure: Failure, document: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     retry = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
+    closing = {"Connection": "close"} if failure.closes_connection else {}
     # ASCII only: a client's field name can hold a lone surrogate, which UTF-8 cannot encode.
     content = json.dumps(document)
     return Response(
         content,
         status_code=failure.status,
-        headers={**retry, **(headers or {})},
+        headers={**retry, **closing, **(headers or {})},
         media_type="application/json",
     )

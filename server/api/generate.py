@@ -73,10 +73,8 @@ def _submit(
     if reference.name is not None:
         record = service.registry.resolve(tenant.name, reference.name, reference.version)
     tokenizer = service.backend.tokenizers.of(record)
-    if body.prompt is not None:
-        ids = tokenizer.encode(body.prompt)
-    else:
-        ids = tokenizer.render_chat([message.model_dump() for message in body.messages or []])
+    prompt = body.prompt
+    ids = tokenizer.render_chat(body.conversation()) if prompt is None else tokenizer.encode(prompt)
     params = _sampling_params(body, tokenizer, service.backend.engine.max_model_len - len(ids))
     request = Request(events.request_id, tenant.name, reference.name, record, tuple(ids), params)
     events.submit(request)

@@ -1,6 +1,7 @@
 """Bodies and query parameters of our own routes, and how clients name variants. Knows no HTTP and no engine.
 
-Bounds here hold for every model; the engine checks those that depend on the model.
+Bodies are msgspec's: unknown fields, silent conversions and NaN are refused. Bounds here hold for every model; the
+engine checks those that depend on the model.
 """
 
 from __future__ import annotations
@@ -9,28 +10,23 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from msgspec import Meta, Struct
+from pydantic import BaseModel, ConfigDict, Field
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry.records import NAME
 
 MAX_MESSAGES = 4096
+SAMPLING_FIELDS = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logprobs", "n",
+)  # fmt: skip
 BASE = "base"  # names the base in requests; reserved, so no variant has it
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
-Version = Annotated[int, Field(ge=1, lt=1_000_000_000)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=16)]
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-class Strict(BaseModel):
-    """A body without unknown fields, silent conversions or NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Query(BaseModel):
@@ -49,47 +45,51 @@ class UploadQuery(Query):
 
 
 class VersionQuery(Query):
-    version: Version | None = None
+    version: Annotated[int, Field(ge=1, lt=1_000_000_000)] | None = None
 
 
-class Message(Strict):
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Role
     content: str
 
 
-class GenerateBody(Strict):
+class GenerateBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /generate`; fields that are not given take the variant's own defaults."""
 
-    prompt: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    max_new_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    stop: Annotated[StopStrings | None, BeforeValidator(_as_list)] = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    stop: StopString | StopStrings | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
     stream: bool = False
 
-    @model_validator(mode="after")
-    def _one_input(self) -> GenerateBody:
+    def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
-        return self
+
+    def conversation(self) -> list[dict[str, str]]:
+        """Return the messages in the form that chat templates take."""
+        return [{"role": message.role, "content": message.content} for message in self.messages or []]
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given."""
-        given = self.model_dump(exclude={"prompt", "messages", "stream", "stop"}, exclude_none=True)
-        return given if self.stop is None else {**given, "stop": tuple(self.stop)}
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return given
 
 
-class ActivateBody(Strict):
-    active: Version
+class ActivateBody(Struct, frozen=True, forbid_unknown_fields=True):
+    active: Annotated[int, Meta(ge=1, lt=1_000_000_000)]
 
 
 @dataclass(frozen=True, slots=True)

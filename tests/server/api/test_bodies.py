@@ -1,0 +1,152 @@
+"""JSON bodies over HTTP: slow ones, endless ones, and what their errors name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any
+
+import pytest
+from fastapi import Depends, FastAPI
+from msgspec import Struct
+
+from server.api import bodies, errors
+from server.api.bodies import MAX_BYTES, json_body
+from server.errors import InvalidRequest
+from tests.server.helpers.web import Web, answer, code_of, talk
+
+MEBIBYTE = 1 << 20
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    """A body with one field."""
+
+    text: str
+
+
+def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]]:
+    """Return an application that answers with the length of a body's text."""
+    app = FastAPI()
+    errors.install(app)
+    bodies.install(app, num_bytes)
+
+    @app.post("/")
+    async def length(body: Annotated[Text, Depends(json_body(Text))]) -> int:
+        return len(body.text)
+
+    async def with_id(scope: Any, receive: Any, send: Any) -> None:
+        scope.setdefault("state", {})["request_id"] = "test"
+        await app(scope, receive, send)
+
+    return with_id
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    """Return a request whose body has, or only announces, a length."""
+    announced = len(body) if length is None else length
+    head = (
+        f"POST / HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {announced}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def text(num_bytes: int) -> bytes:
+    return json.dumps({"text": "a" * num_bytes}).encode()
+
+
+def run(what: Callable[[Web], Coroutine[Any, Any, None]], num_bytes: int = 64 * MEBIBYTE) -> None:
+    talk(what, application(num_bytes))
+
+
+def test_a_body_is_parsed() -> None:
+    async def what(web: Web) -> None:
+        assert await web.ask(post(text(3 * MEBIBYTE))) == (200, str(3 * MEBIBYTE).encode())
+
+    run(what)
+
+
+def test_a_body_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SLOW_S", 0.2)
+
+    async def what(web: Web) -> None:
+        reader, writer = await web.connect(post(b'{"text": "', 100))
+        assert code_of(await answer(reader)) == (408, "request_timeout")
+        assert await reader.read() == b""
+        writer.close()
+
+    run(what)
+
+
+def test_a_body_that_trickles_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SLOW_S", 0.2)
+
+    async def what(web: Web) -> None:
+        reader, writer = await web.connect(post(b'{"text": "', MEBIBYTE))
+        reply = asyncio.create_task(answer(reader))
+        while not reply.done():
+            writer.write(b"a")
+            await asyncio.sleep(0.01)
+        assert code_of(await reply) == (408, "request_timeout")
+        writer.close()
+
+    run(what)
+
+
+def test_a_fast_body_that_stops_before_its_end_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "JSON_S", 0.3)
+    monkeypatch.setattr(bodies, "SLOW_BYTES", 1)
+
+    async def what(web: Web) -> None:
+        reader, writer = await web.connect(post(text(MEBIBYTE), 2 * MEBIBYTE))
+        reply = asyncio.create_task(answer(reader))
+        while not reply.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+        assert code_of(await reply) == (408, "request_timeout")
+        writer.close()
+
+    run(what)
+
+
+def test_many_bodies_without_end_are_refused_and_small_ones_still_read() -> None:
+    async def what(web: Web) -> None:
+        pending = [await web.connect(post(b'{"text": "' + b"a" * MEBIBYTE, MAX_BYTES)) for _ in range(6)]
+        replies = [asyncio.create_task(answer(reader)) for reader, _ in pending]
+        done, waiting = await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        assert code_of(done.pop().result()) == (503, "overloaded")
+        assert await web.ask(post(text(1000))) == (200, b"1000")
+        for _, writer in pending:
+            writer.close()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        # What was reserved is given back.
+        for _ in range(4):
+            assert await web.ask(post(text(3 * MEBIBYTE))) == (200, str(3 * MEBIBYTE).encode())
+
+    run(what, 4 * MEBIBYTE)
+
+
+def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:
+    async def what(web: Web) -> None:
+        assert code_of(await web.ask(post(b"", MAX_BYTES + 1))) == (413, "too_large")
+
+    run(what)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("Object contains unknown field `max_tokens`", "max_tokens"),
+        ("Object contains unknown field `weight` - at `$.messages[0]`", "messages"),
+        ("Object contains unknown field `" + "a" * 1000 + "`", "a" * 80),
+        ("Expected `int`, got `bool` - at `$.n`", "n"),
+        ("Expected `str`, got `int` - at `$.messages[3].content`", "messages"),
+        ("Expected `object`, got `array`", None),
+        ("give either prompt or messages", None),
+    ],
+)
+def test_the_error_of_a_body_names_the_field(message: str, param: str | None) -> None:
+    error = bodies.invalid(message)
+    assert isinstance(error, InvalidRequest)
+    assert error.param == param
+    assert len(str(error)) < 200

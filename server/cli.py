@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from server.imports import without_collection
 from server.settings import load_settings
 
 app = typer.Typer(add_completion=False)
@@ -78,6 +79,7 @@ def serve(
         print(loaded.describe())
         return
     # Imports torch and transformers, which --help and --print-config do not need.
-    from server.app import run_server
+    with without_collection():
+        from server.app import run_server
 
     raise typer.Exit(run_server(loaded.settings))

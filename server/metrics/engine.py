@@ -60,7 +60,7 @@ class EngineMetrics(RejectionMetrics):
         return label
 
     def forget_variants(self, labels: Iterable[str]) -> None:
-        """Remove the series of deleted variants, so that other variants can have a label. Takes 10 µs per label."""
+        """Remove the series of deleted variants, so that other variants can have a label. Takes 40 µs per label."""
         for label in labels:
             with self._lock:
                 self._labels.discard(label)

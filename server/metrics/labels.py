@@ -11,7 +11,7 @@ WAIT_REASONS = ("capacity", "variant_load")
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 LOAD_FAILURES = ("corrupt", "missing", "error")
 EVICTION_REASONS = ("capacity", "unload")
-REJECTIONS = ("queue_full", "draining", "invalid")
+REJECTIONS = ("queue_full", "draining", "engine_restarted", "invalid")
 MEMORY_KINDS = ("base", "slots", "kv", "other")
 UPLOAD_RESULTS = ("created", "duplicate", "rejected", "failed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from deltastore.errors import PeraxisError
-from server.errors import Draining, QueueFull
+from server.errors import Draining, EngineRestarted, QueueFull
 from server.metrics.definitions import MetricSet
 from server.metrics.labels import REJECTIONS
 
@@ -13,6 +13,7 @@ from server.metrics.labels import REJECTIONS
 REASONS: dict[type[PeraxisError], str] = {
     QueueFull: "queue_full",
     Draining: "draining",
+    EngineRestarted: "engine_restarted",
 }
 
 

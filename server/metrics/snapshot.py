@@ -81,14 +81,24 @@ def _family(metric: Instrument) -> Family:
             children: dict[Any, Any] = dict(metric._metrics)
     else:
         children = {(): metric}
-    bounds = tuple(metric._upper_bounds) if isinstance(metric, Histogram) else ()
-    series = tuple([_series(labels, child) for labels, child in children.items()])
-    return Family(metric._name, metric._documentation, str(metric._type), label_names, series, bounds)
+    arguments = (metric._name, metric._documentation, str(metric._type), label_names)
+    if isinstance(metric, Histogram):
+        return Family(*arguments, _histograms(children), tuple(metric._upper_bounds))
+    if isinstance(metric, Counter):
+        return Family(*arguments, _counters(children))
+    return Family(
+        *arguments, tuple([Series(labels, gauge._value.get()) for labels, gauge in children.items()])
+    )
 
 
-def _series(labels: tuple[str, ...], child: Instrument) -> Series:
-    if isinstance(child, Histogram):
-        counts = tuple([bucket.get() for bucket in child._buckets])
-        return Series(labels, child._sum.get(), counts, child._created)
-    created = child._created if isinstance(child, Counter) else None
-    return Series(labels, child._value.get(), (), created)
+def _histograms(children: dict[Any, Any]) -> tuple[Series, ...]:
+    return tuple(
+        Series(labels, child._sum.get(), tuple([bucket.get() for bucket in child._buckets]), child._created)
+        for labels, child in children.items()
+    )
+
+
+def _counters(children: dict[Any, Any]) -> tuple[Series, ...]:
+    return tuple(
+        [Series(labels, child._value.get(), (), child._created) for labels, child in children.items()]
+    )

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from compressor.convert.sources import SOURCES
 from compressor.io.row_blocks import row_blocks
+from deltastore.compiled import numba_cache
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
 
@@ -88,11 +90,10 @@ def merge_rows(
 
 @cache
 def _kernel(source: torch.dtype, target: torch.dtype) -> Callable[..., None]:
-    """Compile the loop for one pair of dtypes, in about a second."""
+    """Compile the loop for one pair of dtypes, in about a second, or load it."""
     merge_lanes, merge_one = _step(source, target, LANES), _step(source, target, 1)
     source_bytes, target_bytes = source.itemsize, target.itemsize
 
-    @njit(parallel=True, error_model="numpy")
     def kernel(base, signs, scale_out, scale_in, out):  # type: ignore[no-untyped-def]
         num_rows, width = base.shape
         packed = signs.shape[1]
@@ -124,7 +125,10 @@ def _kernel(source: torch.dtype, target: torch.dtype) -> Callable[..., None]:
                     column % 8,
                 )
 
-    return kernel
+    kernel.__qualname__ = f"merge-{source}-{target}"
+    stored, merged = (str(BITS[dtype][0]).removeprefix("torch.") for dtype in (source, target))
+    signature = f"void({stored}[:, ::1], uint8[:, ::1], float32[::1], float32[::1], {merged}[:, ::1])"
+    return numba_cache.function(kernel, signature, SOURCES, parallel=True, error_model="numpy")
 
 
 def _step(source: torch.dtype, target: torch.dtype, lanes: int) -> Any:

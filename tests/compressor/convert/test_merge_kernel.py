@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,21 @@ DTYPES = [  # what is stored, what is written
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
 ]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import sys, torch
+from numba.core.event import install_recorder
+from compressor.convert.merge_kernel import merge_rows
+from deltastore.format.sign_plane import SignPlane
+dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+plane = SignPlane.from_scales(torch.full((3, 5), 170, dtype=torch.uint8), 40, torch.ones(3), torch.ones(40))
+base = torch.zeros(3, 40, dtype=dtypes[sys.argv[1]])
+with install_recorder("numba:run_pass") as recorder:
+    merge_rows(base, plane, slice(0, 3), base)
+print(len(recorder.buffer), float(base[0, 0]), float(base[0, 1]))
+"""
 
 
 def drawn(shape: tuple[int, int], axis: Axis, seed: int = 0) -> SignPlane:
@@ -138,3 +157,19 @@ def test_zeros_of_a_sum_keep_their_signs() -> None:
     merge_delta(base, delta, slice(None), out)
     assert same_bits(out, base + delta.dense())
     assert out.signbit().all()
+
+
+def merge_in_a_process(dtype: str, cache: Path) -> list[str]:
+    command = [sys.executable, "-c", PROGRAM, dtype]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_pair_of_dtypes_is_compiled_once_per_machine(tmp_path: Path) -> None:
+    first, second = (merge_in_a_process("bfloat16", tmp_path) for _ in range(2))
+    assert int(first[0]) > 0
+    assert second == ["0", "-1.0", "1.0"]
+    other = merge_in_a_process("float32", tmp_path)
+    assert int(other[0]) > 0
+    assert other[1:] == ["-1.0", "1.0"]

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from deltastore.errors import CorruptObject, RegistryError, UsageError
 from deltastore.registry.uploads import CHUNK_BYTES
-
-# At the niceness of the engine, a loading thread would take a core from a step that waits for all of its cores.
-NICENESS = 10
+from deltastore.thread_priority import lower_thread_priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +83,6 @@ class _Target:
     header: memoryview  # [data_start]
     host: Tensor  # [device_bytes] uint8
     slot: Tensor  # [device_bytes] uint8
-
-
-def lower_thread_priority() -> None:
-    """Raise the niceness of the calling thread, so that computing threads run first. Linux keeps it per thread."""
-    os.nice(NICENESS)
 
 
 class Loader:

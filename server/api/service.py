@@ -10,18 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ParamSpec, TypeVar
 
-import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.loader import lower_thread_priority
 from deltastore.registry import Registry
+from server.api.background import BackgroundThreads
 from server.engine.engine import Engine
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics.engine import EngineMetrics
@@ -34,6 +32,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 UPLOAD_THREADS = 8
+DOWNLOAD_THREADS = 2
 ENGINE_STUCK = "the engine does not answer: restart the server"
 
 P = ParamSpec("P")
@@ -72,7 +71,8 @@ class Service:
         self._stop_loading = threading.Event()
         self._backend: Backend | None = None
         self._closed = False
-        self._background = ThreadPoolExecutor(UPLOAD_THREADS, "upload", initializer=lower_thread_priority)
+        self.downloads = BackgroundThreads(DOWNLOAD_THREADS, "download")
+        self._background = BackgroundThreads(UPLOAD_THREADS, "upload")
 
     def start(self) -> None:
         """Start to load the backend on a thread; the task `loading` ends when it is loaded, or raises."""
@@ -92,16 +92,7 @@ class Service:
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""
-        call = partial(function, *args, **kwargs)
-        # Starlette cancels a request's task repeatedly; the scope and the shield make it wait for the thread.
-        with anyio.CancelScope(shield=True):
-            work = asyncio.get_running_loop().run_in_executor(self._background, call)
-            try:
-                result = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait({work})
-                raise
-        return result
+        return await self._background.run(function, *args, **kwargs)
 
     @property
     def backend(self) -> Backend:

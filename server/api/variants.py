@@ -1,6 +1,7 @@
 """`/variants`: upload, list, promote, delete and download the tenant's variants, and load them into slots.
 
-Uploads go through `uploads.py`, changes of names and versions to the registry, loads to the engine.
+Uploads go through `uploads.py`, downloads through `downloads.py`, changes of names and versions to the registry, loads
+to the engine.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from concurrent.futures import Future
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError, RegistryError
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
 from server.api.bodies import json_body
-from server.api.ranges import check_range
+from server.api.downloads import ArtifactResponse, etag_of, selected
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
 from server.api.service import Service, ServiceDep, TenantDep
 from server.api.uploads import receive_upload
@@ -128,16 +129,10 @@ async def download(
 ) -> Response:
     """Send the artifact as it was uploaded, whole or in ranges."""
     record = await _resolve(service, tenant, name, query)
-    etag = f'"sha256:{record.digest}"'
+    etag = etag_of(record)
     if etag in (tag.strip() for tag in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers={"ETag": etag})
-    check_range(request.headers.get("range"), record.size_bytes)
-    return FileResponse(
-        service.registry.object_path(record.digest),
-        headers={"ETag": etag},
-        media_type="application/octet-stream",
-        filename=f"{record.name}-{record.version}.safetensors",
-    )
+    return ArtifactResponse(service.registry, record, selected(request, record), service.downloads)
 
 
 async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:

@@ -17,9 +17,10 @@ from deltastore.errors import (
 )
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
-from deltastore.loader import Loader, LoadReport, ObjectSource, lower_thread_priority
+from deltastore.loader import Loader, LoadReport, ObjectSource
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from deltastore.thread_priority import lower_thread_priority
 from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 

@@ -1,0 +1,36 @@
+"""Runs long computations on low-priority threads for coroutines that may be cancelled. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import anyio
+
+from deltastore.thread_priority import lower_thread_priority
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class BackgroundThreads:
+    """A number of threads that computing threads of the process and of its neighbours have priority over."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, name, initializer=lower_thread_priority)
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function on one of the threads. A cancelled caller still waits until it has ended."""
+        call = partial(function, *args, **kwargs)
+        # Starlette cancels a request's task repeatedly; the scope and the shield make it wait for the thread.
+        with anyio.CancelScope(shield=True):
+            work = asyncio.get_running_loop().run_in_executor(self._threads, call)
+            try:
+                result = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait({work})
+                raise
+        return result

@@ -1,0 +1,126 @@
+"""Send a version's artifact, whole or in ranges; every byte comes from a chunk that matches its digest.
+
+A chunk is read and hashed on a background thread, and no thread waits for a client. A download holds two chunks at
+most. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import format_datetime
+
+from anyio.lowlevel import checkpoint_if_cancelled
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
+
+from deltastore.errors import PeraxisError
+from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
+from deltastore.registry.uploads import CHUNK_BYTES
+from deltastore.verified_object import VerifiedObject
+from server.api.background import BackgroundThreads
+from server.api.ranges import Selection, select
+
+log = logging.getLogger(__name__)
+
+# Bytes that are handed to the web server at once; the rest of a chunk waits until the client has taken them.
+SEND_BYTES = 256 << 10
+MEDIA_TYPE = "application/octet-stream"
+
+
+class ArtifactResponse(StreamingResponse):
+    """A download of one version.
+
+    The first chunk is verified before the reply begins, so a corrupt or missing object is answered with an error. If a
+    later chunk is corrupt, the body ends early and the web server closes the connection: the client has received fewer
+    bytes than `Content-Length` says.
+    """
+
+    def __init__(
+        self, registry: Registry, record: VersionRecord, selection: Selection, threads: BackgroundThreads
+    ) -> None:
+        headers = {
+            **selection.headers,
+            "ETag": etag_of(record),
+            "Last-Modified": _last_modified(record),
+            "Accept-Ranges": "bytes",
+            "Content-Disposition": f'attachment; filename="{record.name}-{record.version}.safetensors"',
+        }
+        self._registry = registry
+        self._record = record
+        self._selection = selection
+        self._threads = threads
+        self._pieces = self._body()
+        super().__init__(self._pieces, selection.status, headers)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the reply; raises as `VerifiedObject` does as long as nothing was sent."""
+        async with aclosing(self._pieces) as pieces:
+            piece: bytes | None = await anext(pieces)
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            try:
+                while piece is not None:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    piece = await anext(pieces, None)
+            except PeraxisError as error:
+                # Without the last message of the body, the web server closes the connection.
+                log.error("a download of %s was broken off: %s", self._record.label, error)
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _body(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body in pieces of about `SEND_BYTES`."""
+        async with self._opened() as stored:
+            for part in self._selection.parts:
+                head = part.head
+                for start, end in _blocks(part.range):
+                    # Neither `run` nor sending to a client that has left can be cancelled.
+                    await checkpoint_if_cancelled()
+                    block = await self._threads.run(stored.read, start, end)
+                    for offset in range(0, len(block), SEND_BYTES):
+                        yield head + block[offset : offset + SEND_BYTES]
+                        head = b""
+            if self._selection.tail:
+                yield self._selection.tail
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[VerifiedObject]:
+        stored = VerifiedObject(self._registry, self._record)
+        await self._threads.run(stored.__enter__)
+        try:
+            yield stored
+        finally:
+            # On a thread: closing a removed file of gigabytes frees its blocks.
+            await self._threads.run(stored.__exit__, None, None, None)
+
+
+def selected(request: Request, record: VersionRecord) -> Selection:
+    """Return what a download's `Range` and `If-Range` select; raises as `select` does."""
+    selection = select(request.headers.get("range"), record.size_bytes, MEDIA_TYPE)
+    if request.headers.get("if-range") in (None, etag_of(record), _last_modified(record)):
+        return selection
+    return select(None, record.size_bytes, MEDIA_TYPE)
+
+
+def etag_of(record: VersionRecord) -> str:
+    """Return the entity tag of a version's artifact, its digest."""
+    return f'"sha256:{record.digest}"'
+
+
+def _last_modified(record: VersionRecord) -> str:
+    return format_datetime(datetime.fromisoformat(record.created_at).astimezone(UTC), usegmt=True)
+
+
+def _blocks(selected: range) -> Iterator[tuple[int, int]]:
+    """Yield a range of the file in pieces that each lie in one chunk: first byte and the byte after the last."""
+    start = selected.start
+    while start < selected.stop:
+        end = min((start // CHUNK_BYTES + 1) * CHUNK_BYTES, selected.stop)
+        yield start, end
+        start = end

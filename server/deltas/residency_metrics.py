@@ -57,7 +57,7 @@ class ResidencyMetrics:
             self._counts[label, level] -= 1
             if not self._counts[label, level]:
                 del self._counts[label, level]
-                self._metrics.variant_resident.remove_by_labels({"variant": label, "level": level})
+                self._metrics.variant_resident.remove(label, level)
 
     def slots(self, num_used: int, num_pinned: int, num_resident: int) -> None:
         """Set the gauges of slots."""

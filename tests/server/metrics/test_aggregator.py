@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -230,6 +232,24 @@ def test_a_variant_that_was_forgotten_and_counts_again_starts_at_zero(
         assert value(aggregator, "variant_tokens_total", variant="t/v", kind="prompt") == amount
         aggregator.forget_variants({"t/v"})
         process.metrics.forget_variants({"t/v"})
+
+
+def test_nothing_is_kept_of_an_ended_process_but_its_sums(aggregator: Aggregator, process: Process) -> None:
+    process.metrics.prompt_tokens_total.inc()
+    process.scrape_into(aggregator)
+    number_of_series = len(series_of(aggregator, "counter", "histogram", "gauge"))
+    for _ in range(20):
+        ended = Process()
+        aggregator.started(ended)
+        ended.metrics.prompt_tokens_total.inc()
+        ended.scrape_into(aggregator)
+        aggregator.ended(ended)
+    kept = weakref.ref(ended)
+    del ended
+    gc.collect()
+    assert kept() is None
+    assert len(series_of(aggregator, "counter", "histogram", "gauge")) == number_of_series
+    assert value(aggregator, "prompt_tokens_total") == 21
 
 
 def test_labels_of_many_dead_processes_fold_into_one(aggregator: Aggregator) -> None:

@@ -1,0 +1,70 @@
+"""Tokens are counted by tenant and variant when a step or a request ends."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from deltastore.registry.records import VersionRecord
+from server.engine.request import Request
+from server.engine.telemetry import Telemetry
+from server.metrics.engine import EngineMetrics
+
+RECORD = VersionRecord(
+    tenant="owner",
+    name="v",
+    version=1,
+    digest="a" * 64,
+    size_bytes=1,
+    data_start=0,
+    device_bytes=1,
+    base_fingerprint="b" * 64,
+    method="both",
+    fidelity={},
+    chunk_sha256=("c" * 64,),
+    created_at="2026-01-01T00:00:00+00:00",
+    activate=True,
+)
+ON_BASE = Request("1", "guest", None, None, (1, 2, 3))
+ON_VARIANT = Request("2", "guest", "v", RECORD, (1, 2, 3))
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def telemetry(registry: CollectorRegistry) -> Telemetry:
+    return Telemetry(EngineMetrics(registry))
+
+
+def counts(registry: CollectorRegistry) -> list[float | None]:
+    """Return the generated tokens: all, the base's, the variant's, and the tenant's."""
+    kind = {"kind": "generation"}
+    return [
+        registry.get_sample_value("peraxis_generation_tokens_total"),
+        registry.get_sample_value("peraxis_variant_tokens_total", {"variant": "base", **kind}),
+        registry.get_sample_value("peraxis_variant_tokens_total", {"variant": "owner/v", **kind}),
+        registry.get_sample_value("peraxis_tenant_tokens_total", {"tenant": "guest", **kind}),
+    ]
+
+
+def test_a_step_counts_its_tokens_once_by_variant_and_tenant(
+    telemetry: Telemetry, registry: CollectorRegistry
+) -> None:
+    for request in (ON_BASE, ON_VARIANT, ON_VARIANT):
+        telemetry.tokens(request, "generation", 1)
+    for _ in range(2):
+        telemetry.step(0.01, num_requests=2, num_variants=1)
+        assert counts(registry) == [3, 1, 2, 3]
+
+
+def test_tokens_are_counted_before_their_request_is_answered(
+    telemetry: Telemetry, registry: CollectorRegistry
+) -> None:
+    telemetry.tokens(ON_VARIANT, "generation", 2)
+    telemetry.finished(ON_VARIANT, "stop", 0.1)
+    assert counts(registry) == [2, 0, 2, 2]
+    label = {"variant": "owner/v", "finish_reason": "stop"}
+    assert registry.get_sample_value("peraxis_variant_requests_total", label) == 1

@@ -22,7 +22,6 @@ class LinearDelta:
 
     def __init__(self, module: nn.Linear, name: str, context: BatchContext) -> None:
         self.weight, self.bias = f"{name}.weight", f"{name}.bias"
-        self.base_weight = module.weight
         self.base_bias = None if module.bias is None else module.bias.detach().float()
         self.context = context
         self.hook_point = context.hook_points.add(
@@ -43,7 +42,7 @@ class LinearDelta:
                 wide += bias - self.base_bias
             self._add(step, wide, x)
             for index in beyond_first:
-                self._add_beyond_first(wide, x, step.groups[index])
+                self._add_beyond_first(wide, x, bias, step.groups[index])
             flat.copy_(wide)
         else:
             self._add(step, flat, x)
@@ -53,13 +52,22 @@ class LinearDelta:
         if self.hook_point in step.tables.with_planes:
             add_onebit_matmul(output, x, step.tables.plane_ptrs[self.hook_point], step.ranges)
 
-    def _add_beyond_first(self, output: Tensor, x: Tensor, group: DeltaGroup) -> None:
-        """Add further planes and residual, or apply a tensor stored whole, in a group's rows of float32 [rows, out]."""
+    def _add_beyond_first(self, output: Tensor, x: Tensor, bias: Tensor | None, group: DeltaGroup) -> None:
+        """Add further planes and residual, or apply a tensor stored whole, in a group's rows.
+
+        Args:
+            output: ``[rows, out]`` float32, with the base's and the first planes' products.
+            x: ``[rows, in]``.
+            bias: ``[out]`` or ``[rows, out]`` float32.
+            group: the group.
+        """
+        rows = group.rows
         if (matrix := group.delta.matrices.get(self.weight)) is not None:
-            add_further_planes(output, x, matrix, group.rows)
-        else:
-            change = group.delta.whole[self.weight].float() - self.base_weight.float()
-            output[group.rows] += x[group.rows].float() @ change.T
+            add_further_planes(output, x, matrix, rows)
+            return
+        output[rows] = x[rows].float() @ group.delta.whole[self.weight].float().T
+        if bias is not None:
+            output[rows] += bias if bias.dim() == 1 else bias[rows]
 
 
 class HeadDelta:

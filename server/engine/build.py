@@ -155,9 +155,7 @@ def _report_memory(
         model.max_positions,
     )
     metrics.slots.set(len(slots))
-    # Tied weights share their storage and count once.
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in model.model.state_dict().values()}
-    used = {"slots": len(slots) * slot_bytes, "kv": kv_bytes, "base": sum(weights.values())}
+    used = {"slots": len(slots) * slot_bytes, "kv": kv_bytes, "base": model.weight_bytes}
     for kind, num_bytes in used.items():
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
 

@@ -20,6 +20,7 @@ from server.deltas.batch import BatchContext
 from server.errors import Draining, NotServable
 from server.model.attention import PagedAttention
 from server.model.hooks import attach, kind
+from server.model.packed_linear import pack, packable
 from server.model.probe import Probe, short_windows
 from server.model.weights import read_base
 
@@ -36,6 +37,7 @@ class ServedModel:
     attention: PagedAttention
     device: torch.device
     max_positions: int  # tokens of the longest context
+    weight_bytes: int
 
 
 def load_model(
@@ -57,10 +59,15 @@ def load_model(
     model, base = read_base(checkpoint, device, dtype, stopping)
     _check_going_on(stopping)
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    weight_bytes = sum(value.nbytes for value in model.parameters())
     kernels.prepare(device, {(len(weight), weight.shape[1]) for weight in weights}, model.dtype)
     with torch.inference_mode(), short_windows(model):
         _check_going_on(stopping)
         probe = Probe.of(model, base)
+        # After the reference, which computes with plain weights.
+        for module in packable(model):
+            _check_going_on(stopping)
+            pack(module)
         _check_going_on(stopping)
         context = attach(model, base)
         attention = PagedAttention(model, PAGE_TOKENS)
@@ -68,7 +75,13 @@ def load_model(
         _check_paged(model, attention)
         probe.check_mixed(context, attention)
     return ServedModel(
-        model, base, context, attention, device, _max_positions(model.config.get_text_config())
+        model,
+        base,
+        context,
+        attention,
+        device,
+        _max_positions(model.config.get_text_config()),
+        weight_bytes,
     )
 
 

@@ -158,7 +158,11 @@ class Probe:
         Raises:
             NotServable: with the measured errors.
         """
-        self._check(_run(self.model, self.layers, _ids(self.model), given=self.plain.truth), self.plain)
+        try:
+            found = _run(self.model, self.layers, _ids(self.model), given=self.plain.truth)
+        except ERRORS as error:
+            raise _failed(self.model, "cannot run with its layers replaced", error) from error
+        self._check(found, self.plain)
 
     def check_mixed(self, context: BatchContext, attention: PagedAttention) -> None:
         """Compare a text with tokens of the base and of a delta, in three steps over a paged cache.

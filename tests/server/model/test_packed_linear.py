@@ -1,0 +1,102 @@
+"""Packed layers of the base compute torch's own product, and only weights of one owner in bfloat16 are packed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from deltastore.base.checkpoint import Checkpoint
+from server.errors import NotServable
+from server.model.loader import load_model
+from server.model.packed_linear import PackedLinear, pack, packable
+from server.model.weights import read_base
+from tests.helpers.tiny_models import make_pair
+
+CPU = torch.device("cpu")
+# One rounding of bfloat16: sums in another order may be rounded the other way.
+HALF_STEP = 2**-7
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this processor"
+)
+
+
+def drawn_layer(in_features: int, out_features: int, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(in_features)
+    return nn.Linear(in_features, out_features, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+
+
+def bfloat16_base(directory: Path, **config: Any) -> Path:
+    return make_pair("llama", directory, changes=(), dtype=torch.bfloat16, **config).base
+
+
+def check(layer: nn.Linear, x: Tensor) -> None:
+    """Compare a layer with its packed copy."""
+    packed = copy.deepcopy(layer)
+    pack(packed)
+    torch.testing.assert_close(packed(x), layer(x), rtol=HALF_STEP, atol=HALF_STEP)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("shape", [(1, 1), (13, 7), (64, 32), (333, 259)])
+@torch.inference_mode()
+def test_a_packed_layer_computes_the_same_product(shape: tuple[int, int], num_rows: int, bias: bool) -> None:
+    check(drawn_layer(*shape, bias=bias), torch.randn(1, num_rows, shape[0]).bfloat16())
+
+
+@needs_bfloat16
+@torch.inference_mode()
+def test_inputs_may_be_strided_or_without_rows() -> None:
+    layer = drawn_layer(40, 24, bias=True)
+    check(layer, torch.randn(40, 6).bfloat16().T)
+    check(layer, torch.randn(5, 80).bfloat16()[:, 3:43])
+    check(layer, torch.randn(1, 0, 40).bfloat16())
+
+
+@needs_bfloat16
+def test_a_bfloat16_base_is_packed_except_a_head_tied_to_its_embedding(tmp_path: Path) -> None:
+    for tied in (True, False):
+        directory = bfloat16_base(tmp_path / str(tied), tie_word_embeddings=tied)
+        served = load_model(Checkpoint.open(directory), CPU, torch.bfloat16, threading.Event())
+        plain = {
+            name
+            for name, module in served.model.named_modules()
+            if isinstance(module, nn.Linear) and not isinstance(module.forward, PackedLinear)
+        }
+        assert plain == ({"lm_head"} if tied else set())
+
+
+def test_a_float32_base_keeps_torchs_own_product(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(make_pair("llama", tmp_path, changes=()).base)
+    model, _ = read_base(checkpoint, CPU, torch.float32, threading.Event())
+    assert packable(model) == []
+
+
+@needs_bfloat16
+def test_the_weights_of_packed_layers_are_counted(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(bfloat16_base(tmp_path))
+    served = load_model(checkpoint, CPU, torch.bfloat16, threading.Event())
+    assert served.weight_bytes == sum(stored.num_bytes for stored in checkpoint.tensors.values())
+
+
+@needs_bfloat16
+def test_a_model_that_reads_the_weight_of_a_packed_layer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: LlamaMLP, x: Tensor) -> Tensor:
+        gate = nn.functional.linear(x, self.gate_proj.weight)
+        down: Tensor = self.down_proj(nn.functional.silu(gate) * self.up_proj(x))
+        return down
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    checkpoint = Checkpoint.open(bfloat16_base(tmp_path))
+    with pytest.raises(NotServable, match="cannot run with its layers replaced"):
+        load_model(checkpoint, CPU, torch.bfloat16, threading.Event())

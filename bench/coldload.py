@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +34,7 @@ from bench.serving import (
     serving,
     write_base,
 )
+from bench.streams import Span, gaps_meeting, gaps_within, p99
 from bench.synthetic import LlamaShapes
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
@@ -118,7 +118,7 @@ def streams(setup: Setup) -> dict[str, float]:
     running, cold = setup.records[: scope.num_streams], setup.records[scope.num_streams :]
     with setup.service(scope.num_variants) as service:
         for record in running:
-            service.engine.load(record).result()
+            service.load(record)
         asked = [
             service.ask(record, prompt, scope.stream_tokens)
             for record, prompt in zip(running, setup.prompts(scope.num_streams, 1), strict=True)
@@ -130,29 +130,27 @@ def streams(setup: Setup) -> dict[str, float]:
         turns = [_turn(service, cold, scope.quiet_s) for _ in range(scope.num_turns)]
         for one in asked:
             service.stop(one)
-        times = [one.token_times() for one in asked]
-    if min(map(len, times)) == scope.stream_tokens:
+        times = [one.times() for one in asked]
+    if min(len(one.tokens) for one in times) == scope.stream_tokens:
         raise RuntimeError(f"a stream ended after {scope.stream_tokens} tokens, before the last load")
-    gaps = [gap for one in times for gap in pairwise(one)]
-    quiet = [b - a for a, b in gaps if any(turn.began <= a and b <= turn.load_began for turn in turns)]
-    loading = [b - a for a, b in gaps if any(turn.load_began < b and a < turn.load_ended for turn in turns)]
+    quiet = gaps_within(times, [turn.quiet for turn in turns])
+    loading = gaps_meeting(times, [turn.loading for turn in turns])
     return {
         "gaps_quiet": len(quiet),
         "gaps_loading": len(loading),
         "quiet_p50_s": median(quiet),
-        "quiet_p99_s": _p99(quiet),
+        "quiet_p99_s": p99(quiet),
         "loading_p50_s": median(loading),
-        "loading_p99_s": _p99(loading),
+        "loading_p99_s": p99(loading),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A period without loads and one with, in seconds of `time.perf_counter`."""
+    """A period without loads, and the one with loads that follows."""
 
-    began: float
-    load_began: float
-    load_ended: float
+    quiet: Span
+    loading: Span
 
 
 def _turn(service: BenchEngine, cold: Sequence[VersionRecord], quiet_s: float) -> Turn:
@@ -161,12 +159,12 @@ def _turn(service: BenchEngine, cold: Sequence[VersionRecord], quiet_s: float) -
     time.sleep(quiet_s)
     load_began = time.perf_counter()
     for record in cold:
-        service.engine.load(record).result()
+        service.load(record)
         time.sleep(PAUSE_S)
     load_ended = time.perf_counter()
     for record in cold:
-        service.engine.unload(record).result()
-    return Turn(began, load_began, load_ended)
+        service.unload(record)
+    return Turn(Span(began, load_began), Span(load_began, load_ended))
 
 
 def first_tokens(setup: Setup) -> dict[str, float]:
@@ -193,9 +191,9 @@ def zipf(setup: Setup) -> dict[str, float]:
     return {
         "arrivals_per_s": rate,
         "slot_for_all_p50_s": median(plenty),
-        "slot_for_all_p99_s": _p99(plenty),
+        "slot_for_all_p99_s": p99(plenty),
         "slots_for_half_p50_s": median(scarce),
-        "slots_for_half_p99_s": _p99(scarce),
+        "slots_for_half_p99_s": p99(scarce),
         "loads_per_request": (loads or 0.0) / scope.num_arrivals,
     }
 
@@ -204,13 +202,13 @@ def saturation(setup: Setup, service: BenchEngine) -> float:
     """Measure the requests per second that the server sustains when all are queued at once."""
     scope, draw = setup.scope, random.Random(3)
     for record in setup.records[: scope.num_active]:
-        service.engine.load(record).result()
+        service.load(record)
     chosen = _by_zipf(setup, draw, scope.num_arrivals)
     texts = setup.prompts(scope.num_arrivals, 3)
     begun = time.perf_counter()
     asked = [service.ask(r, p, scope.answer_tokens) for r, p in zip(chosen, texts, strict=True)]
     for one in asked:
-        one.token_times()
+        one.times()
     return scope.num_arrivals / (time.perf_counter() - begun)
 
 
@@ -224,7 +222,7 @@ def arrive(setup: Setup, service: BenchEngine, rate: float) -> list[float]:
         when += draw.expovariate(rate)
         time.sleep(max(0.0, when - time.perf_counter()))
         asked.append(service.ask(record, prompt, scope.answer_tokens))
-    return [one.token_times()[0] - one.begun for one in asked]
+    return [one.times().first_token_s for one in asked]
 
 
 def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
@@ -234,7 +232,7 @@ def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
         (
             "p99 between tokens, while variants load / without",
             gaps["loading_p99_s"] / gaps["quiet_p99_s"],
-            1.2,
+            1.1,
         ),
         (
             "median first token, slots for half of the variants / for all",
@@ -255,7 +253,7 @@ def _by_zipf(setup: Setup, draw: random.Random, count: int) -> list[VersionRecor
 
 def _first(service: BenchEngine, record: VersionRecord, prompt: list[int]) -> float:
     asked = service.ask(record, prompt, 1)
-    return asked.token_times()[0] - asked.begun
+    return asked.times().first_token_s
 
 
 @contextmanager
@@ -269,10 +267,6 @@ def _slowed_loads(added_s: float) -> Iterator[None]:
 
     with patch.object(Loader, "load", slowly):
         yield
-
-
-def _p99(values: Sequence[float]) -> float:
-    return quantiles(values, n=100)[98]
 
 
 def _said(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:

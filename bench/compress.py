@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.process import memory_of, reset_peak
+from bench.process_tree import memory_of, reset_peak
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method

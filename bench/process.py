@@ -19,44 +19,9 @@ from typing import Any
 
 import httpx
 
-SAMPLE_S = 0.02
+from bench.process_tree import Peak, ProcessTree
+
 CALL_S = 1800.0
-
-
-class Peak:
-    """Peak resident memory of a child process, sampled until it ends; Linux drops the figure with the process."""
-
-    def __init__(self, pid: int) -> None:
-        self.num_bytes = self.highest = 0
-        self._pid = pid
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def restart(self) -> None:
-        """Reset the peak; `highest` keeps the maximum so far."""
-        self.highest = max(self.highest, self.num_bytes, memory_of(self._pid)["VmHWM"])
-        reset_peak(self._pid)
-        self.num_bytes = memory_of(self._pid)["VmHWM"]
-
-    def _watch(self) -> None:
-        while (found := memory_of(self._pid)) and "VmHWM" in found:
-            self.num_bytes = found["VmHWM"]
-            time.sleep(SAMPLE_S)
-
-
-def reset_peak(pid: int) -> None:
-    """Make Linux count a process's peak of resident memory, `VmHWM`, from now on."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def memory_of(pid: int) -> dict[str, int]:
-    """Return the resident bytes of a process by field of `/proc/PID/status`; empty when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    fields = (line.split() for line in lines if line.startswith(("VmRSS:", "VmHWM:", "RssAnon:", "RssFile:")))
-    return {name.rstrip(":"): int(size) << 10 for name, size, *_ in fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +42,7 @@ def run(command: Sequence[object], environment: Mapping[str, str] | None = None)
     """
     start = time.perf_counter()
     process = _started(command, environment)
-    peak, before = Peak(process.pid), os.times()
+    peak, before = Peak(ProcessTree(process.pid)), os.times()
     output, errors = process.communicate()
     seconds, after = time.perf_counter() - start, os.times()
     if process.returncode:
@@ -99,16 +64,18 @@ def module(name: str, *args: object) -> Ran:
 
 @dataclass(slots=True)
 class Server:
-    """A server in a process of its own."""
+    """A server in processes of its own."""
 
     process: subprocess.Popen[str]
     url: str
     ready_s: float
+    tree: ProcessTree
     peak: Peak
     client: httpx.Client
 
     def memory(self) -> dict[str, int]:
-        return memory_of(self.process.pid)
+        """Return the resident bytes of all its processes by field of `/proc/PID/status`."""
+        return self.tree.memory()
 
     def upload(self, name: str, artifact: Path) -> float:
         """Publish an artifact; return the seconds until the reply."""
@@ -162,18 +129,23 @@ def serve_command(base: Path, registry: Path, *flags: object) -> list[object]:
 
 
 @contextmanager
-def serving(command: Sequence[object], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    command: Sequence[object], environment: Mapping[str, str] | None = None, checkout: Path | None = None
+) -> Iterator[Server]:
     """Start a server, wait for the line that says where it serves, and end it with SIGTERM.
+
+    With `checkout`, the command imports the modules of that directory rather than this repository's.
 
     Raises:
         RuntimeError: with the end of the server's log, when it does not start or ends with an error.
     """
     start = time.perf_counter()
-    process = _started(command, environment)
+    process = _started(command, environment, checkout)
     log: list[str] = []
     reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
     reader.start()
-    peak = Peak(process.pid)
+    tree = ProcessTree(process.pid)
+    peak = Peak(tree)
     try:
         line = process.stdout.readline() if process.stdout is not None else ""
         if " served at " not in line:
@@ -182,7 +154,7 @@ def serving(command: Sequence[object], environment: Mapping[str, str] | None = N
         ready_s, url = time.perf_counter() - start, line.split()[-1]
         limits = httpx.Limits(max_connections=64)
         with httpx.Client(base_url=url, timeout=CALL_S, limits=limits) as client:
-            yield Server(process, url, ready_s, peak, client)
+            yield Server(process, url, ready_s, tree, peak, client)
         process.terminate()
         if code := process.wait(CALL_S):
             raise RuntimeError(f"the server ended with {code}: {''.join(log)[-4000:]}")
@@ -206,10 +178,16 @@ def _checked(reply: httpx.Response) -> dict[str, Any]:
     return dict(reply.json())
 
 
-def _started(command: Sequence[object], environment: Mapping[str, str] | None) -> subprocess.Popen[str]:
+def _started(
+    command: Sequence[object], environment: Mapping[str, str] | None, checkout: Path | None = None
+) -> subprocess.Popen[str]:
     words = [str(part) for part in command]
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=_env(environment))
+    variables = _env(environment)
+    if checkout is not None:
+        variables["PYTHONPATH"] = str(checkout)
+    # `python -m` imports from its working directory first.
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=variables, cwd=checkout)
 
 
 def _env(more: Mapping[str, str] | None) -> dict[str, str]:

@@ -101,7 +101,7 @@ def zipf(
                 service.ask(record, prompt, ANSWER_TOKENS)
                 for record, prompt in zip(chosen[first : first + 8], texts[first : first + 8], strict=True)
             ]
-            times += [one.token_times()[0] - one.begun for one in asked]
+            times += [one.times().first_token_s for one in asked]
         found = {
             level: service.metrics.get_sample_value("peraxis_variant_lookups_total", {"result": level}) or 0.0
             for level in ("device", "host", "disk")
@@ -127,7 +127,7 @@ def _run(service: BenchEngine, active: Sequence[VersionRecord], scope: RegistryS
         service.ask(active[index % len(active)], prompt, ANSWER_TOKENS) for index, prompt in enumerate(texts)
     ]
     for one in asked:
-        one.token_times()
+        one.times()
 
 
 def _table(scope: RegistryScope, figures: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from bench.streams import StreamTimes
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.format.artifact import Artifact
+from deltastore.format.manifest import FILES
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
 from server.engine.build import build_engine
@@ -51,7 +53,7 @@ class SubmittedRequest:
     begun: float
     events: queue.SimpleQueue[tuple[float, Event]] = field(default_factory=queue.SimpleQueue)
 
-    def token_times(self) -> list[float]:
+    def times(self) -> StreamTimes:
         """Wait for the end and return the time of each token.
 
         Raises:
@@ -63,7 +65,7 @@ class SubmittedRequest:
             if isinstance(event, ErrorEvent):
                 raise RuntimeError(f"a request failed: {event.error}")
             if isinstance(event, DoneEvent):
-                return times
+                return StreamTimes(self.begun, times)
             if isinstance(event, TokenEvent):
                 times.append(when)
 
@@ -92,13 +94,24 @@ class BenchEngine:
         self.engine.submit(request, lambda event: asked.events.put((time.perf_counter(), event)))
         return asked
 
+    def load(self, record: VersionRecord) -> None:
+        """Bring a variant into a slot and wait until it is there."""
+        self.engine.load(record).result()
+
+    def unload(self, record: VersionRecord) -> None:
+        """Free a variant's slot and wait until it is free."""
+        self.engine.unload(record).result()
+
     def stop(self, asked: SubmittedRequest) -> None:
         """Cancel a request, which then ends."""
         self.engine.cancel(asked.id)
 
 
-def write_base(directory: Path, shapes: LlamaShapes) -> Path:
-    """Write a bfloat16 checkpoint with random weights and no end token, so that answers have their full length."""
+def write_base(directory: Path, shapes: LlamaShapes, max_positions: int = MAX_POSITIONS) -> Path:
+    """Write a bfloat16 checkpoint with random weights and no end token, so that answers have their full length.
+
+    The tokens of its tokenizer are the words `w0`, `w1` and so on.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=shapes.vocabulary,
@@ -107,7 +120,7 @@ def write_base(directory: Path, shapes: LlamaShapes) -> Path:
         num_hidden_layers=shapes.num_layers,
         num_attention_heads=shapes.hidden // shapes.head_dim,
         num_key_value_heads=shapes.kv // shapes.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=max_positions,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -115,17 +128,37 @@ def write_base(directory: Path, shapes: LlamaShapes) -> Path:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shapes.vocabulary)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
-    tokenizer.save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=_words("w", shapes)).save_pretrained(directory)
     return directory
 
 
 def publish_variants(
-    registry: Registry, scratch: Path, shapes: LlamaShapes, count: int
+    registry: Registry,
+    scratch: Path,
+    shapes: LlamaShapes,
+    count: int,
+    files: Mapping[str, bytes] | None = None,
 ) -> list[VersionRecord]:
-    """Publish `count` variants with random signs."""
-    return [_publish(registry, scratch / f"{seed}.safetensors", shapes, seed) for seed in range(1, count + 1)]
+    """Publish `count` variants, `v1` and so on, with random signs and the same `files`."""
+    records = []
+    for seed in range(1, count + 1):
+        path = scratch / f"{seed}.safetensors"
+        write_delta(path, shapes, seed, files or {})
+        records.append(_publish(registry, path, f"v{seed}"))
+        path.unlink()
+    return records
+
+
+def tokenizer_files(scratch: Path, shapes: LlamaShapes) -> dict[str, bytes]:
+    """Make the files of a variant's own tokenizer, whose tokens are the words `x0`, `x1` and so on."""
+    directory = scratch / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=_words("x", shapes)).save_pretrained(directory)
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name in FILES}
+
+
+def text_of(prompt: Sequence[int], letter: str = "w") -> str:
+    """Return the text of a prompt, for the base's tokenizer, or with the letter `x` for a variant's own."""
+    return " ".join(f"{letter}{token_id}" for token_id in prompt)
 
 
 @contextmanager
@@ -165,8 +198,15 @@ def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[lis
     return ids
 
 
-def _publish(registry: Registry, path: Path, shapes: LlamaShapes, seed: int) -> VersionRecord:
-    write_delta(path, shapes, seed, num_file_bytes=0)
+def _words(letter: str, shapes: LlamaShapes) -> Tokenizer:
+    """Make a tokenizer whose tokens are words: a letter and the token's id."""
+    vocabulary = {f"{letter}{token_id}": token_id for token_id in range(shapes.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=f"{letter}0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _publish(registry: Registry, path: Path, name: str) -> VersionRecord:
     with Artifact.open(path) as artifact:
         manifest = artifact.manifest
         facts = ArtifactFacts(
@@ -179,6 +219,4 @@ def _publish(registry: Registry, path: Path, shapes: LlamaShapes, seed: int) -> 
     with registry.open_upload(None) as upload, path.open("rb") as file:
         while block := file.read(1 << 22):
             upload.write(block)
-        record = registry.publish(upload.seal(), facts, tenant="default", name=f"v{seed}").record
-    path.unlink()
-    return record
+        return registry.publish(upload.seal(), facts, tenant="default", name=name).record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from deltastore.loader import ObjectSource
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
 
 SHARD_BYTES = 512 << 20
-FILE_BYTES = 2 << 20  # of a tokenizer
+TOKENIZER_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,13 @@ def write_checkpoint(directory: Path, shapes: LlamaShapes) -> list[Path]:
 
 
 def write_delta(
-    path: Path, shapes: LlamaShapes, seed: int = 1, num_file_bytes: int = FILE_BYTES
+    path: Path, shapes: LlamaShapes, seed: int = 1, files: Mapping[str, bytes] | None = None
 ) -> ObjectSource:
-    """Write an artifact of random signs, whole norms and one file; return what a registry records of it."""
+    """Write an artifact of random signs, whole norms and `files`; return what a registry records of it.
+
+    By default its one file has the size of a tokenizer and no contents.
+    """
+    files = {"tokenizer.json": bytes(TOKENIZER_BYTES)} if files is None else files
     generator = torch.Generator().manual_seed(seed)
     specs: dict[str, TensorSpec] = {}
     with ArtifactWriter(path) as writer:
@@ -97,10 +101,9 @@ def write_delta(
             else:
                 writer.add_whole(name, torch.ones(shape, dtype=torch.float16))
                 specs[name] = TensorSpec(codec="whole", shape=list(shape))
-        if num_file_bytes:
-            writer.add_file("tokenizer.json", bytes(num_file_bytes))
-        files = ["tokenizer.json"] if num_file_bytes else []
-        writer.finish(_manifest(specs, writer.device_bytes, files, shapes.tied))
+        for name, content in files.items():
+            writer.add_file(name, content)
+        writer.finish(_manifest(specs, writer.device_bytes, list(files), shapes.tied))
     return _source(path)
 
 

@@ -129,7 +129,7 @@ def ours(service: BenchEngine, load: Load, scale: Scale) -> list[Contender]:
             for i, prompt in enumerate(asked_for.prompts)
         ]
         for one in asked:
-            check_length(len(one.token_times()), load.num_new)
+            check_length(len(one.times().tokens), load.num_new)
 
     few = Load(load.prompts[:NUM_FEW], load.num_new)
     return [Contender(OURS, k, load.num_tokens, partial(answer, k, load)) for k in (0, *scale.counts)] + [

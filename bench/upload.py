@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(directory: Path, small: bool, repeats: int) -> Figures:
     """Measure all operations in turns, so that other work on the machine slows each of them."""
     path = directory / "delta.safetensors"
-    write_delta(path, SMALL if small else FULL, num_file_bytes=0)
+    write_delta(path, SMALL if small else FULL, files={})
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if small else ""
     runs: dict[str, list[float]] = {}
     command = [sys.executable, "-m", "bench.upload", "--serve", directory, *(["--small"] if small else [])]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.process import memory_of, reset_peak
+from bench.process_tree import memory_of, reset_peak
 from bench.quality.text import Amount
 from compressor.codec import Method
 from compressor.config import CompressConfig

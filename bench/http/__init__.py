@@ -1,0 +1,1 @@
+"""Measures HTTP beside the bare engine: `python -m bench.http`."""

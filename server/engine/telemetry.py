@@ -78,9 +78,7 @@ class Telemetry:
     def finished(self, request: Request, reason: str, total_s: float) -> None:
         """Record the end of a request and its tokens; `reason` is a FinishReason or ``error``."""
         self._count_tokens()
-        self._metrics.e2e_request_latency_seconds.observe(total_s)
-        label = self._metrics.variant_label(_owner_of(request), request.name)
-        self._metrics.variant_requests_total.labels(variant=label, finish_reason=reason).inc()
+        self._metrics.finished(_owner_of(request), request.name, reason, total_s)
 
     def _count_tokens(self) -> None:
         metrics = self._metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
@@ -11,61 +10,34 @@ from server.metrics.definitions import BATCH_BUCKETS
 from server.metrics.labels import (
     BASE,
     EVICTION_REASONS,
-    FINISH_REASONS,
     KINDS,
     LEVELS,
     LOAD_FAILURES,
     LOOKUPS,
-    MAX_LABEL_VALUES,
     MEMORY_KINDS,
-    OTHER,
     SOURCES,
     STAGES,
     WAIT_REASONS,
-    variant_label,
 )
-from server.metrics.rejections import RejectionMetrics
+from server.metrics.requests import RequestMetrics
 
 
-class EngineMetrics(RejectionMetrics):
+class EngineMetrics(RequestMetrics):
     """Metrics of the engine. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._labels: set[str] = set()
-        self._lock = threading.Lock()
         self._define_loading()
         self._define_residency()
         self._define_requests()
-        self._define_latencies()
-        self._define_variants_and_tenants()
+        self._define_tokens()
         self._define_steps()
-
-    def variant_label(self, tenant: str, name: str | None) -> str:
-        """Return the `variant` label of a variant, or of the base if `name` is None.
-
-        The first `MAX_LABEL_VALUES` variants get a label of their own, until `forget_variants` gives it back.
-        """
-        if name is None:
-            return BASE
-        label = variant_label(tenant, name)
-        with self._lock:
-            if label not in self._labels:
-                if len(self._labels) >= MAX_LABEL_VALUES:
-                    return OTHER
-                self._labels.add(label)
-                # Every label has series, so that a snapshot shows which labels are taken.
-                for kind in KINDS:
-                    self.variant_tokens_total.labels(label, kind)
-        return label
 
     def forget_variants(self, labels: Iterable[str]) -> None:
         """Remove the series of deleted variants, so that other variants can have a label. Takes 40 µs per label."""
+        labels = tuple(labels)
+        super().forget_variants(labels)
         for label in labels:
-            with self._lock:
-                self._labels.discard(label)
-            for reason in FINISH_REASONS:
-                self.variant_requests_total.remove(label, reason)
             for kind in KINDS:
                 self.variant_tokens_total.remove(label, kind)
             for level in LEVELS:
@@ -116,10 +88,6 @@ class EngineMetrics(RejectionMetrics):
         self.num_requests_waiting_by_reason = self._gauge(
             "num_requests_waiting_by_reason", "Admitted requests that wait, by reason", reason=WAIT_REASONS
         )
-        self.prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens processed")
-        self.generation_tokens_total = self._counter("generation_tokens", "Tokens generated")
-
-    def _define_latencies(self) -> None:
         self.request_queue_seconds = self._histogram(
             "request_queue_seconds", "From admission to the first step"
         )
@@ -129,14 +97,10 @@ class EngineMetrics(RejectionMetrics):
         self.inter_token_latency_seconds = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a request"
         )
-        self.e2e_request_latency_seconds = self._histogram(
-            "e2e_request_latency_seconds", "From admission to the last token"
-        )
 
-    def _define_variants_and_tenants(self) -> None:
-        self.variant_requests_total = self._counter(
-            "variant_requests", "Finished requests", variant=(BASE,), finish_reason=FINISH_REASONS
-        )
+    def _define_tokens(self) -> None:
+        self.prompt_tokens_total = self._counter("prompt_tokens", "Prompt tokens processed")
+        self.generation_tokens_total = self._counter("generation_tokens", "Tokens generated")
         self.variant_tokens_total = self._counter(
             "variant_tokens", "Tokens processed and generated", variant=(BASE,), kind=KINDS
         )

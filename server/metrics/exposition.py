@@ -26,7 +26,7 @@ class Scrape(NamedTuple):
 
     # In the format of CONTENT_TYPE.
     text: bytes
-    # `variant` labels of deleted variants, for `EngineMetrics.forget_variants`.
+    # `variant` labels of deleted variants, for `forget_variants` in the processes that have counted them.
     deleted: frozenset[str]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from server.metrics.labels import UPLOAD_RESULTS
-from server.metrics.rejections import RejectionMetrics
+from server.metrics.requests import RequestMetrics
 
 
-class FrontendMetrics(RejectionMetrics):
-    """Metrics of one HTTP process: its replies, its uploads, and the requests that it refuses itself."""
+class FrontendMetrics(RequestMetrics):
+    """Metrics of one HTTP process: its replies, its uploads, and the requests that it refuses or loses itself."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

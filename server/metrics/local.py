@@ -39,4 +39,5 @@ class LocalMetrics:
                 self._aggregator.received(source, take_snapshot(source))
             text, deleted = scrape(self._aggregator, registry, is_ready=is_ready)
             self.engine.forget_variants(deleted)
+            self.frontend.forget_variants(deleted)
         return text

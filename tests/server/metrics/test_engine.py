@@ -47,11 +47,11 @@ def test_variants_beyond_the_bound_share_a_label(metrics: EngineMetrics) -> None
     assert metrics.variant_label("t", "v0") == "t/v0"
 
 
-def test_a_label_has_series_as_soon_as_it_is_taken(
+def test_a_label_has_a_series_as_soon_as_it_is_taken(
     metrics: EngineMetrics, registry: CollectorRegistry
 ) -> None:
-    label = {"variant": metrics.variant_label("t", "v"), "kind": "generation"}
-    assert registry.get_sample_value("peraxis_variant_tokens_total", label) == 0
+    label = {"variant": metrics.variant_label("t", "v"), "finish_reason": "error"}
+    assert registry.get_sample_value("peraxis_variant_requests_total", label) == 0
 
 
 def test_deleted_variants_series_are_removed_and_their_labels_can_be_used_again(

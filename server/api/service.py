@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry import Registry
+from server.api.artifact_checks import ArtifactChecks
 from server.api.background import BackgroundThreads
 from server.engine.engine import Engine
 from server.errors import Draining, EngineFailed, QueueFull
@@ -63,6 +65,8 @@ class Service:
         self.metrics = metrics.frontend
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
+        self.num_uploads: Counter[str] = Counter()  # under way, by tenant
+        self.artifact_checks = ArtifactChecks(settings.max_upload_bytes)
         self.draining = False
         self.loading: asyncio.Task[None] | None = None
         # Set when the device is lost, and with it every request.
@@ -139,6 +143,7 @@ class Service:
             while self.num_in_flight and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_S)
             await run_in_threadpool(self._backend.tokenizers.close)
+        await self.artifact_checks.close()
 
 
 def _log_failed_loading(loading: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""Receive one upload: stream the body to disk, verify the artifact, publish it. Memory use does not grow with its size.
+"""Receive one upload: stream the body to disk, check the artifact, publish it. Memory use does not grow with its size.
 
 The functions stand in the order in which an upload runs through them. The registry owns the files.
 """
@@ -9,8 +9,9 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
 
 import anyio
@@ -18,22 +19,28 @@ from fastapi import Request
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
 from deltastore.format.artifact import Artifact
-from deltastore.format.validate import check_artifact, check_base, check_size
+from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
 from deltastore.registry.records import ArtifactFacts, check_names
 from deltastore.registry.uploads import SealedUpload, Upload
+from server.api.artifact_checks import WHERE
+from server.api.bodies import timed_chunks
 from server.api.errors import failure_of
 from server.api.multipart import file_of_form
+from server.api.request_events import while_connected
 from server.api.service import Backend, Service
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, QueueFull
 from server.tenants import Tenant
 
 # Bytes that are gathered before a thread writes them.
 WRITE_BYTES = 1 << 20
 # Bytes that a multipart body may have beside its file.
 FORM_OVERHEAD_BYTES = 64 << 10
-# Bytes of a variant's tokenizer and configuration files, which are read into memory.
-MAX_FILES_BYTES = 256 << 20
+# The bytes at the beginning of an artifact that tell it from most other files.
+PREFIX_BYTES = 9
+# Uploads of one tenant at a time. Each keeps up to 2 MB in memory.
+MAX_UPLOADS_PER_TENANT = 16
+FORM = "multipart/form-data"
 DIGEST_HEADER = "Content-Digest"
 SHA256_MEMBER = re.compile(r"\s*sha-256=:([A-Za-z0-9+/=]*):\s*")
 
@@ -45,21 +52,20 @@ async def receive_upload(
 
     Raises:
         InvalidRequest, UsageError: not an upload as the API describes it.
+        RequestTimeout: the body came too slowly.
         ArtifactError, BaseMismatch, ArtifactTooLarge: an artifact that this server cannot serve.
         StorageFull: the registry's disk is full.
+        QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way.
     """
     outcomes = service.metrics.uploads_total
     try:
         check_names(tenant.name, name)
-        backend = service.backend
         expected = _expected_digest(request)
-        async with _open_upload(service) as upload:
-            await _write_body(request, service, upload)
-            sealed = await service.run_in_background(upload.seal)
-            facts = await service.run_in_background(_verify, sealed, expected, backend)
-            publication = await service.run_in_background(
-                service.registry.publish, sealed, facts, tenant=tenant.name, name=name, activate=activate
-            )
+        _check_headers(request, service.settings.max_upload_bytes)
+        # Refuse while no base is loaded: without one, no artifact can be checked.
+        _ = service.backend
+        with _one_more(service.num_uploads, tenant):
+            publication = await _receive(request, service, tenant, name, expected, activate)
     except BaseException as error:
         rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500
         outcomes.labels(result="rejected" if rejected else "failed").inc()
@@ -85,6 +91,34 @@ def _expected_digest(request: Request) -> str | None:
     return digest.hex()
 
 
+@contextmanager
+def _one_more(num_uploads: Counter[str], tenant: Tenant) -> Iterator[None]:
+    """Count an upload of a tenant inside the block; raise QueueFull if it has too many under way."""
+    if num_uploads[tenant.name] >= MAX_UPLOADS_PER_TENANT:
+        raise QueueFull(
+            f"{MAX_UPLOADS_PER_TENANT} uploads are under way: send this one when another has ended"
+        )
+    num_uploads[tenant.name] += 1
+    try:
+        yield
+    finally:
+        num_uploads[tenant.name] -= 1
+
+
+async def _receive(
+    request: Request, service: Service, tenant: Tenant, name: str, expected_digest: str | None, activate: bool
+) -> Publication:
+    """Write, check and publish the body. Leaving early removes what was written."""
+    async with _open_upload(service) as upload:
+        await _write_body(request, service, upload)
+        sealed = await service.run_in_background(upload.seal)
+        _check_digest(sealed, expected_digest)
+        facts = await while_connected(request, _check(service, tenant, sealed))
+        return await service.run_in_background(
+            service.registry.publish, sealed, facts, tenant=tenant.name, name=name, activate=activate
+        )
+
+
 @asynccontextmanager
 async def _open_upload(service: Service) -> AsyncIterator[Upload]:
     """Open the registry's upload and remove its partial file on a thread: unlinking gigabytes takes long."""
@@ -105,23 +139,29 @@ async def _write_body(request: Request, service: Service, upload: Upload) -> Non
 
 async def _artifact_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
     """Yield the artifact in chunks of `WRITE_BYTES` or more, from a raw or a multipart body; the last may be less."""
-    content_type = request.headers.get("content-type", "")
-    media_type = content_type.partition(";")[0].strip().lower()
-    is_form = media_type == "multipart/form-data"
-    _check_headers(request, media_type, max_bytes)
-    body = request.stream()
-    gathered = bytearray()
-    async for chunk in file_of_form(body, content_type) if is_form else body:
-        gathered += chunk
-        if len(gathered) >= WRITE_BYTES:
-            yield bytes(gathered)
-            gathered.clear()
+    is_form = _media_type(request) == FORM
+    max_bytes = max_bytes if is_form else int(request.headers.get("content-length", max_bytes))
+    gathered, is_begun = bytearray(), False
+    async with aclosing(timed_chunks(request)) as body:
+        async for chunk in file_of_form(body, request.headers["content-type"]) if is_form else body:
+            gathered += chunk
+            if not is_begun and len(gathered) >= PREFIX_BYTES:
+                is_begun = True
+                check_prefix(bytes(gathered[:PREFIX_BYTES]), max_bytes)
+            if len(gathered) >= WRITE_BYTES:
+                yield bytes(gathered)
+                gathered.clear()
     if gathered:
         yield bytes(gathered)
 
 
-def _check_headers(request: Request, media_type: str, max_bytes: int) -> None:
-    if media_type not in ("", "application/octet-stream", "multipart/form-data"):
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    media_type = _media_type(request)
+    if media_type not in ("", "application/octet-stream", FORM):
         raise InvalidRequest(
             f"an artifact cannot be sent as {media_type}: set Content-Type to application/octet-stream, "
             "or send a multipart/form-data field called file",
@@ -133,7 +173,7 @@ def _check_headers(request: Request, media_type: str, max_bytes: int) -> None:
         )
     # uvicorn has checked that Content-Length is a number.
     length = int(request.headers.get("content-length", "0"))
-    overhead = FORM_OVERHEAD_BYTES if media_type == "multipart/form-data" else 0
+    overhead = FORM_OVERHEAD_BYTES if media_type == FORM else 0
     if length > max_bytes + overhead:
         raise ArtifactTooLarge(
             f"the upload has {length} bytes and this server takes {max_bytes}: send a smaller one, "
@@ -177,27 +217,22 @@ class WriteBehind:
         self._service.metrics.upload_bytes_total.inc(len(chunk))
 
 
-def _verify(sealed: SealedUpload, expected_digest: str | None, backend: Backend) -> ArtifactFacts:
-    """Check that this server can serve the artifact. Cheap checks run first: they bound what the others read."""
-    where = "the upload"
-    if expected_digest is not None and sealed.digest != expected_digest:
+def _check_digest(sealed: SealedUpload, expected: str | None) -> None:
+    if expected is not None and sealed.digest != expected:
         raise ArtifactError(
-            f"{where} has SHA-256 {sealed.digest}, and its {DIGEST_HEADER} is {expected_digest}: send it again"
+            f"the upload has SHA-256 {sealed.digest}, and its {DIGEST_HEADER} is {expected}: send it again"
         )
-    with Artifact.open(sealed.path, where) as artifact:
-        check_size(artifact, backend.engine.slot_bytes, where)
-        check_base(artifact, backend.engine.base, where)
-        check_artifact(artifact, where)
-        manifest = artifact.manifest
-        if artifact.header.data_bytes - manifest.device_bytes > MAX_FILES_BYTES:
-            raise ArtifactTooLarge(
-                f"{where} carries files of more than {MAX_FILES_BYTES} bytes: leave some out"
-            )
+
+
+async def _check(service: Service, tenant: Tenant, sealed: SealedUpload) -> ArtifactFacts:
+    backend = service.backend
+    facts = await service.artifact_checks.check(
+        tenant.name, sealed.path, sealed.size_bytes, backend.engine.base, backend.engine.slot_bytes
+    )
+    await service.run_in_background(_check_tokenizer, sealed, backend)
+    return facts
+
+
+def _check_tokenizer(sealed: SealedUpload, backend: Backend) -> None:
+    with Artifact.open(sealed.path, WHERE) as artifact:
         backend.tokenizers.check(artifact)
-        return ArtifactFacts(
-            data_start=artifact.header.data_start,
-            device_bytes=manifest.device_bytes,
-            base_fingerprint=manifest.base_fingerprint,
-            method=manifest.method,
-            fidelity=manifest.fidelity,
-        )

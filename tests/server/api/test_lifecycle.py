@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.helpers.live_server import (
+    ARTIFACT_PREFIX,
     MAX_MODEL_LEN,
     Artifacts,
     LiveServer,
@@ -108,8 +109,10 @@ def test_a_full_disk_refuses_the_upload_and_nothing_else(
     if not os.path.ismount(small_disk):
         pytest.skip("this user may not mount a small disk to fill")
     before = small.client.get("/variants").json()
-    reply = small.client.post("/variants?name=large", content=bytes(12 << 20), headers=OCTETS)
+    content = ARTIFACT_PREFIX + bytes(12 << 20)
+    reply = small.client.post("/variants?name=large", content=content, headers=OCTETS)
     assert (reply.status_code, error_of(reply)["code"]) == (507, "insufficient_storage")
+    assert str(small_disk) not in reply.text
     assert small.client.get("/variants").json() == before
     assert small.generate("plain", max_new_tokens=1).status_code == 200
     assert small.upload("after", artifacts.spare[0]).status_code == 201

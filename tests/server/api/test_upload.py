@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from typing import Any
 
@@ -14,7 +16,14 @@ import pytest
 import torch
 
 from tests.deltastore.helpers.hostile import with_header, with_values
-from tests.server.helpers.live_server import Artifacts, LiveServer, connection, error_of, eventually
+from tests.server.helpers.live_server import (
+    ARTIFACT_PREFIX,
+    Artifacts,
+    LiveServer,
+    connection,
+    error_of,
+    eventually,
+)
 
 MEBIBYTE = 1 << 20
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -202,6 +211,7 @@ def test_memory_stays_flat_however_large_the_body_is(
     def body() -> Iterator[bytes]:
         nonlocal highest
         yield b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n' if as_form else b""
+        yield ARTIFACT_PREFIX
         block = bytes(4 * MEBIBYTE)
         for _ in range(size_mib // 4):
             yield block
@@ -213,3 +223,59 @@ def test_memory_stays_flat_however_large_the_body_is(
     assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_artifact")
     assert highest - before < 64 * MEBIBYTE
     assert is_absent(server, "zeros")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_file_that_cannot_be_an_artifact_is_refused_by_its_first_bytes(
+    server: LiveServer, announced: bool
+) -> None:
+    length = f"Content-Length: {400 * MEBIBYTE}" if announced else "Transfer-Encoding: chunked"
+    head = f"POST /variants?name=noise HTTP/1.1\r\nHost: test\r\n{length}\r\n\r\n"
+    with connection(server.url) as raw:
+        raw.sendall(head.encode() + (b"" if announced else b"1000\r\n") + b"\xff" * 4096)
+        reply = HTTPResponse(raw)
+        reply.begin()
+        assert reply.status == 400
+        assert json.load(reply)["error"]["code"] == "invalid_artifact"
+    assert is_absent(server, "noise")
+
+
+def begin_uploads(server: LiveServer, stack: ExitStack, number: int, content: bytes) -> list[socket.socket]:
+    """Send the first half of an artifact on each of several connections."""
+    uploads = []
+    for index in range(number):
+        raw = stack.enter_context(connection(server.url))
+        head = f"POST /variants?name=slow-{index} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
+        raw.sendall(head.encode() + content[: len(content) // 2])
+        uploads.append(raw)
+    return uploads
+
+
+def test_slow_uploads_do_not_hold_up_another(server: LiveServer, artifacts: Artifacts) -> None:
+    content = artifacts.plain.read_bytes()
+    with ExitStack() as stack:
+        slow = begin_uploads(server, stack, 12, content)
+        assert eventually(lambda: len(partial_files(server)) == 12)
+        assert server.upload("honest", artifacts.plain).status_code == 201
+        for raw in slow:
+            raw.sendall(content[len(content) // 2 :])
+            reply = HTTPResponse(raw)
+            reply.begin()
+            assert reply.status == 201
+
+
+def test_a_tenant_has_a_bounded_number_of_uploads_at_once(server: LiveServer, artifacts: Artifacts) -> None:
+    with ExitStack() as stack:
+        begin_uploads(server, stack, 16, artifacts.plain.read_bytes())
+        assert eventually(lambda: len(partial_files(server)) == 16)
+        reply = server.upload("one-more", artifacts.plain)
+        assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
+    assert eventually(lambda: server.upload("one-more", artifacts.plain).status_code == 201)
+
+
+def test_an_artifact_larger_than_a_slot_is_refused_without_a_path_of_the_server(
+    server: LiveServer, artifacts: Artifacts
+) -> None:
+    reply = server.upload("oversized", artifacts.oversized)
+    assert (reply.status_code, error_of(reply)["code"]) == (413, "too_large")
+    assert str(server.registry.parent) not in reply.text

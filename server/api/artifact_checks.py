@@ -1,0 +1,117 @@
+"""Checks of uploaded artifacts, in worker processes that may be killed. Knows no HTTP and no registry.
+
+A worker has torch; the process that owns the pool needs none.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltastore.errors import ArtifactError, ArtifactTooLarge
+from deltastore.registry.records import ArtifactFacts
+from server.errors import Draining, WorkerDied, WorkerTimeout
+from server.workers.limits import Limits
+from server.workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from deltastore.base.base import Base
+
+log = logging.getLogger(__name__)
+
+# One tenant has at most half of them.
+NUM_WORKERS = 2
+# Of one check. A header takes up to 500 MB when it is parsed, a tokenizer up to 1 GB.
+MEMORY_BYTES = 2 << 30
+# The time of a check, beside its reading of the file at a slow disk's speed.
+CHECK_S = 30.0
+READ_BYTES_PER_S = 50e6
+# Bytes of a variant's tokenizer and configuration files, which are read into memory.
+MAX_FILES_BYTES = 256 << 20
+WHERE = "the upload"
+# Imported by a worker once, before its first check.
+MODULES = ("deltastore.format.artifact", "deltastore.format.manifest", "deltastore.format.validate")
+
+
+class ArtifactChecks:
+    """The workers that check uploads. Event loop only.
+
+    Args:
+        max_upload_bytes: size of the largest artifact, in bytes.
+    """
+
+    def __init__(self, max_upload_bytes: int) -> None:
+        limits = Limits(MEMORY_BYTES, cpu_s=_deadline_s(max_upload_bytes))
+        self._pool = WorkerPool(NUM_WORKERS, limits, MODULES)
+        self._closed = False
+
+    async def check(
+        self, tenant: str, path: Path, num_bytes: int, base: Base, slot_bytes: int
+    ) -> ArtifactFacts:
+        """Check that a server with this base can serve an artifact. Cancelling the call ends the check.
+
+        Args:
+            tenant: the owner of the upload; tenants' checks are run in turn.
+            path: the artifact, which nothing writes to any more.
+            num_bytes: its size.
+            base: the base of the server.
+            slot_bytes: size of a slot on the device.
+
+        Raises:
+            ArtifactError: the artifact is malformed, or its check did not end as it should.
+            BaseMismatch: it was made from another base.
+            ArtifactTooLarge: no slot can hold it, or its files are too large.
+            QueueFull: too many uploads of the tenant wait for their checks.
+            Draining: the server is shutting down.
+        """
+        try:
+            return await self._pool.run(
+                tenant, _deadline_s(num_bytes), check_artifact_file, path, base, slot_bytes
+            )
+        except WorkerTimeout as error:
+            raise ArtifactError(f"{WHERE} takes too long to check: {error}") from error
+        except WorkerDied as error:
+            if self._closed:
+                raise Draining("the server is shutting down: send the artifact again") from error
+            raise ArtifactError(f"{WHERE} cannot be checked: {error}") from error
+        except RuntimeError as error:
+            log.warning("the check of an upload of tenant %s failed: %s", tenant, error)
+            raise ArtifactError(f"{WHERE} cannot be read: its check failed") from error
+
+    async def close(self) -> None:
+        """End the workers; checks under way raise Draining."""
+        self._closed = True
+        await self._pool.close()
+
+
+def check_artifact_file(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
+    """Check an artifact, in a worker. Cheap checks run first: they bound what the others read.
+
+    Raises:
+        ArtifactError, BaseMismatch, ArtifactTooLarge: as `ArtifactChecks.check` does.
+    """
+    # Deferred: they import torch.
+    from deltastore.format.artifact import Artifact
+    from deltastore.format.validate import check_artifact, check_base, check_size
+
+    with Artifact.open(path, WHERE) as artifact:
+        check_size(artifact, slot_bytes, WHERE)
+        check_base(artifact, base, WHERE)
+        check_artifact(artifact, WHERE)
+        manifest = artifact.manifest
+        if artifact.header.data_bytes - manifest.device_bytes > MAX_FILES_BYTES:
+            raise ArtifactTooLarge(
+                f"{WHERE} carries files of more than {MAX_FILES_BYTES} bytes: leave some out"
+            )
+        return ArtifactFacts(
+            data_start=artifact.header.data_start,
+            device_bytes=manifest.device_bytes,
+            base_fingerprint=manifest.base_fingerprint,
+            method=manifest.method,
+            fidelity=manifest.fidelity,
+        )
+
+
+def _deadline_s(num_bytes: int) -> float:
+    return CHECK_S + num_bytes / READ_BYTES_PER_S

@@ -1,0 +1,98 @@
+"""Checks of artifacts in worker processes: their results, and checks that do not end as they should."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
+from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
+from deltastore.registry.records import ArtifactFacts
+from server.api import artifact_checks
+from server.api.artifact_checks import ArtifactChecks
+from server.errors import Draining
+from tests.server.helpers.live_server import ROOT, Artifacts
+
+GIGABYTE = 1_000_000_000
+# Modules that an HTTP process imports for uploads and bodies.
+TORCH_FREE = "server.api.artifact_checks, server.api.bodies, server.api.multipart, server.frontend.web_server"
+
+
+@pytest.fixture(scope="module")
+def base(artifacts: Artifacts) -> Base:
+    return Base.of(Checkpoint.open(artifacts.base))
+
+
+def run(what: Callable[[ArtifactChecks], Coroutine[Any, Any, ArtifactFacts]]) -> ArtifactFacts:
+    """Run `what` with workers, and end them."""
+
+    async def main() -> ArtifactFacts:
+        checks = ArtifactChecks(GIGABYTE)
+        try:
+            return await what(checks)
+        finally:
+            await checks.close()
+
+    return asyncio.run(main())
+
+
+def check(path: Path, base: Base, slot_bytes: int = GIGABYTE) -> ArtifactFacts:
+    return run(lambda checks: checks.check("default", path, path.stat().st_size, base, slot_bytes))
+
+
+def test_the_facts_of_a_valid_artifact_come_back(artifacts: Artifacts, base: Base) -> None:
+    facts = check(artifacts.plain, base)
+    assert (facts.base_fingerprint, facts.method) == (base.fingerprint, "scalar")
+
+
+def test_an_error_keeps_its_class(artifacts: Artifacts, base: Base) -> None:
+    with pytest.raises(BaseMismatch, match="the upload: made from base"):
+        check(artifacts.foreign, base)
+    with pytest.raises(ArtifactTooLarge, match="a slot has 10"):
+        check(artifacts.plain, base, slot_bytes=10)
+
+
+def test_a_check_that_ends_its_process_refuses_the_artifact(base: Base) -> None:
+    class Abort:
+        """Ends the worker that unpickles it, as a failed allocation in Rust does."""
+
+        def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+            return os.abort, ()
+
+    with pytest.raises(ArtifactError, match=r"the upload cannot be checked: .* crashed"):
+        run(lambda checks: checks.check("default", cast(Path, Abort()), 1, base, GIGABYTE))
+
+
+def test_a_check_that_takes_too_long_refuses_the_artifact(
+    artifacts: Artifacts, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifact_checks, "CHECK_S", 0.0)
+    with pytest.raises(ArtifactError, match="takes too long to check"):
+        check(artifacts.plain, base)
+
+
+def test_a_check_that_fails_in_an_unforeseen_way_refuses_the_artifact(artifacts: Artifacts) -> None:
+    with pytest.raises(ArtifactError, match="the upload cannot be read: its check failed"):
+        check(artifacts.plain, cast(Base, None))
+
+
+def test_a_check_during_shutdown_is_refused_as_draining(artifacts: Artifacts, base: Base) -> None:
+    async def after_the_end(checks: ArtifactChecks) -> ArtifactFacts:
+        await checks.close()
+        return await checks.check("default", artifacts.plain, 1, base, GIGABYTE)
+
+    with pytest.raises(Draining):
+        run(after_the_end)
+
+
+def test_an_http_process_needs_no_torch_for_uploads() -> None:
+    program = f"import sys, {TORCH_FREE}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -55,6 +55,9 @@ def prepare(
     dtype: torch.dtype = torch.float32,  # of the model
 ) -> None:
     """Compile the kernels of a device at start-up, or load them. Compiling takes seconds."""
+    if device.type == "cpu":
+        compile_kernels()
+        return
     one = torch.ones(1, 1, device=device)
     signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
     plane_ptrs = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
@@ -66,10 +69,10 @@ def prepare(
 
 
 def compile_kernels() -> None:
-    """Compile all kernels for this processor and keep them in the user's cache, where a server's start finds them."""
-    from server.kernels import attention_cpu
+    """Compile the CPU kernels for this processor and keep them in the user's cache, or load them from it."""
+    from server.kernels import attention_cpu, onebit_cpu
 
-    prepare(torch.device("cpu"))
+    onebit_cpu.compile_kernels()
     attention_cpu.compiled_kernel()
 
 

@@ -49,6 +49,15 @@ Rows = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], None]
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 
 
+def compile_kernels() -> None:
+    """Compile all kernels that products use on this processor, or load them."""
+    by_lookup = lookup.is_supported()
+    _matmul(by_lookup)
+    _rows()
+    if not by_lookup:
+        expand.compiled_kernel()
+
+
 def add_onebit_matmul(
     output: Tensor,  # [rows, out], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype

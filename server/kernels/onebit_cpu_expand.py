@@ -35,7 +35,7 @@ def add_product(
     tile = torch.empty(num_outputs, 8 * width)
     for start in range(0, len(signs), num_outputs):
         part = signs[start : start + num_outputs]
-        _expand()(part.numpy(), _numbers(), tile.numpy())
+        compiled_kernel()(part.numpy(), _numbers(), tile.numpy())
         product = inputs @ tile[: len(part), : x.shape[1]].T
         block = output[:, start : start + len(part)]
         block.copy_(torch.addcmul(block.float(), product, factor_out[start : start + len(part)]))
@@ -49,8 +49,8 @@ def _numbers() -> np.ndarray:
 
 
 @cache
-def _expand() -> Any:
-    """Compile `_expand_rows`."""
+def compiled_kernel() -> Any:
+    """Compile `_expand_rows`, or load it."""
     signature = "void(uint8[:, ::1], float32[:, ::1], float32[:, ::1])"
     return numba_cache.function(_expand_rows, signature, SOURCES, nogil=True, error_model="numpy")
 

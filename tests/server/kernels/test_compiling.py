@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.test_structure import imports_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,11 +23,22 @@ def run(*program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_second_process_compiles_no_kernel(tmp_path: Path) -> None:
+def num_passes(cache: Path, **environment: str) -> list[int]:
+    """Return how many passes numba's compiler ran when the kernels were prepared, and in the products that followed."""
     program = ("-m", "tests.server.helpers.compile_kernels")
-    first, second = (int(run(*program, XDG_CACHE_HOME=str(tmp_path))) for _ in range(2))
-    assert first > 0
-    assert second == 0
+    return [int(number) for number in run(*program, XDG_CACHE_HOME=str(cache), **environment).split()]
+
+
+def test_no_process_compiles_a_kernel_after_the_build_of_an_image(tmp_path: Path) -> None:
+    run("-m", "server.kernels", XDG_CACHE_HOME=str(tmp_path))
+    assert num_passes(tmp_path) == [0, 0]
+
+
+@pytest.mark.parametrize("avx", ["1", "0"])
+def test_all_kernels_of_a_processor_are_compiled_before_the_first_product(avx: str, tmp_path: Path) -> None:
+    before, during = num_passes(tmp_path, NUMBA_ENABLE_AVX=avx)
+    assert before > 0
+    assert during == 0
 
 
 def test_the_model_and_the_kernels_of_cuda_are_imported_without_numba() -> None:

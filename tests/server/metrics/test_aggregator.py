@@ -201,6 +201,15 @@ def test_of_the_process_metrics_the_oldest_start_and_the_smallest_limit_are_show
     assert shown["process_max_fds"] == 50
 
 
+def test_a_sum_was_created_with_its_first_process(aggregator: Aggregator) -> None:
+    for source, created in {"old": 10.0, "new": 20.0}.items():
+        aggregator.started(source)
+        series = (Series((), 1.0, created=created),)
+        aggregator.received(source, Snapshot((Family("made", "text", "counter", (), series),)))
+    made = aggregator.merged(without_variants=()).families[-1]
+    assert made.series == (Series((), 2.0, created=10.0),)
+
+
 def test_a_forgotten_variant_goes_from_totals_of_dead_and_running_processes(
     aggregator: Aggregator, process: Process
 ) -> None:
@@ -217,6 +226,7 @@ def test_a_forgotten_variant_goes_from_totals_of_dead_and_running_processes(
     aggregator.forget_variants({"t/v"})
     # The process has not forgotten it yet, and has counted nothing since.
     process.scrape_into(aggregator)
+    assert value(aggregator, "variant_tokens_total", variant="t/v", kind="prompt") is None
     text = render(aggregator.merged(without_variants={"t/v"})).decode()
     assert "t/v" not in text
     assert value(aggregator, "variant_tokens_total", variant="t/w", kind="prompt") == 4

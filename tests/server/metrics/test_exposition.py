@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,8 @@ def test_a_variant_without_an_active_version_has_no_gauge() -> None:
     families = service_families(Usage(0, 0, 0, 0), [Variant("t", "v", (), None)], (), is_ready=True)
     assert families[0].name == "peraxis_variant_active_version"
     assert not families[0].series
+
+
+def test_metrics_are_merged_and_rendered_without_torch() -> None:
+    program = "import sys, server.metrics.exposition, server.metrics.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from server.imports import without_collection
+from server.openmp_policy import let_threads_sleep
 from server.settings import load_settings
 
 app = typer.Typer(add_completion=False)
@@ -78,6 +80,7 @@ def serve(
     if print_config:
         print(loaded.describe())
         return
+    let_threads_sleep(os.environ)
     # Imports torch and transformers, which --help and --print-config do not need.
     with without_collection():
         from server.app import run_server

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deltastore.base.base import Base
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
@@ -105,6 +106,18 @@ def write_delta(
             writer.add_file(name, content)
         writer.finish(_manifest(specs, writer.device_bytes, list(files), shapes.tied))
     return _source(path)
+
+
+def write_whole_delta(path: Path, shapes: LlamaShapes, base: Base) -> None:
+    """Write an artifact for `base` that holds every tensor whole, random values in float32: 4 bytes per weight."""
+    generator = torch.Generator().manual_seed(1)
+    specs = {name: TensorSpec(codec="whole", shape=list(shape)) for name, shape in shapes.tensors()}
+    with ArtifactWriter(path) as writer:
+        for name, shape in shapes.tensors():
+            writer.add_whole(name, torch.empty(shape).normal_(std=0.02, generator=generator))
+        manifest = _manifest(specs, writer.device_bytes, [], shapes.tied)
+        identity = {"base_id": base.id, "base_fingerprint": base.fingerprint, "config": dict(base.config)}
+        writer.finish(manifest.model_copy(update=identity))
 
 
 def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> SignPlane:

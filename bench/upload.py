@@ -1,213 +1,245 @@
-"""Measure the time of an upload beside `sha256sum` and a plain copy, and the growth of the server's memory.
+"""Measure uploads of a gigabyte beside eight running streams: the streams' gaps, the rate of the upload, and memory.
 
-The file is an artifact of an 8B Llama's shapes with random contents, a gigabyte. It goes over loopback HTTP to a server
-in a process of its own: the real routes, registry and checks, each byte durable before the reply. The engine is
-replaced by the base's shapes and the size of a slot, which is all that an upload reads of it, so no model is needed.
+An artifact that holds every tensor of a 252M Llama whole in float32 goes over loopback HTTP to `peraxis serve`: each
+byte is durable and each number checked before the reply. In turns, curl sends the same file to a sink that only writes
+it and calls fsync. curl is the client of both.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 
-from bench.process import serving
+from bench.clients import StreamedRequest, running_clients
+from bench.process import Server, serve_command, serving
 from bench.report import RESULTS, describe, write_result
-from bench.synthetic import LlamaShapes, write_delta
+from bench.serving import FULL, SMALL, prompts, text_of, write_base
+from bench.streams import Span, StreamTimes, gaps_meeting, gaps_within, p99
+from bench.synthetic import LlamaShapes, write_whole_delta
 from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from deltastore.format.validate import check_artifact
 from demo.table import table
-from server.api.service import Backend
-from server.app import create_app
-from server.frontend.listen import listen, url_of
-from server.process import run
-from server.settings import Settings
 
-FULL = LlamaShapes(num_layers=32, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256)
-SMALL = LlamaShapes(num_layers=2, hidden=512, intermediate=1408, kv=128, vocabulary=8000)
-MAX_RATIO = 2.0  # of an upload's time to that of sha256sum
-MAX_GROWTH_BYTES = 64 << 20
+UPLOAD, SINK = "upload to the server", "curl into a file"
+PROMPT_TOKENS = 64
+MAX_P99_RATIO = 1.2
+MIN_RATE_RATIO = 0.5
+MAX_GROWTH_MIB = 64
+# Slots that hold every tensor in float32: 32 bits per weight, and the alignment of small tensors.
+SLOT_HEADROOM = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Median seconds of each operation on one file, and the greatest growth of the server's memory."""
+class UploadScope:
+    """Sizes of a run."""
+
+    shapes: LlamaShapes
+    num_streams: int = 8
+    stream_tokens: int = 1900  # more than are waited for
+    quiet_s: float = 2.0
+
+
+FULL_SCOPE = UploadScope(replace(FULL, num_layers=20))
+SMALL_SCOPE = UploadScope(SMALL, num_streams=2, quiet_s=0.3)
+
+
+@dataclass(slots=True)
+class Observations:
+    """The measurements of all turns."""
 
     num_bytes: int
-    sha256sum_s: float
-    copy_s: float  # durable
-    check_s: float  # every number of the artifact, in this process
-    upload_s: float
-    growth_bytes: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {SINK: [], UPLOAD: []})
+    quiet: list[float] = field(default_factory=list)  # gaps between tokens
+    busy: dict[str, list[float]] = field(default_factory=lambda: {SINK: [], UPLOAD: []})
+    growth_bytes: list[int] = field(default_factory=list)
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # of each part of the server
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Median bytes per second."""
+        return {name: self.num_bytes / median(seconds) for name, seconds in self.seconds.items()}
+
+    def add_gaps(self, streams: Sequence[StreamTimes], quiet: Sequence[Span], busy: dict[str, Span]) -> None:
+        self.quiet += gaps_within(streams, quiet)
+        for name, span in busy.items():
+            self.busy[name] += gaps_meeting(streams, [span])
 
     def as_json(self) -> dict[str, Any]:
+        gaps = {"quiet": self.quiet, **self.busy}
         return {
             "bytes": self.num_bytes,
-            "sha256sum_s": round(self.sha256sum_s, 3),
-            "plain_copy_s": round(self.copy_s, 3),
-            "check_s": round(self.check_s, 3),
-            "upload_s": round(self.upload_s, 3),
-            "upload_over_sha256sum": round(self.upload_s / self.sha256sum_s, 3),
-            "server_growth_bytes": self.growth_bytes,
+            "seconds": {name: [round(one, 4) for one in values] for name, values in self.seconds.items()},
+            "gaps": {
+                name: {"count": len(some), "p50_s": round(median(some), 6), "p99_s": round(p99(some), 6)}
+                for name, some in gaps.items()
+            },
+            "growth_bytes": self.growth_bytes,
+            "peak_bytes": self.peak_bytes,
+            "goals": list(goals(self)),
         }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
-    if args.serve:
-        sys.exit(serve(args.serve, SMALL if args.small else FULL))
+    scope = SMALL_SCOPE if args.small else FULL_SCOPE
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        figures = measure(Path(name), args.small, args.repeats)
-    device = torch.device("cpu")
-    print(
-        f"{describe(device)}; {figures.num_bytes / 1e6:.0f} MB, median of {args.repeats}, page cache warm\n"
-    )
-    print(table(("what", "seconds", "of sha256sum"), list(_rows(figures))))
-    print()
-    print(table(("goal", "limit", "reached", ""), list(_goals(figures))))
+        found = measure(Path(name), scope, args.repeats)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{describe(device)}; {found.num_bytes / 1e6:.0f} MB, median of {args.repeats}, page cache warm\n")
+    print(f"{gap_table(found, scope)}\n\n{rate_table(found)}\n\n{memory_line(found)}\n\n{goal_table(found)}")
     if out := args.out or (None if args.small else RESULTS / "upload.json"):
-        settings = {"repeats": args.repeats, "statistic": "median", "page_cache": "warm"}
-        write_result(out, "upload", device, {"settings": settings, "results": figures.as_json()})
+        settings = {**asdict(scope), "repeats": args.repeats, "statistic": "median", "page_cache": "warm"}
+        write_result(out, "upload", device, {"settings": settings, "results": found.as_json()})
 
 
-def measure(directory: Path, small: bool, repeats: int) -> Figures:
-    """Measure all operations in turns, so that other work on the machine slows each of them."""
-    path = directory / "delta.safetensors"
-    write_delta(path, SMALL if small else FULL, files={})
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if small else ""
-    runs: dict[str, list[float]] = {}
-    command = [sys.executable, "-m", "bench.upload", "--serve", directory, *(["--small"] if small else [])]
-    with serving(command) as server:
-        # Imports modules, and fills the page cache.
-        _upload(server.url, path, "first", digest)
-        for number in range(repeats):
-            before = server.memory()["VmRSS"]
-            server.peak.restart()
-            name = f"v{number}"
-            timed = {
-                "sha256sum": _seconds(partial(_sha256sum, path)),
-                "copy": _seconds(partial(_copy, path, directory / "copy")),
-                "check": _seconds(partial(_check, path)),
-                "upload": _seconds(partial(_upload, server.url, path, name, digest)),
-            }
-            (directory / "copy").unlink()
-            timed["growth"] = max(0, server.memory()["VmHWM"] - before)
-            for what, value in timed.items():
-                runs.setdefault(what, []).append(value)
-    medians = {what: median(values) for what, values in runs.items()}
-    return Figures(
-        path.stat().st_size,
-        medians["sha256sum"],
-        medians["copy"],
-        medians["check"],
-        medians["upload"],
-        int(max(runs["growth"])),
-    )
+def measure(directory: Path, scope: UploadScope, repeats: int) -> Observations:
+    """Run a turn `repeats` times; one more before them warms up and is not counted."""
+    base, path = write_base(directory / "base", scope.shapes), directory / "delta.safetensors"
+    write_whole_delta(path, scope.shapes, Base.of(Checkpoint.open(base)))
+    flags = ("--max-num-seqs", scope.num_streams, "--max-gpu-deltas", 2, "--slot-headroom", SLOT_HEADROOM)
+    more = ("--max-host-cache-gb", 0, "--kv-cache-gb", 0.7)
+    sink_command = [sys.executable, "-m", "bench.sink", directory / "sink"]
+    found = Observations(path.stat().st_size)
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(serve_command(base, directory / "registry", *flags, *more)))
+        sink = stack.enter_context(serving(sink_command))
+        for number in range(repeats + 1):
+            observations = Observations(found.num_bytes) if number == 0 else found
+            turn(server, sink.url, path, number, scope, observations)
+            print(f"turn {number} of {repeats} is done", file=sys.stderr, flush=True)
+    return found
 
 
-def serve(directory: Path, shapes: LlamaShapes) -> int:
-    """Serve a registry under `directory` without an engine; print the address when it takes uploads."""
-    settings = Settings(base=directory, registry=directory / "registry", port=0)
-    base = Base(
-        id="synthetic",
-        fingerprint="0" * 64,
-        shapes=dict(shapes.tensors()),
-        config={},
-        embedding="model.embed_tokens.weight",
-        head="lm_head.weight",
-    )
-    nothing = dict.fromkeys(("drain", "close"), lambda *_: None)
-    engine = SimpleNamespace(base=base, slot_bytes=1 << 40, alive=lambda: True, **nothing)
-    tokenizers = SimpleNamespace(check=lambda _: None, close=lambda: None)
-    app = create_app(
-        settings, lambda *_: cast("Backend", SimpleNamespace(engine=engine, tokenizers=tokenizers))
-    )
-    with listen(settings.host, settings.port) as listening:
-        line = f"uploads are served at {url_of(listening)}"
-        return run({listening: app}, app.state.service, lambda: print(line, flush=True))
+def turn(server: Server, sink: str, path: Path, number: int, scope: UploadScope, found: Observations) -> None:
+    """Run the streams, send the file to the sink and then to the server, with quiet periods between."""
+    change(path, number)
+    asked = prompts(scope.num_streams, PROMPT_TOKENS, scope.shapes.vocabulary, seed=number)
+    requests = [StreamedRequest(text_of(prompt), scope.stream_tokens) for prompt in asked]
+    quiet, busy = [], {}
+    with running_clients(server.url, requests) as clients:
+        clients.wait_for_first_tokens()
+        quiet.append(_timed(partial(time.sleep, scope.quiet_s)))
+        busy[SINK] = _timed(partial(curl, path, sink))
+        quiet.append(_timed(partial(time.sleep, scope.quiet_s)))
+        before = server.memory()["VmRSS"]
+        server.peak.restart()
+        busy[UPLOAD] = _timed(partial(curl, path, f"{server.url}/variants?name=v{number}"))
+        found.growth_bytes.append(max(0, server.peak.num_bytes - before))
+        for part, peak in server.tree.peaks().values():
+            found.peak_bytes[part] = max(peak, found.peak_bytes.get(part, 0))
+        quiet.append(_timed(partial(time.sleep, scope.quiet_s)))
+        streams = clients.stop().streams
+    for name, span in busy.items():
+        found.seconds[name].append(span.ended - span.began)
+    found.add_gaps(streams, quiet, busy)
 
 
-def _upload(url: str, path: Path, name: str, digest: str) -> None:
-    """Upload once; the kernel sends the file from the page cache, so that the client takes little processor time."""
-    connection = HTTPConnection(urlsplit(url).netloc)
-    with path.open("rb") as file:
-        connection.putrequest("POST", f"/variants?name={name}")
-        connection.putheader("Content-Type", "application/octet-stream")
-        connection.putheader("Content-Length", str(path.stat().st_size))
-        connection.endheaders()
-        connection.sock.sendfile(file)
-        response = connection.getresponse()
-        reply = json.load(response)
-    connection.close()
-    if response.status != 201 or (digest and reply["digest"] != f"sha256:{digest}"):
-        raise RuntimeError(f"the upload was answered {response.status}: {reply}")
-
-
-def _sha256sum(path: Path) -> None:
-    subprocess.run(["sha256sum", str(path)], check=True, stdout=subprocess.DEVNULL)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    fd = os.open(target, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def _check(path: Path) -> None:
+def change(path: Path, number: int) -> None:
+    """Change one value of the artifact, so that it has another digest."""
     with Artifact.open(path) as artifact:
-        check_artifact(artifact)
+        start = artifact.header.data_start
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(struct.pack("<f", number / 1024))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def curl(path: Path, url: str) -> None:
+    """Send a file as the body of a POST.
+
+    Raises:
+        RuntimeError: it was not answered 201, or curl is not installed.
+    """
+    program = shutil.which("curl")
+    if program is None:
+        raise RuntimeError("curl is not installed: install it, this bench measures uploads with it")
+    command = [program, "--silent", "--show-error", "--request", "POST", "--upload-file", str(path)]
+    # Without `Expect`, curl does not wait for leave to send the body.
+    headers = ["--header", "Content-Type: application/octet-stream", "--header", "Expect:"]
+    ran = subprocess.run(
+        [*command, *headers, "--write-out", "\n%{http_code}", url],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode or not ran.stdout.endswith("201"):
+        raise RuntimeError(f"the upload was answered {ran.stdout} {ran.stderr}")
+
+
+def goals(found: Observations) -> Iterator[dict[str, Any]]:
+    """Compare the figures with their limits."""
+    gaps = p99(found.busy[UPLOAD]) / p99(found.quiet)
+    rates = found.rates[UPLOAD] / found.rates[SINK]
+    growth = max(found.growth_bytes) / 2**20
+    asked = [
+        ("p99 between tokens, uploading / quiet", "at most", MAX_P99_RATIO, gaps),
+        ("rate of the upload / curl into a file", "at least", MIN_RATE_RATIO, rates),
+        ("server's growth, MiB", "at most", MAX_GROWTH_MIB, growth),
+    ]
+    for goal, side, limit, reached in asked:
+        met = reached >= limit if side == "at least" else reached <= limit
+        yield {"goal": goal, "limit": f"{side} {limit:g}", "reached": round(reached, 3), "met": met}
+
+
+def gap_table(found: Observations, scope: UploadScope) -> str:
+    quiet = p99(found.quiet)
+    cases = {"nothing else": found.quiet, **found.busy}
+    rows = [
+        (name, f"{1e3 * median(gaps):.1f}", f"{1e3 * p99(gaps):.1f}", f"{p99(gaps) / quiet:.2f}")
+        for name, gaps in cases.items()
+    ]
+    return table(
+        (f"between tokens of {scope.num_streams} streams", "median, ms", "p99, ms", "of quiet p99"), rows
+    )
+
+
+def rate_table(found: Observations) -> str:
+    rows = [
+        (name, f"{median(found.seconds[name]):.2f}", f"{rate / 1e6:.0f}", f"{rate / found.rates[SINK]:.2f}")
+        for name, rate in found.rates.items()
+    ]
+    return table(("beside the streams", "seconds", "MB/s", "of curl into a file"), rows)
+
+
+def memory_line(found: Observations) -> str:
+    parts = ", ".join(f"{part} {peak / 1e6:.0f}" for part, peak in found.peak_bytes.items())
+    return f"Peak resident memory while uploads run, MB: {parts}."
+
+
+def goal_table(found: Observations) -> str:
+    rows = [
+        (goal["goal"], goal["limit"], f"{goal['reached']:.2f}", "met" if goal["met"] else "not met")
+        for goal in goals(found)
+    ]
+    return table(("goal", "limit", "reached", ""), rows)
+
+
+def _timed(work: Callable[[], object]) -> Span:
+    began = time.perf_counter()
     work()
-    return time.perf_counter() - start
-
-
-def _rows(figures: Figures) -> Iterator[tuple[str, str, str]]:
-    for what, seconds in (
-        ("sha256sum", figures.sha256sum_s),
-        ("plain copy, durable", figures.copy_s),
-        ("checks of all numbers", figures.check_s),
-        ("upload over HTTP", figures.upload_s),
-    ):
-        yield what, f"{seconds:.3f}", f"{seconds / figures.sha256sum_s:.2f}"
-
-
-def _goals(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
-    ratio, growth = figures.upload_s / figures.sha256sum_s, figures.growth_bytes
-    met = "met" if ratio <= MAX_RATIO else "missed"
-    yield "upload / sha256sum", f"at most {MAX_RATIO:g}", f"{ratio:.2f}", met
-    met = "met" if growth <= MAX_GROWTH_BYTES else "missed"
-    yield "server's growth, MiB", f"at most {MAX_GROWTH_BYTES >> 20}", f"{growth / 2**20:.1f}", met
+    return Span(began, time.perf_counter())
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.upload", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few megabytes; writes JSON only with --out")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where the files are made; a disk with 8 GB of room")
+    parser.add_argument("--dir", type=Path, help="where the files are made; a disk with 10 GB of room")
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/upload.json by default")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

@@ -17,6 +17,7 @@ from deltastore.errors import RegistryError
 from deltastore.registry.collect import abandoned, temporaries
 from deltastore.registry.objects import DIGEST, MARK, Objects
 from deltastore.registry.records import VariantState, VersionRecord, is_name
+from deltastore.registry.reserve import DIRECTORY, FILE
 from deltastore.registry.storage import TEMPORARY, Storage
 from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
 from deltastore.registry.variants import (
@@ -34,6 +35,7 @@ OBJECTS_LOCK = "objects.lock"
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
+RESERVE_FILE = re.compile(rf"{DRAFT}|{FILE}")
 VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{re.escape(STATE)}|{LOCK}")
 # Names that file systems create themselves.
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
@@ -88,10 +90,13 @@ class _Checker:
     def check_names(self) -> None:
         """Report files that the registry's layout has no place for."""
         root, variants = self._root, self._root / "variants"
-        self._check_folder(root, lambda entry: entry.name in (LAYOUT if entry.is_dir() else [OBJECTS_LOCK]))
+        folders = (*LAYOUT, DIRECTORY)
+        self._check_folder(root, lambda entry: entry.name in (folders if entry.is_dir() else [OBJECTS_LOCK]))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
+        if (root / DIRECTORY).is_dir():
+            self._check_folder(root / DIRECTORY, lambda entry: _is_file(entry, RESERVE_FILE))
         self._check_folder(variants, _is_named_directory)
         for tenant in subdirectories(variants):
             self._check_folder(variants / tenant, _is_named_directory)
@@ -141,7 +146,7 @@ class _Checker:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
         folders = [directory.path for directory in directories(self._root / "variants", self._storage)]
-        for folder in (self._objects.quarantine_directory, *folders):
+        for folder in (self._objects.quarantine_directory, self._root / DIRECTORY, *folders):
             for path in temporaries(folder):
                 self._note(path, "left by a crash: gc removes it")
         for digest in self._objects.evidence():

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
-from deltastore.registry.objects import Objects, file_size
-from deltastore.registry.storage import TEMPORARY, Storage, flock
+from deltastore.registry.objects import Objects
+from deltastore.registry.reserve import DIRECTORY
+from deltastore.registry.storage import TEMPORARY, Storage, file_size, flock
 from deltastore.registry.uploads import PARTIAL
 from deltastore.registry.variants import directories
 
@@ -43,7 +44,7 @@ def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) ->
     marked = set(objects.marked())
     leftovers = [objects.evidence_path(digest) for digest in (needed - marked) & set(objects.evidence())]
     leftovers += [objects.path(digest) for digest in needed & marked & set(objects.digests())]
-    leftovers += temporaries(objects.quarantine_directory)
+    leftovers += [*temporaries(objects.quarantine_directory), *temporaries(root / DIRECTORY)]
     files = [path for digest in digests for path in (objects.path(digest), objects.evidence_path(digest))]
     freed = _size([*files, *leftovers])
     if not dry_run:
@@ -69,7 +70,7 @@ def referenced(root: Path, storage: Storage) -> set[str]:
 
 def temporaries(directory: Path) -> list[Path]:
     """List a directory's temporary files, which a crash kept from getting their final names."""
-    return [path for path in sorted(directory.iterdir()) if path.name.endswith(TEMPORARY)]
+    return sorted(directory.glob(f"*{TEMPORARY}"))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltastore.errors import UsageError
-from deltastore.registry.storage import Storage
+from deltastore.registry.reserve import Reserve
+from deltastore.registry.storage import Storage, file_size
 from deltastore.registry.uploads import SealedUpload
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -63,10 +64,10 @@ class Objects:
         self._storage.fsync_dir(self.quarantine_directory)
         self._remove(self.evidence_path(sealed.digest))
 
-    def quarantine(self, digest: str, reason: str) -> None:
+    def quarantine(self, digest: str, reason: str, reserve: Reserve) -> None:
         """Mark a digest as corrupt, durably, and move its bytes out of the way."""
         mark = json.dumps({"digest": digest, "reason": reason}).encode()
-        self._storage.replace(self.mark_path(digest), mark)
+        reserve.replace(self.mark_path(digest), mark)
         # The object may be missing, or moved already.
         with contextlib.suppress(FileNotFoundError):
             self._storage.rename(self.path(digest), self.evidence_path(digest))
@@ -126,14 +127,6 @@ class Objects:
         if file_size(path) is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._storage.unlink(path)
-
-
-def file_size(path: Path) -> int | None:
-    """Return the bytes of a file; None if it does not exist."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
 
 
 def _names(directory: Path, pattern: re.Pattern[str]) -> Iterator[str]:

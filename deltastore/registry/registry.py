@@ -27,6 +27,7 @@ from deltastore.registry.records import (
     check_names,
     is_name,
 )
+from deltastore.registry.reserve import Reserve
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, Variant, VariantDirectory, directories
@@ -46,8 +47,9 @@ class Publication:
 class Registry:
     """Variants and artifacts under one directory, which any number of servers may share.
 
-    Every method raises StorageFull or RegistryError if the disk fails. A change that returned survives a crash. A
-    change that raised happened entirely or not at all, and may be retried.
+    Every method raises StorageFull or RegistryError if the disk fails; to promote, delete or quarantine, a full disk
+    has a reserve. A change that returned survives a crash. A change that raised happened entirely or not at all, and
+    may be retried.
     """
 
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
@@ -55,8 +57,10 @@ class Registry:
         self.root = root.absolute()
         self._storage = storage or Storage()
         self._objects = Objects(self.root, self._storage)
+        self._reserve = Reserve(self.root, self._storage)
         with explained(self.root):
             self._make_layout()
+        self._reserve.fill()
 
     def open_upload(self, max_bytes: int | None) -> Upload:
         """Begin an upload. Use it as a context manager; write, seal and publish it inside the block."""
@@ -167,7 +171,8 @@ class Registry:
             record = directory.record(version)
             self.check_not_quarantined(record)
             state = history.state
-            directory.set_state(VariantState(version, history.newest, state.deleted, state.deleted_through))
+            chosen = VariantState(version, history.newest, state.deleted, state.deleted_through)
+            directory.set_state(chosen, self._reserve)
             return record
 
     def delete(self, tenant: str, name: str, version: int | None = None) -> None:
@@ -190,7 +195,8 @@ class Registry:
                     f"version {version} of {name!r} is active: promote another, or delete the whole variant"
                 )
             deleted = (*history.state.deleted, version)
-            directory.set_state(VariantState(active, history.newest, deleted, history.state.deleted_through))
+            state = VariantState(active, history.newest, deleted, history.state.deleted_through)
+            directory.set_state(state, self._reserve)
 
     def object_path(self, digest: str) -> Path:
         """Return the path of an artifact's bytes. Read them with length checks; do not map the file."""
@@ -211,7 +217,7 @@ class Registry:
         with explained(self.root), self._objects_locked(exclusive=True):
             if found_in is not None and not self._objects.is_file(digest, found_in):
                 return False
-            self._objects.quarantine(digest, reason)
+            self._objects.quarantine(digest, reason, self._reserve)
             return True
 
     def is_quarantined(self, digest: str) -> bool:
@@ -240,7 +246,10 @@ class Registry:
             RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
         with explained(self.root), self._objects_locked(exclusive=True):
-            return collect(self.root, self._objects, self._storage, dry_run=dry_run)
+            report = collect(self.root, self._objects, self._storage, dry_run=dry_run)
+            if not dry_run:
+                self._reserve.fill()
+            return report
 
     def check(self) -> CheckReport:
         """Read and check every file. Takes no lock and changes nothing, so servers go on meanwhile."""
@@ -299,7 +308,8 @@ class Registry:
             history = History(VariantState(), directory.numbers())
         if not history.live:
             raise directory.not_found()
-        directory.set_state(VariantState(as_of=history.newest, deleted_through=history.newest))
+        state = VariantState(as_of=history.newest, deleted_through=history.newest)
+        directory.set_state(state, self._reserve)
 
     @contextlib.contextmanager
     def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:

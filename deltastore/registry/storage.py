@@ -41,9 +41,16 @@ class Storage:
         """Open the empty file of a lock, created if missing. It needs no sync, because it holds no data."""
         return os.open(path, FLAGS, 0o666)
 
+    def open_again(self, path: Path) -> int:
+        """Open an existing file to overwrite it from its beginning. Changes nothing on disk."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
     def write(self, fd: int, data: memoryview) -> None:
         while data:
             data = data[os.write(fd, data) :]
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        os.ftruncate(fd, num_bytes)
 
     def begin_writeback(self, fd: int, start: int, num_bytes: int) -> None:
         """Make the kernel begin writing bytes to the disk, so that a later `fsync` waits less. Guarantees nothing."""
@@ -113,6 +120,14 @@ class Storage:
         finally:
             # Closing releases the lock.
             os.close(fd)
+
+
+def file_size(path: Path) -> int | None:
+    """Return the bytes of a file; None if it does not exist."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def flock(fd: int, *, exclusive: bool, wait: bool) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry.records import VariantState, VersionRecord, is_name, parse_record, parse_state
+from deltastore.registry.reserve import Reserve
 from deltastore.registry.storage import Storage
 
 STATE = "state.json"
@@ -137,9 +138,9 @@ class VariantDirectory:
         self.sync_names()
         return record
 
-    def set_state(self, state: VariantState) -> None:
+    def set_state(self, state: VariantState, reserve: Reserve) -> None:
         """Replace the state in one atomic step. `sync_names` must have run before."""
-        self._storage.replace(self.path / STATE, state.to_json())
+        reserve.replace(self.path / STATE, state.to_json())
 
     def sync_names(self) -> None:
         """Sync the directories down to this one, so that names written by a process that died are durable."""

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,25 +19,25 @@ import pytest
 
 from deltastore.errors import RegistryError, StorageFull
 from deltastore.registry import Registry
+from deltastore.registry.reserve import SIZES
 from tests.deltastore.helpers.crash_storage import (
     STEPS,
-    Moment,
     RefusingStorage,
     SteppedStorage,
-    Tree,
     View,
-    VolatileStorage,
     artifact,
     digest_of,
     make_world,
     push,
-    rebuild,
     view,
 )
+from tests.deltastore.helpers.volatile_storage import FullStorage, Moment, Tree, VolatileStorage, rebuild
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NEEDS_ROOM = ("make_dir", "create", "open_lock", "write", "fsync", "fsync_dir", "rename", "link")
-CHANGES = (*NEEDS_ROOM, "unlink")
+CHANGES = (*NEEDS_ROOM, "truncate", "unlink")
+# Steps that a full disk has a reserve for.
+RESERVED = ("activate", "delete a version", "delete a variant", "quarantine")
 
 
 def never() -> bool:
@@ -217,13 +218,63 @@ def test_a_disk_that_is_full_at_any_step_is_reported_and_nothing_is_left_behind(
     for stop_at in range(num_changes(step, world, scratch, NEEDS_ROOM)):
         root = Path(shutil.copytree(world, scratch / str(stop_at)))
         error = OSError(errno.ENOSPC if stop_at % 2 else errno.EDQUOT, "no room")
-        with pytest.raises(
-            StorageFull, match=f"under {root} is full.*`peraxis registry gc --registry {root}`"
-        ):
-            STEPS[step](Registry(root, RefusingStorage(stop_at, error, NEEDS_ROOM)))
+        refusal = refusal_of(step, root, RefusingStorage(stop_at, error, NEEDS_ROOM))
+        if refusal:
+            assert re.search(f"under {root} is full.*`peraxis registry gc --registry {root}`", refusal)
+        else:
+            assert step in RESERVED
+            assert view(Registry(root, SteppedStorage())) == after
         if view(Registry(root, SteppedStorage())) == before:
             assert files(root) <= files(world) | {"variants/new/new/lock"}
         assert_whole(root, step, [before, after], after)
+
+
+def refusal_of(step: str, root: Path, storage: RefusingStorage) -> str:
+    """Run a step and return the message with which the full disk refuses it, or "" if it succeeds."""
+    try:
+        STEPS[step](Registry(root, storage))
+    except StorageFull as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("step", RESERVED)
+def test_on_a_full_disk_a_step_with_a_reserve_survives_a_power_loss(
+    step: str, world: Path, scratch: Path
+) -> None:
+    before, after = outcomes(world, step, scratch)
+    base = scratch / "disk"
+    shutil.copytree(world, base / "registry")
+    storage = FullStorage(base)
+    STEPS[step](Registry(base / "registry", storage))
+    assert "truncate" in storage.calls
+    found = (tree for n, moment in enumerate(storage.moments) for tree in survivors(moment, 10 * n))
+    for tree in distinct(found):
+        rebuild(base, tree)
+        assert_whole(base / "registry", step, [before, after], after)
+    for tree in distinct(survivors(storage.now(), 0)):
+        rebuild(base, tree)
+        assert_whole(base / "registry", step, [after], after)
+
+
+@pytest.mark.parametrize("step", RESERVED)
+def test_a_process_that_ends_while_it_uses_the_reserve_leaves_a_registry_that_sets_the_next_one_aside(
+    step: str, world: Path, scratch: Path
+) -> None:
+    before, after = outcomes(world, step, scratch)
+    base = scratch / "counted"
+    shutil.copytree(world, base / "registry")
+    counted = FullStorage(base)
+    STEPS[step](Registry(base / "registry", counted))
+    for stop_at in range(len(counted.calls)):
+        base = scratch / str(stop_at)
+        shutil.copytree(world, base / "registry")
+        storage = FullStorage(base)
+        storage.stop_at = stop_at
+        with pytest.raises(KeyboardInterrupt):
+            STEPS[step](Registry(base / "registry", storage))
+        assert_whole(base / "registry", step, [before, after], after)
+        assert (base / "registry" / "reserve" / "space").stat().st_size == SIZES[0]
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -76,6 +76,7 @@ def test_a_sealed_upload_takes_no_more_bytes(registry: Registry) -> None:
 
 @pytest.mark.parametrize("kind", ["write", "fsync"])
 def test_an_upload_that_failed_once_stays_failed(kind: str, tmp_path: Path) -> None:
+    Registry(tmp_path)
     storage = RefusingStorage(0, OSError(5, "Input/output error"), (kind,))
     with Registry(tmp_path, storage).open_upload(None) as upload:
         with pytest.raises(RegistryError, match="Input/output error"):
@@ -117,6 +118,55 @@ def test_collection_makes_room_on_a_full_disk(small_disk: SmallDisk) -> None:
     assert registry.usage().free_bytes == 0
     assert registry.gc().bytes_freed == 3 << 20
     assert push(registry, artifact(2, 2 << 20), "a").active_version == 2
+
+
+def test_a_full_disk_still_promotes_deletes_and_quarantines(small_disk: SmallDisk) -> None:
+    disk = small_disk(4 << 20)
+    registry = Registry(disk / "registry")
+    for seed in (1, 2, 3):
+        push(registry, artifact(seed, 10_000), "a")
+        push(registry, artifact(seed, 10_000), f"b-{seed}")
+    fill(disk / "filler")
+    assert registry.usage().free_bytes == 0
+    registry.activate("default", "a", 1)
+    registry.delete("default", "a", 2)
+    registry.quarantine(registry.resolve("default", "a").digest, "a test broke it")
+    for name in ("a", "b-1", "b-2", "b-3"):
+        registry.delete("default", name)
+    assert registry.usage().free_bytes < 64 << 10
+    assert registry.variants() == []
+    assert registry.check().findings == ()
+    (disk / "filler").unlink()
+    registry.gc()
+    assert registry.check().notes == ()
+    assert (registry.root / "reserve" / "space").stat().st_size == 64 << 10
+
+
+def test_without_a_reserve_a_full_disk_refuses_a_deletion(small_disk: SmallDisk) -> None:
+    disk = small_disk(4 << 20)
+    registry = Registry(disk / "registry")
+    push(registry, artifact(1), "a")
+    # As if another server used it at this moment.
+    (registry.root / "reserve" / "space").rename(disk / "filler")
+    fill(disk / "filler")
+    with pytest.raises(StorageFull):
+        registry.delete("default", "a")
+    assert registry.resolve("default", "a").version == 1
+    assert (registry.check().findings, registry.check().notes) == ((), ())
+
+
+def test_a_reserve_is_as_large_as_there_is_room_for(small_disk: SmallDisk) -> None:
+    disk = small_disk(4 << 20)
+    Registry(disk / "registry")
+    reserve = disk / "registry" / "reserve" / "space"
+    reserve.unlink()
+    fill(disk / "filler")
+    os.truncate(disk / "filler", (disk / "filler").stat().st_size - (20 << 10))
+    Registry(disk / "registry")
+    assert reserve.stat().st_size == 16 << 10
+    (disk / "filler").unlink()
+    Registry(disk / "registry")
+    assert reserve.stat().st_size == 64 << 10
 
 
 def test_a_lock_excludes_others_until_it_is_left(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -116,6 +117,24 @@ def test_a_full_disk_refuses_the_upload_and_nothing_else(
     assert small.client.get("/variants").json() == before
     assert small.generate("plain", max_new_tokens=1).status_code == 200
     assert small.upload("after", artifacts.spare[0]).status_code == 201
+
+
+def test_a_variant_is_deleted_with_no_byte_free_on_the_disk(
+    small: LiveServer, small_disk: Path, artifacts: Artifacts
+) -> None:
+    if not os.path.ismount(small_disk):
+        pytest.skip("this user may not mount a small disk to fill")
+    assert small.upload("unwanted", artifacts.spare[1]).status_code == 201
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    refused_upload = small.upload("refused", artifacts.spare[2])
+    assert (refused_upload.status_code, error_of(refused_upload)["code"]) == (507, "insufficient_storage")
+    assert str(small_disk) not in refused_upload.text
+    assert small.client.delete("/variants/unwanted").json() == {"name": "unwanted", "deleted": [1]}
+    assert small.client.get("/variants/unwanted").status_code == 404
+    filler.unlink()
 
 
 def test_after_sigterm_running_requests_end_and_new_ones_are_refused(

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from deltastore.registry import Registry
 from server.api import bodies, errors, generate, health, models, variants
+from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.service import Backend, BuildBackend, Service
 from server.engine.build import build_engine
@@ -80,6 +81,7 @@ def _application(
         lifespan=lifespan,
         redirect_slashes=False,
         openapi_url=None,
+        default_response_class=JsonReply,
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)

@@ -5,7 +5,6 @@ Owns the only such table. Knows no route.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
+from server.api.json_replies import JsonReply
 from server.errors import Draining, EngineRestarted, InvalidRequest, LoadTimeout, QueueFull, RequestTimeout
 
 log = logging.getLogger(__name__)
@@ -158,11 +158,8 @@ def _reply(
 ) -> Response:
     retry = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
     closing = {"Connection": "close"} if failure.closes_connection else {}
-    # ASCII only: a client's field name can hold a lone surrogate, which UTF-8 cannot encode.
-    content = json.dumps(document)
-    return Response(
-        content,
+    return JsonReply(
+        document,
         status_code=failure.status,
         headers={**retry, **closing, **(headers or {})},
-        media_type="application/json",
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import fastapi
 from fastapi import APIRouter, Depends, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError
 from server.api.bodies import json_body
 from server.api.errors import error_body, http_request_id_of
+from server.api.json_replies import JsonReply, server_sent_event
 from server.api.request_events import EventStream, RequestEvents, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, Service, TenantDep
@@ -54,7 +54,7 @@ async def generate(
         )
         if not body.stream:
             reply = await while_connected(request, _gather(events, *submitted))
-            return JSONResponse(reply, headers=_headers(submitted[0]))
+            return JsonReply(reply, headers=_headers(submitted[0]))
         # Wait for the first event: an error before it, such as a failed load, still gets its own status.
         first = await while_connected(request, events.next_event())
     except BaseException:
@@ -137,14 +137,14 @@ async def _stream(
                 token = {"index": event.index, "token_id": event.token_id, "text": event.text}
                 if request.sampling_params.logprobs is not None:
                     token["logprobs"] = _logprobs(event, tokenizer)
-                yield _event("token", token)
+                yield server_sent_event("token", token)
             elif isinstance(event, FinishEvent):
                 finish = {"index": event.index, "finish_reason": event.reason, "text": event.text}
-                yield _event("finish", finish)
+                yield server_sent_event("finish", finish)
             event = await events.next_event()
-        yield _event("done", {**_identity(request), **_totals(event)})
+        yield server_sent_event("done", {**_identity(request), **_totals(event)})
     except PeraxisError as error:
-        yield _event("error", error_body(error, http_request_id))
+        yield server_sent_event("error", error_body(error, http_request_id))
 
 
 def _logprobs(event: TokenEvent, tokenizer: VariantTokenizer) -> list[dict[str, Any]]:
@@ -166,7 +166,3 @@ def _totals(done: DoneEvent) -> dict[str, Any]:
         "total_tokens": done.prompt_tokens + done.generation_tokens,
     }
     return {"usage": usage, "timings": asdict(done.timings)}
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -20,7 +20,7 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry import Registry
-from server.api.artifact_checks import ArtifactChecks
+from server.api.artifacts.checks import ArtifactChecks
 from server.api.background import BackgroundThreads
 from server.engine.engine import Engine
 from server.errors import Draining, EngineFailed, QueueFull

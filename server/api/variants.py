@@ -12,17 +12,18 @@ from concurrent.futures import Future
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError, RegistryError
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
+from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
+from server.api.artifacts.uploads import receive_upload
 from server.api.bodies import json_body
-from server.api.downloads import ArtifactResponse, etag_of, selected
+from server.api.json_replies import JsonReply
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
 from server.api.service import Service, ServiceDep, TenantDep
-from server.api.uploads import receive_upload
 from server.tenants import Tenant
 
 # How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
@@ -46,7 +47,7 @@ async def upload(
         "size_bytes": record.size_bytes,
         "active": publication.active_version == record.version,
     }
-    return JSONResponse(reply, 201 if publication.created else 200)
+    return JsonReply(reply, 201 if publication.created else 200)
 
 
 @router.get("")

@@ -16,7 +16,7 @@ import pytest
 
 from deltastore.errors import CheckpointError
 from deltastore.registry.uploads import Upload
-from server.api.uploads import WriteBehind
+from server.api.artifacts.uploads import WriteBehind
 from server.app import create_app
 from server.errors import Draining, EngineFailed
 from server.frontend.listen import listen, url_of

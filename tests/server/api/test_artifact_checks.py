@@ -16,14 +16,14 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
 from deltastore.registry.records import ArtifactFacts
-from server.api import artifact_checks
-from server.api.artifact_checks import ArtifactChecks
+from server.api.artifacts import checks
+from server.api.artifacts.checks import ArtifactChecks
 from server.errors import Draining
 from tests.server.helpers.live_server import ROOT, Artifacts
 
 GIGABYTE = 1_000_000_000
 # Modules that an HTTP process imports for uploads and bodies.
-TORCH_FREE = "server.api.artifact_checks, server.api.bodies, server.api.multipart, server.frontend.web_server"
+TORCH_FREE = "server.api.artifacts.checks, server.api.bodies, server.frontend.web_server"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_check_that_ends_its_process_refuses_the_artifact(base: Base) -> None:
 def test_a_check_that_takes_too_long_refuses_the_artifact(
     artifacts: Artifacts, base: Base, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifact_checks, "CHECK_S", 0.0)
+    monkeypatch.setattr(checks, "CHECK_S", 0.0)
     with pytest.raises(ArtifactError, match="takes too long to check"):
         check(artifacts.plain, base)
 

@@ -23,8 +23,8 @@ from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES
+from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
 from server.api.background import BackgroundThreads
-from server.api.downloads import ArtifactResponse, etag_of, selected
 from tests.deltastore.helpers.crash_storage import push
 from tests.deltastore.helpers.stored import flip_byte
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually

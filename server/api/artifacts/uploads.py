@@ -23,10 +23,10 @@ from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
 from deltastore.registry.records import ArtifactFacts, check_names
 from deltastore.registry.uploads import SealedUpload, Upload
-from server.api.artifact_checks import WHERE
+from server.api.artifacts.checks import WHERE
+from server.api.artifacts.multipart import file_of_form
 from server.api.bodies import timed_chunks
 from server.api.errors import failure_of
-from server.api.multipart import file_of_form
 from server.api.request_events import while_connected
 from server.api.service import Backend, Service
 from server.errors import InvalidRequest, QueueFull

@@ -22,8 +22,8 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES
 from deltastore.verified_object import VerifiedObject
+from server.api.artifacts.ranges import Selection, select
 from server.api.background import BackgroundThreads
-from server.api.ranges import Selection, select
 
 log = logging.getLogger(__name__)
 

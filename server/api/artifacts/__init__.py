@@ -1,0 +1,1 @@
+"""Artifacts over HTTP: uploads with their checks, and downloads."""

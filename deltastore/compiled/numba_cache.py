@@ -94,7 +94,7 @@ class _FunctionCache(NullCache):
         # Numba initialises itself here when nothing was compiled before.
         target_context.refresh()
         content = directory().read(self._entry(sig, target_context.codegen()))
-        if content is None or not self.sources.are_unchanged():
+        if content is None or not self.sources.are_known():
             return None
         restored: CompileResult = CompileResult._rebuild(  # type: ignore[no-untyped-call]
             target_context, *pickle.loads(content)
@@ -104,7 +104,7 @@ class _FunctionCache(NullCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         if data.library.has_dynamic_globals:
             raise ValueError(f"{self.name} contains an address of this process, such as a ctypes function")
-        if not self.sources.are_unchanged():
+        if not self.sources.are_known():
             return
         try:
             content = dumps(data._reduce())  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,19 @@ class Setup:
     cache: Path
 
     def write_source(self, factor: int) -> None:
+        # A file that is replaced within a second keeps its time, and Python its old bytecode.
+        shutil.rmtree(self.folder / "__pycache__", ignore_errors=True)
         (self.folder / "kernel.py").write_text(KERNEL)
         (self.folder / "part.py").write_text(PART.format(factor=factor))
 
     def run(self, **environment: str) -> Run:
-        program = [sys.executable, "-B", "-m", "tests.deltastore.helpers.compile_function", str(self.folder)]
-        given = {**os.environ, "XDG_CACHE_HOME": str(self.cache), **environment}
+        program = [sys.executable, "-m", "tests.deltastore.helpers.compile_function", str(self.folder)]
+        given = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self.cache),
+            "PYTHONDONTWRITEBYTECODE": "",
+            **environment,
+        }
         done = subprocess.run(program, cwd=ROOT, env=given, capture_output=True, text=True, check=True)
         return Run(**json.loads(done.stdout), log=done.stderr)
 
@@ -78,6 +86,25 @@ def test_a_change_of_an_inlined_function_in_another_file_compiles_again(setup: S
     changed = setup.run()
     assert changed.result == 61
     assert changed.num_passes > 0
+
+
+def test_what_was_compiled_from_outdated_bytecode_is_not_taken_for_that_of_the_new_source(
+    setup: Setup,
+) -> None:
+    part = setup.folder / "part.py"
+    setup.run()
+    state = part.stat()
+    part.write_text(PART.format(factor=3))
+    os.utime(part, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert setup.run().result == 41
+    shutil.rmtree(setup.folder / "__pycache__")
+    assert setup.run().result == 61
+
+
+def test_processes_that_write_no_bytecode_share_the_entry(setup: Setup) -> None:
+    assert setup.run(PYTHONDONTWRITEBYTECODE="1").num_passes > 0
+    assert setup.run().num_passes == 0
+    assert setup.run().num_passes == 0
 
 
 def test_other_settings_of_numba_compile_again(setup: Setup) -> None:
@@ -163,6 +190,14 @@ def test_nothing_is_kept_or_loaded_when_a_source_was_replaced_after_its_import(
         assert numba_cache.function(one_more, "int64(int64)", sources)(1) == 2
     assert recorder.buffer
     assert setup.entries() == [entry]
+
+
+def test_nothing_is_kept_of_a_package_without_source_files(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(setup.cache))
+    assert numba_cache.function(one_more, "int64(int64)", Sources.of(tmp_path / "archive.zip"))(1) == 2
+    assert not setup.cache.exists()
 
 
 def test_a_callback_is_called_from_c(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from server.text.stops import StopMatcher
+from server.text.decoding.stops import StopMatcher
 from server.text.tokenizer import guarded
 
 

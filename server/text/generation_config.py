@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.errors import ArtifactError
+from deltastore.errors import ArtifactError, CheckpointError
+from deltastore.format.header import parse_json
 from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
 from server.sampling_params import SamplingParams
+from server.text.failures import failures_as
+
+# A model has a few end tokens.
+MAX_EOS_TOKENS = 1024
 
 # Sampling parameters that a generation config may set, and their types.
 DEFAULTED: Mapping[str, type[int] | type[float]] = {
@@ -47,11 +50,19 @@ def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def base_generation_config(base_dir: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's generation config; without one, take the special tokens of its model config."""
+    """Read a checkpoint's generation config; without one, take the special tokens of its model config.
+
+    Raises:
+        ArtifactError: a value of the generation config cannot be used.
+        CheckpointError: the model config is no JSON object.
+    """
     path = base_dir / GENERATION_FILE
     if path.exists():
         return parse_generation_config(path.read_bytes(), str(path))
-    config = Checkpoint.open(base_dir).config
+    path = base_dir / "config.json"
+    config = parse_json(path.read_bytes(), str(path))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: it holds no JSON object: fetch the base again")
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
 
 
@@ -65,17 +76,25 @@ def parse_generation_config(raw: bytes, where: str) -> Mapping[str, Any]:
     Raises:
         ArtifactError: transformers' `GenerationConfig` or `SamplingParams` refuses a value.
     """
-    try:
-        document = json.loads(raw)
+    with failures_as(
+        lambda reason: ArtifactError(f"{where}: its {GENERATION_FILE} cannot be used: {reason}")
+    ):
+        document = parse_json(raw, where)
         GenerationConfig.from_dict(document)
-        eos = document.get("eos_token_id")
-        if not (eos is None or isinstance(eos, int) or all(isinstance(token, int) for token in eos)):
-            raise ValueError("eos_token_id must be an id or a list of ids")
-        for name, kind in DEFAULTED.items():
-            value = document.get(name, 0) or 0
-            if isinstance(value, bool) or not isinstance(value, (int, kind)):
-                raise ValueError(f"{name} must not be {value!r}")
-        SamplingParams(**sampling_defaults(document))
-    except (ValueError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
-        raise ArtifactError(f"{where}: its {GENERATION_FILE} cannot be used: {error}"[:500]) from error
-    return dict(document)
+        _check_types(document)
+        try:
+            SamplingParams(**sampling_defaults(document))
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from error
+        return dict(document)
+
+
+def _check_types(document: Mapping[str, Any]) -> None:
+    eos = document.get("eos_token_id")
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    if len(ids) > MAX_EOS_TOKENS or not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id must be an id or a list of at most {MAX_EOS_TOKENS} ids")
+    for name, kind in DEFAULTED.items():
+        value = document.get(name, 0) or 0
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            raise ValueError(f"{name} must not be {value!r}")

@@ -6,11 +6,13 @@ A hostile tokenizer can abort its process or never return, and no thread can be 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import deque
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
-from server.errors import WorkerDied, WorkerTimeout
+from server.errors import Draining, WorkerDied, WorkerTimeout
 from server.workers.fair_limiter import FairLimiter
 from server.workers.limits import Limits
 from server.workers.worker_main import Reply
@@ -30,7 +32,7 @@ class WorkerPool:
 
     Args:
         num_workers: tasks that run at a time. One share has at most half of them.
-        limits: of each task.
+        limits: of each task, unless its call has others.
         modules: modules that a worker imports before its first task.
     """
 
@@ -44,29 +46,44 @@ class WorkerPool:
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
+        # A worker that is killed cannot remove its temporary files.
+        self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
         self._closed = False
 
-    async def run(self, share: Hashable, deadline_s: float, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def run(
+        self,
+        share: Hashable,
+        deadline_s: float,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        limits: Limits | None = None,
+    ) -> T:
         """Call ``function(*args)`` in a worker and return its result. Cancelling the call kills the worker.
 
         Args:
             share: the owner of the work; each has its own queue, and the queues are served in turn.
             deadline_s: seconds after which a running task is killed. Waiting does not count.
             function: a function of a module; it, its arguments and its result are pickled.
+            limits: of this task; None takes the pool's.
 
         Raises:
             PeraxisError: as `function` raised it.
             WorkerTimeout: the task was killed at its deadline.
-            WorkerDied: it reached a limit of memory or processor time, or crashed, or the pool was closed.
+            WorkerDied: it reached a limit of memory or processor time, or crashed.
             QueueFull: too many tasks of the share wait.
+            Draining: the pool was closed.
             RuntimeError: `function` raised another exception; the message is its traceback.
         """
-        task = pack_task(function, args, self._limits)
+        limits = limits or self._limits
+        task = pack_task(function, args, limits)
         async with self._limiter.seat(share):
             worker = await self._take(share)
             try:
                 async with asyncio.timeout(deadline_s):
-                    reply = await worker.call(task, self._limits)
+                    reply = await worker.call(task, limits)
+            except WorkerDied:
+                self._check_open()
+                raise
             except TimeoutError as error:
                 worker.kill()
                 raise WorkerTimeout(f"the work was not done after {deadline_s:g} s") from error
@@ -87,11 +104,12 @@ class WorkerPool:
         await asyncio.gather(*(start_one() for _ in range(self._num_workers - len(self._workers))))
 
     async def close(self) -> None:
-        """Kill the workers; running and waiting tasks raise WorkerDied. Returns when all workers have ended."""
+        """Kill the workers; running and waiting tasks raise Draining. Returns when all workers have ended."""
         self._closed = True
         for worker in list(self._workers):
             self._discard(worker)
         await asyncio.gather(*self._ending)
+        await asyncio.to_thread(self._scratch.cleanup)
 
     async def _take(self, share: Hashable) -> WorkerProcess:
         """Return an idle worker, if possible one that served the share before, or a new one."""
@@ -107,7 +125,7 @@ class WorkerPool:
 
     async def _start(self) -> WorkerProcess:
         self._check_open()
-        worker = await WorkerProcess.start(self._modules)
+        worker = await WorkerProcess.start(self._modules, Path(self._scratch.name))
         self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
         if self._closed:
             self._discard(worker)
@@ -133,7 +151,7 @@ class WorkerPool:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise WorkerDied("the work was not begun: the server is shutting down")
+            raise Draining("the server is shutting down: send the request to another replica")
 
 
 def _result(reply: Reply) -> Any:

@@ -55,8 +55,8 @@ def main(parent_pid: int, modules: list[str]) -> None:
             function, args, limits = pickle.loads(message)
             fresh_bytes = data_bytes() if fresh_bytes is None else fresh_bytes
             reply = _run(function, args, limits)
-            # What tasks leave behind must not add up.
-            is_last = data_bytes() - fresh_bytes > limits.memory_bytes
+            # Tasks may keep what they loaded, but it must not add up.
+            is_last = data_bytes() - fresh_bytes > 2 * limits.memory_bytes
         except MemoryError:
             reply = pickle.dumps(Reply("died", f"needed more than {limits.memory_bytes >> 20} MiB of memory"))
             is_last = True

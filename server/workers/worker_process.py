@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from server.errors import WorkerDied
@@ -25,27 +28,32 @@ CRASHES: Mapping[int, str] = {
 
 
 class WorkerProcess:
-    """A child process that runs `worker_main.py`. Event loop only."""
+    """A child process that runs `worker_main.py`, with a directory of its own for temporary files. Event loop only."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, scratch: Path) -> None:
         self._process = process
+        self._scratch = scratch
         self._is_last = False
 
     @classmethod
-    async def start(cls, modules: tuple[str, ...]) -> Self:
+    async def start(cls, modules: tuple[str, ...], directory: Path) -> Self:
         """Start a process that has imported `modules`.
+
+        Args:
+            directory: where the process gets a directory for its temporary files.
 
         Raises:
             WorkerDied: it ended before it was ready, or was not ready after `START_S`.
         """
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        scratch = Path(tempfile.mkdtemp(dir=directory))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "server.workers.worker_main", str(os.getpid()), *modules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path, "TMPDIR": str(scratch)},
         )
-        worker = cls(process)
+        worker = cls(process, scratch)
         try:
             async with asyncio.timeout(START_S):
                 await worker._receive()
@@ -88,8 +96,9 @@ class WorkerProcess:
             self._process.kill()
 
     async def wait(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the process has ended and remove its temporary files."""
         await self._process.wait()
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
     async def _receive(self) -> bytes:
         stdout = self._process.stdout

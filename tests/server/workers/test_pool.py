@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 
-from server.errors import InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
+from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
 from server.workers.limits import Limits
 from server.workers.pool import MAX_WAITING, WorkerPool
 from tests.server.helpers import worker_tasks as tasks
@@ -114,7 +114,7 @@ def test_a_task_cannot_use_more_memory_than_its_limit() -> None:
 
 def test_memory_that_tasks_keep_does_not_add_up() -> None:
     async def test(pool: WorkerPool) -> None:
-        pids = {await pool.run("a", WAIT_S, tasks.hoard, 100 << 20) for _ in range(6)}
+        pids = {await pool.run("a", WAIT_S, tasks.hoard, 100 << 20) for _ in range(8)}
         assert len(pids) == 2
 
     with_pool(test)
@@ -241,7 +241,7 @@ def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:
         await pool.close()
         assert not workers_of(os.getpid())
         results = await asyncio.gather(running, waiting, return_exceptions=True)
-        assert [type(result) for result in results] == [WorkerDied, WorkerDied]
+        assert [type(result) for result in results] == [Draining, Draining]
 
     with_pool(test, num_workers=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.text.stops import StopMatcher
+from server.text.decoding.stops import StopMatcher
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:

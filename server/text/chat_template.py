@@ -1,0 +1,41 @@
+"""Renders chat templates with transformers' Jinja sandbox. Runs in worker processes only.
+
+The sandbox keeps a template from reading the host; it bounds neither its time nor its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils import chat_template_utils
+
+from server.errors import InvalidRequest
+from server.text.failures import failures_as
+
+MAX_CHARACTERS = 8 << 20
+
+
+def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Render `messages` with `template`, up to the opening of the assistant's turn.
+
+    Args:
+        variables: further variables of the template, such as special tokens.
+
+    Raises:
+        InvalidRequest: the template refuses the messages, fails, or makes no Unicode or too much text.
+    """
+    with failures_as(
+        lambda reason: InvalidRequest(f"the chat template refuses these messages: {reason}", "messages")
+    ):
+        # Its annotation says that it returns a string.
+        render_all: Any = chat_template_utils.render_jinja_template
+        rendered, _ = render_all([messages], chat_template=template, add_generation_prompt=True, **variables)
+    text = str(rendered[0])
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"the chat template makes {len(text)} characters, more than {MAX_CHARACTERS}", "messages"
+        )
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequest("the chat template makes text that is no Unicode", "messages")
+    return text

@@ -1,0 +1,1 @@
+"""Token ids of running sequences to visible text: incremental decoding and stop strings."""

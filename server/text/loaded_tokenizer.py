@@ -1,0 +1,161 @@
+"""A tokenizer of transformers in this process: encodes prompts, renders chat templates and decodes tokens.
+
+The base's is loaded in the HTTP process. A variant's own is loaded in worker processes only, because its files may
+abort the process or keep it busy without end. Knows no process, no request and no event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from deltastore.errors import ArtifactError
+from server.errors import InvalidRequest
+from server.text.chat_template import render
+from server.text.decoding.incremental import Decode, NewText, NewTokens, decode_new
+from server.text.failures import failures_as
+
+# A normalizer, an unknown token or a pre-tokenizer may make one token of more characters than its own text has. NFC
+# composes three characters into one, and a word of a hundred may be unknown: eight times the longest token is generous.
+SHRINKING_FACTOR = 8
+MIN_LONGEST_TOKEN = 16
+# A longer prompt is refused if its beginning alone has too many tokens.
+PROBED_CHARS_PER_TOKEN = 8
+# Tokens by which the end of a beginning may differ from the same place in the whole text.
+PROBE_SLACK = 64
+
+
+class LoadedTokenizer:
+    """A fast tokenizer with its chat template.
+
+    Args:
+        tokenizer: the tokenizer, whose files may be a tenant's.
+        where: the owner's name in error messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, where: str) -> None:
+        self._tokenizer = tokenizer
+        self._where = where
+        self._decode = _decoder(tokenizer)
+        self._longest_token: int | None = None
+
+    @classmethod
+    def load(cls, directory: Path, where: str) -> LoadedTokenizer:
+        """Load the tokenizer files of a directory, which also needs the base's `config.json`.
+
+        Raises:
+            ArtifactError: transformers cannot load them, or there is no `tokenizer.json`.
+        """
+        with failures_as(lambda reason: ArtifactError(f"{where}: its tokenizer cannot be loaded: {reason}")):
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ArtifactError(
+                f"{where}: it has no tokenizer.json: save the tokenizer in its fast form first"
+            )
+        return cls(tokenizer, where)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template, of several the one named ``default``; None if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """The variables of chat templates besides the messages: special tokens by name."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
+    def encode(self, text: str, max_tokens: int, add_special_tokens: bool, param: str) -> list[int]:
+        """Return the token ids of a text. A text that is far too long is refused before it is tokenized.
+
+        Args:
+            max_tokens: most tokens that the text may have.
+            param: the request's field that the text comes from.
+
+        Raises:
+            InvalidRequest: the text has too many tokens, or the tokenizer refuses it.
+        """
+        if len(text) > max_tokens * MIN_LONGEST_TOKEN:
+            self._refuse_long(text, max_tokens, param)
+        if len(text) > 2 * max_tokens * PROBED_CHARS_PER_TOKEN:
+            beginning = text[: max_tokens * PROBED_CHARS_PER_TOKEN]
+            if len(self._ids(beginning, add_special_tokens, param)) > max_tokens + PROBE_SLACK:
+                raise _too_long(text, max_tokens, param)
+        ids = self._ids(text, add_special_tokens, param)
+        if len(ids) > max_tokens:
+            raise InvalidRequest(
+                f"the {param} has {len(ids)} tokens, more than the {max_tokens} that fit: shorten it", param
+            )
+        return ids
+
+    def render_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation rendered by the chat template, up to the assistant's turn.
+
+        Raises:
+            InvalidRequest: there is no template, it refuses the messages, or makes too much text.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
+        text = render(self.chat_template, messages, self.template_variables)
+        return self.encode(text, max_tokens, False, "messages")
+
+    def decode_each(self, ids: list[int]) -> list[str]:
+        """Return the text of each token alone, without special tokens."""
+        with self._decoding():
+            return [self._decode([token_id]) for token_id in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        with self._decoding():
+            return self._decode(ids)
+
+    def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
+        """Decode the new tokens of many sequences."""
+        with self._decoding():
+            return [decode_new(self._decode, tokens) for tokens in new]
+
+    def _decoding(self) -> Any:
+        return failures_as(
+            lambda reason: ArtifactError(f"{self._where}: its tokenizer cannot decode tokens: {reason}")
+        )
+
+    def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        with failures_as(
+            lambda reason: InvalidRequest(f"the tokenizer cannot encode the {param}: {reason}", param)
+        ):
+            # transformers has encode_batch of tokenizers do it, which releases the interpreter lock.
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _refuse_long(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text of more characters than `max_tokens` of the longest token have."""
+        if self._longest_token is None:
+            longest = max(map(len, self._tokenizer.get_vocab()), default=0)
+            backend = self._tokenizer.backend_tokenizer
+            exact = backend.normalizer is None and type(backend.model).__name__ == "BPE"
+            self._longest_token = max(longest, MIN_LONGEST_TOKEN) * (1 if exact else SHRINKING_FACTOR)
+        if len(text) > max_tokens * self._longest_token:
+            raise _too_long(text, max_tokens, param)
+
+
+def _too_long(text: str, max_tokens: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the {param} has {len(text)} characters, which are more than {max_tokens} tokens: shorten it", param
+    )
+
+
+def _decoder(tokenizer: PreTrainedTokenizerFast) -> Decode:
+    """Return transformers' `decode` without special tokens, in its fastest form: every token needs two calls of it."""
+    if (
+        type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        decode = tokenizer.backend_tokenizer.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,137 @@
+"""The text service of an HTTP process: gives each request the tokenizer, chat template and defaults of its variant.
+
+Event loop only. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+from deltastore.errors import ArtifactError
+from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
+from server.errors import NotServable
+from server.text.generation_config import base_generation_config, eos_token_ids, sampling_defaults
+from server.text.loaded_tokenizer import LoadedTokenizer
+from server.text.local_tokenizer import LocalTokenizer
+from server.text.single_flight import SingleFlight
+from server.text.staging import StagedVersion, Staging
+from server.text.variant_text import TextFacts, VariantText
+from server.text.variant_work import WORK_LIMITS, VariantWork
+from server.text.worker_tasks import WORKER_MODULES, Generation, probe, read_generation, with_tokenizer
+from server.workers.pool import WorkerPool
+
+# Of chat templates and other facts of variants.
+CACHE_BYTES = 64 << 20
+# Of one variant's facts without its template.
+FACTS_BYTES = 16 << 10
+MAX_WORKS = 4096
+
+
+def text_pool(num_workers: int) -> WorkerPool:
+    """Return a pool of workers for a `TextService`; its owner closes it."""
+    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES)
+
+
+class TextService:
+    """Texts of the base and of variants. Facts of a variant are read once, and kept by digest within a bound of bytes.
+
+    Args:
+        base_dir: the base's checkpoint, whose files are trusted.
+        pool: a pool of `text_pool`.
+        embedding: the name of the base's input embedding.
+        num_embeddings: its rows.
+
+    Raises:
+        NotServable: the base's tokenizer cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        base_dir: Path,
+        registry: Registry,
+        pool: WorkerPool,
+        embedding: str | None,
+        num_embeddings: int,
+    ) -> None:
+        self._pool = pool
+        self._embedding = embedding
+        try:
+            loaded = LoadedTokenizer.load(base_dir, str(base_dir))
+            config = base_generation_config(base_dir)
+            generation = Generation(eos_token_ids(config), sampling_defaults(config))
+        except ArtifactError as error:
+            raise NotServable(str(error)) from error
+        self._base = LocalTokenizer(loaded)
+        self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_template)
+        self._staging = Staging(base_dir, registry)
+        self._facts: OrderedDict[str, TextFacts] = OrderedDict()
+        self._reading: SingleFlight[TextFacts] = SingleFlight()
+        self._works: OrderedDict[tuple[str, str | None], VariantWork] = OrderedDict()
+
+    async def of(self, record: VersionRecord | None, tenant: str) -> VariantText:
+        """Return the text of a version, or of the base; reads the version's object if its facts are not cached.
+
+        Args:
+            tenant: the tenant of the request, whose work it is.
+
+        Raises:
+            VariantNotFound: the object is gone.
+            VariantQuarantined: the object is corrupt; it was quarantined.
+            ArtifactError: the object is intact and its files cannot be used.
+            InvalidRequest: its files need too much time or memory.
+        """
+        if record is None:
+            work = self._work(tenant, None, "the base")
+            return VariantText(self._base_facts, self._base, work, self._staging, None)
+        work = self._work(tenant, record.digest, record.label)
+        facts = self._facts.get(record.digest)
+        if facts is None:
+            facts = await self._reading.run(record.digest, lambda: self._read(record, work))
+            self._keep(record.digest, facts)
+        else:
+            self._facts.move_to_end(record.digest)
+        return VariantText(facts, self._base, work, self._staging, record)
+
+    def close(self) -> None:
+        """Drop prompts that wait to be tokenized. The pool is closed by its owner."""
+        self._base.close()
+
+    def _work(self, tenant: str, digest: str | None, label: str) -> VariantWork:
+        share = (tenant, digest)
+        if share not in self._works:
+            self._works[share] = VariantWork(self._pool, share, label)
+            if len(self._works) > MAX_WORKS:
+                self._works.popitem(last=False)
+        self._works.move_to_end(share)
+        return self._works[share]
+
+    async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
+        async with self._staging.staged(record) as staged:
+            generation = self._base_facts.generation
+            if staged.generation is not None:
+                generation = await work.run(read_generation, staged.generation, record.label)
+            if staged.key is not None:
+                await work.load(with_tokenizer, staged.key, staged.path, record.label, probe, ())
+            shape = staged.shapes.get(self._embedding or "")
+            num_embeddings = self._base_facts.num_embeddings if shape is None else shape[0]
+            return TextFacts(num_embeddings, generation, staged.key, self._template(staged, record.label))
+
+    def _template(self, staged: StagedVersion, where: str) -> str | None:
+        if staged.is_base_template:
+            return self._base_facts.template
+        try:
+            return None if staged.template is None else staged.template.decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{where}: its chat template is not UTF-8: upload it repaired") from error
+
+    def _keep(self, digest: str, facts: TextFacts) -> None:
+        self._facts[digest] = facts
+        while len(self._facts) > 1 and sum(map(_num_bytes, self._facts.values())) > CACHE_BYTES:
+            self._facts.popitem(last=False)
+
+
+def _num_bytes(facts: TextFacts) -> int:
+    # A character has at most four bytes in memory.
+    return FACTS_BYTES + 4 * len(facts.template or "")

@@ -1,0 +1,119 @@
+"""Text of one variant or of the base: prompts to token ids and token ids to text. Event loop only.
+
+The base's tokenizer runs in this process. A variant's own tokenizer, and every chat template, run in worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, TypeVarTuple
+
+from deltastore.registry.records import VersionRecord
+from server.errors import InvalidRequest
+from server.text.chat_template import render
+from server.text.decoding.incremental import NewText, NewTokens
+from server.text.loaded_tokenizer import LoadedTokenizer
+from server.text.local_tokenizer import LocalTokenizer
+from server.text.staging import Staging
+from server.text.variant_work import VariantWork
+from server.text.worker_tasks import Generation, NotLoaded, with_tokenizer
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """Facts of a variant's text that do not depend on the tenant.
+
+    Args:
+        num_embeddings: rows of the embedding; token ids are below it.
+        key: the name of its own tokenizer's content; None if the base's tokenizer serves.
+        template: the chat template, if the base's tokenizer serves.
+    """
+
+    num_embeddings: int
+    generation: Generation
+    key: str | None
+    template: str | None
+
+
+class VariantText:
+    """Encodes and decodes with a variant's tokenizer, chat template and generation defaults.
+
+    All methods raise InvalidRequest if the variant's files need too much time or memory, QueueFull if too much work of
+    the tenant on this variant waits, and VariantNotFound or VariantQuarantined if its files are needed and gone.
+    """
+
+    def __init__(
+        self,
+        facts: TextFacts,
+        base: LocalTokenizer,
+        work: VariantWork,
+        staging: Staging,
+        record: VersionRecord | None,
+    ) -> None:
+        self.num_embeddings = facts.num_embeddings
+        self.eos_token_ids = facts.generation.eos_token_ids
+        self.generation_defaults: Mapping[str, Any] = facts.generation.defaults
+        self._facts = facts
+        self._base = base
+        self._work = work
+        self._staging = staging
+        self._record = record
+
+    async def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
+
+        Raises:
+            InvalidRequest: the prompt has more than `max_tokens` tokens. A much longer one is not tokenized.
+        """
+        if self._facts.key is None:
+            return await self._base.encode(self._work.share, text, max_tokens, True, "prompt")
+        return await self._in_worker(LoadedTokenizer.encode, text, max_tokens, True, "prompt")
+
+    async def render_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation rendered by the chat template, up to the assistant's turn.
+
+        Raises:
+            InvalidRequest: there is no chat template, it refuses the messages, or they have too many tokens.
+        """
+        if self._facts.key is not None:
+            return await self._in_worker(LoadedTokenizer.render_chat, messages, max_tokens)
+        if self._facts.template is None:
+            raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
+        variables = self._base.loaded.template_variables
+        text = await self._work.run(render, self._facts.template, messages, variables)
+        return await self._base.encode(self._work.share, text, max_tokens, False, "messages")
+
+    async def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        if self._facts.key is None:
+            return self._base.loaded.decode(ids)
+        return await self._in_worker(LoadedTokenizer.decode, ids)
+
+    async def decode_each(self, ids: list[int]) -> list[str]:
+        """Return the text of each token alone, as log-probabilities show it."""
+        if self._facts.key is None:
+            return self._base.loaded.decode_each(ids)
+        return await self._in_worker(LoadedTokenizer.decode_each, ids)
+
+    async def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
+        """Decode the new tokens of many sequences in one call; the results are in the order of `new`."""
+        if self._facts.key is None:
+            return self._base.loaded.decode_streams(new)
+        return await self._in_worker(LoadedTokenizer.decode_streams, new)
+
+    async def _in_worker(self, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
+        """Call a function of the variant's own tokenizer; send its files to a worker that lacks them."""
+        key, record = self._facts.key, self._record
+        assert key is not None
+        assert record is not None
+        try:
+            return await self._work.run(with_tokenizer, key, None, self._work.label, function, args)
+        except NotLoaded:
+            async with self._staging.staged(record) as staged:
+                return await self._work.load(
+                    with_tokenizer, key, staged.path, self._work.label, function, args
+                )

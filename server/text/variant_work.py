@@ -1,0 +1,81 @@
+"""Runs work on one variant's text in the worker pool: deadlines, errors that name the variant, and a pause after kills.
+
+Event loop only. Knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar, TypeVarTuple
+
+from server.errors import InvalidRequest, WorkerDied, WorkerTimeout
+from server.workers.limits import Limits
+from server.workers.pool import WorkerPool
+
+# Encoding, rendering or decoding of one request or step.
+WORK_S = 5.0
+WORK_LIMITS = Limits(memory_bytes=1 << 30, cpu_s=2.0)
+# Loading a tokenizer, twice as large as the largest known one, beside other work.
+LOAD_S = 30.0
+LOAD_LIMITS = Limits(memory_bytes=2 << 30, cpu_s=15.0)
+MIN_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class VariantWork:
+    """The work of one share of the pool. After work that had to be killed, further work is refused for a pause.
+
+    Args:
+        share: the tenant and the variant's digest.
+        label: the variant's name in error messages.
+        now: a clock in seconds.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, share: Hashable, label: str, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.label = label
+        self._pool = pool
+        self.share = share
+        self._now = now
+        self._pause_s = 0.0
+        self._paused_until = 0.0
+        self._reason = ""
+
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a function within `WORK_S` and `WORK_LIMITS`.
+
+        Raises:
+            InvalidRequest: the work was killed or crashed, or is refused because earlier work was.
+            QueueFull: too much work of this share waits.
+            PeraxisError: as `function` raised it.
+        """
+        return await self._run(WORK_S, WORK_LIMITS, function, *args)
+
+    async def load(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a function that loads a tokenizer, within `LOAD_S` and `LOAD_LIMITS`; raises as `run` does."""
+        return await self._run(LOAD_S, LOAD_LIMITS, function, *args)
+
+    async def _run(self, deadline_s: float, limits: Limits, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        if (left_s := self._paused_until - self._now()) > 0:
+            raise InvalidRequest(
+                f"{self.label}: its tokenizer or chat template failed: {self._reason}: try again in {left_s:.0f} s"
+            )
+        try:
+            result = await self._pool.run(self.share, deadline_s, function, *args, limits=limits)
+        except (WorkerTimeout, WorkerDied) as error:
+            self._pause(str(error))
+            raise InvalidRequest(
+                f"{self.label}: its tokenizer or chat template failed: {error}: send less text, or upload it repaired"
+            ) from error
+        self._pause_s = 0.0
+        return result
+
+    def _pause(self, reason: str) -> None:
+        self._reason = reason
+        self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+        self._paused_until = self._now() + self._pause_s

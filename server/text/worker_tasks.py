@@ -1,0 +1,151 @@
+"""Functions that run in worker processes, on tenants' files: load, encode, render, decode, check.
+
+Loaded tokenizers stay in the worker's memory within a bound. Imports no torch and knows no pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+from deltastore.errors import ArtifactError, PeraxisError
+from deltastore.format.manifest import GENERATION_FILE
+from server.errors import InvalidRequest
+from server.text.files import (
+    check_sizes,
+    read_tokenizer_files,
+    tokenizer_files,
+    without_template,
+    write_tokenizer,
+)
+from server.text.generation_config import eos_token_ids, parse_generation_config, sampling_defaults
+from server.text.loaded_tokenizer import LoadedTokenizer
+
+# Modules that a worker of `server.workers.pool` imports before its first task.
+WORKER_MODULES = ("server.text.without_torch", "server.text.worker_tasks")
+# Of loaded tokenizers in one worker. The newest one stays whatever its size is.
+CACHE_BYTES = 512 << 20
+# Memory of a loaded tokenizer over the size of its files, measured with 256,000 tokens and 500,000 merges.
+BYTES_PER_FILE_BYTE = 16
+PROBE_TEXT = "A probe: 1 + 2 = 3, naïve 漢字\n"
+PROBE_TOKENS = 4096
+PROBE_MESSAGES = [{"role": "user", "content": "hi"}]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class NotLoaded(PeraxisError):
+    """A tokenizer that this worker does not have loaded, and whose files were not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The values of a generation config that requests use."""
+
+    eos_token_ids: frozenset[int]
+    defaults: Mapping[str, Any]  # fields of `SamplingParams`
+
+
+class _Loaded:
+    """The tokenizers that this process has loaded, by the content of their files."""
+
+    def __init__(self) -> None:
+        self._tokenizers: OrderedDict[str, tuple[LoadedTokenizer, int]] = OrderedDict()
+
+    def get(self, key: str, directory: Path | None, where: str) -> LoadedTokenizer:
+        """Return a tokenizer; load it from `directory` if need be."""
+        if key in self._tokenizers:
+            self._tokenizers.move_to_end(key)
+            return self._tokenizers[key][0]
+        if directory is None:
+            raise NotLoaded(f"{where}: its tokenizer is not loaded in this worker")
+        num_bytes = BYTES_PER_FILE_BYTE * sum(path.stat().st_size for path in directory.iterdir())
+        self._make_space(num_bytes)
+        tokenizer = LoadedTokenizer.load(directory, where)
+        self._tokenizers[key] = tokenizer, num_bytes
+        return tokenizer
+
+    def _make_space(self, num_bytes: int) -> None:
+        while (
+            self._tokenizers and num_bytes + sum(size for _, size in self._tokenizers.values()) > CACHE_BYTES
+        ):
+            self._tokenizers.popitem(last=False)
+
+
+_loaded = _Loaded()
+
+
+def with_tokenizer(
+    key: str,
+    directory: Path | None,
+    where: str,
+    function: Callable[[LoadedTokenizer, *Ts], T],
+    args: tuple[*Ts],
+) -> T:
+    """Call ``function(tokenizer, *args)`` with a loaded tokenizer.
+
+    Args:
+        key: the name of its content.
+        directory: its files; None if this worker should have it loaded.
+        where: its owner's name in error messages.
+
+    Raises:
+        NotLoaded: `directory` is None and the tokenizer is not loaded.
+        ArtifactError: it cannot be loaded.
+        PeraxisError: as `function` raises it.
+    """
+    return function(_loaded.get(key, directory, where), *args)
+
+
+def read_generation(raw: bytes, where: str) -> Generation:
+    """Return what requests use of a generation config; ArtifactError if it cannot be used."""
+    config = parse_generation_config(raw, where)
+    return Generation(eos_token_ids(config), sampling_defaults(config))
+
+
+def probe(tokenizer: LoadedTokenizer) -> None:
+    """Encode and decode a text; ArtifactError if the tokenizer cannot."""
+    try:
+        ids = tokenizer.encode(PROBE_TEXT, PROBE_TOKENS, True, "probe")
+    except InvalidRequest as error:
+        raise ArtifactError(str(error)) from error
+    tokenizer.decode(ids)
+    tokenizer.decode_each(ids)
+
+
+def _try_template(tokenizer: LoadedTokenizer) -> None:
+    """Render a conversation. Only the death of this process is a failure: a template may refuse a conversation."""
+    with contextlib.suppress(InvalidRequest):
+        tokenizer.render_chat(PROBE_MESSAGES, PROBE_TOKENS)
+
+
+def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "the upload") -> None:
+    """Check an artifact's tokenizer, chat template and generation config by using them. Runs in a worker only.
+
+    Args:
+        files: the artifact's files by name.
+        base_dir: the base's checkpoint.
+        where: the artifact's name in error messages.
+
+    Raises:
+        ArtifactError: a file is too large or cannot be used.
+    """
+    check_sizes(files, where)
+    if GENERATION_FILE in files:
+        read_generation(files[GENERATION_FILE], where)
+    own = tokenizer_files(files)
+    if not own:
+        return
+    if not without_template(own):
+        own = {**read_tokenizer_files(base_dir), **own}
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch:
+        write_tokenizer(own, base_dir, Path(scratch))
+        tokenizer = LoadedTokenizer.load(Path(scratch), where)
+    probe(tokenizer)
+    _try_template(tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 
 
@@ -39,7 +40,11 @@ class ArtifactError(PeraxisError):
 
 
 class CorruptObject(ArtifactError):
-    """A stored object whose bytes no longer match its digest."""
+    """A stored object whose bytes no longer match its digest; `found_in` is the status of the file that was read."""
+
+    def __init__(self, message: str, found_in: os.stat_result | None = None) -> None:
+        super().__init__(message)
+        self.found_in = found_in
 
 
 class BaseMismatch(PeraxisError):

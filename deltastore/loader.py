@@ -211,10 +211,11 @@ def _opened(source: ObjectSource) -> Iterator[int]:
     try:
         fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if (size_bytes := os.fstat(fd).st_size) != source.size_bytes:
+            if (status := os.fstat(fd)).st_size != source.size_bytes:
                 raise CorruptObject(
-                    f"object {source.digest} has {size_bytes} bytes where its record says {source.size_bytes}"
-                    ": upload it again"
+                    f"object {source.digest} has {status.st_size} bytes where its record says {source.size_bytes}"
+                    ": upload it again",
+                    status,
                 )
             yield fd
         finally:
@@ -240,7 +241,8 @@ def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, 
         digest.update(piece)
     if digest.hexdigest() != source.chunk_sha256[index]:
         raise CorruptObject(
-            f"object {source.digest} is corrupt: chunk {index} does not match its SHA-256: upload it again"
+            f"object {source.digest} is corrupt: chunk {index} does not match its SHA-256: upload it again",
+            os.fstat(fd),
         )
 
 
@@ -251,7 +253,8 @@ def _fill(fd: int, pieces: list[memoryview], source: ObjectSource, index: int) -
         count = os.preadv(fd, left, position)
         if count == 0:
             raise CorruptObject(
-                f"object {source.digest} is truncated: chunk {index} ends at byte {position}: upload it again"
+                f"object {source.digest} is truncated: chunk {index} ends at byte {position}: upload it again",
+                os.fstat(fd),
             )
         position += count
         while left and count >= len(left[0]):

@@ -81,9 +81,11 @@ class VerifiedObject:
         chunk = memoryview(bytearray(min(CHUNK_BYTES, self._record.size_bytes - start)))
         done = 0
         try:
-            if (size_bytes := os.fstat(self._fd).st_size) != self._record.size_bytes:
+            status = os.fstat(self._fd)
+            if status.st_size != self._record.size_bytes:
                 raise CorruptObject(
-                    f"object {digest} has {size_bytes} bytes where its record says {self._record.size_bytes}"
+                    f"object {digest} has {status.st_size} bytes where its record says {self._record.size_bytes}",
+                    status,
                 )
             while count := os.preadv(self._fd, [chunk[done:]], start + done):
                 done += count
@@ -91,7 +93,9 @@ class VerifiedObject:
             raise self._unreadable(error) from error
         # A file that became shorter meanwhile fails here, too: the rest of the chunk is zeros.
         if hashlib.sha256(chunk).hexdigest() != self._record.chunk_sha256[index]:
-            raise CorruptObject(f"object {digest} is corrupt: chunk {index} does not match its SHA-256")
+            raise CorruptObject(
+                f"object {digest} is corrupt: chunk {index} does not match its SHA-256", status
+            )
         return chunk
 
     def _open(self) -> int:
@@ -110,7 +114,7 @@ class VerifiedObject:
     def _quarantine(self, found: CorruptObject) -> bool:
         """Quarantine the open file; return False if another one has taken its place."""
         try:
-            return self._registry.quarantine(self._record.digest, str(found), os.fstat(self._fd))
+            return self._registry.quarantine(self._record.digest, str(found), found.found_in)
         except (StorageFull, RegistryError) as error:
             # It is not served either way; the next read finds the mismatch again.
             log.error("%s cannot be quarantined: %s", self._record.label, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltastore.errors import (
@@ -62,8 +62,11 @@ class Fetcher:
             if copy is not None:
                 report = self._loader.copy(copy.memory, slot.memory)
                 return ResidentDelta.in_slot(copy.layout, slot), report
-        layout, report = self._read(record, slot)
-        return ResidentDelta.in_slot(layout, slot), report
+        while True:
+            # A corrupt object that could not be quarantined was replaced by an upload meanwhile.
+            with suppress(CorruptObject):
+                layout, report = self._read(record, slot)
+                return ResidentDelta.in_slot(layout, slot), report
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
@@ -97,14 +100,18 @@ class Fetcher:
         """Turn a failed read into its cause: quarantine a corrupt object, report a deleted one as missing."""
         try:
             yield
-        except CorruptObject as error:
-            self._registry.quarantine(record.digest, str(error))
-            raise VariantQuarantined(
-                f"{record.label}: its stored object is corrupt and was quarantined: upload it again"
-            ) from error
         except (RegistryError, ArtifactError) as error:
+            if isinstance(error, CorruptObject):
+                self._quarantine(record, error)
             if path.exists():
                 raise
             raise VariantNotFound(
                 f"{record.label}: its object is no longer in the registry: upload it again"
             ) from error
+
+    def _quarantine(self, record: VersionRecord, found: CorruptObject) -> None:
+        """Quarantine the file that was read; do nothing if it is no longer the object. Raises VariantQuarantined."""
+        if self._registry.quarantine(record.digest, str(found), found.found_in):
+            raise VariantQuarantined(
+                f"{record.label}: its stored object is corrupt and was quarantined: upload it again"
+            ) from found

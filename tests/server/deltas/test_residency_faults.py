@@ -13,6 +13,7 @@ from deltastore.errors import ArtifactTooLarge, RegistryError, VariantNotFound, 
 from deltastore.loader import Loader
 from server.deltas.resident import ResidentDelta
 from server.errors import EngineFailed
+from tests.deltastore.helpers.crash_storage import FACTS
 from tests.server.helpers.residency import ResidencyHarness, block_disk, running_residency
 
 
@@ -72,6 +73,24 @@ def test_a_quarantined_object_that_was_uploaded_again_is_loaded(harness: Residen
     assert harness.publish("v", seed=1).digest == record.digest
     assert harness.load(record) == [None]
     assert harness.in_slot(record) == section
+
+
+def test_a_corrupt_object_that_is_uploaded_again_while_it_is_read_is_loaded_and_not_quarantined(
+    harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = harness.publish("v", seed=1)
+    section = harness.section(record)
+    harness.corrupt(record)
+    disk = block_disk(monkeypatch)
+    assert harness.residency.load(record.digest)
+    assert disk.reading.wait(20)
+    with harness.registry.open_upload(None) as upload:
+        upload.write((harness.directory / "v-1.safetensors").read_bytes())
+        harness.registry.publish(upload.seal(), FACTS, tenant="default", name="v")
+    disk.open.set()
+    assert harness.settle()[record.digest] is None
+    assert harness.in_slot(record) == section
+    assert not harness.registry.is_quarantined(record.digest)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 100, 5000])

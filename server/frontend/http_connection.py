@@ -11,7 +11,6 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -135,6 +134,13 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._enter(LINGERING if self._in_body else HEAD if self._in_head else IDLE)
 
+    def shutdown(self) -> None:
+        if self._in_body:
+            # The service has closed, and the rest of the request may never come.
+            self.transport.abort()
+        else:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._bounds.stall(self.transport, self.loop.time())
@@ -143,7 +149,7 @@ class HttpConnection(HttpToolsProtocol):
         super().resume_writing()
         self._bounds.resume(self.transport)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         self._bounds.leave(self.transport)
         super()._start_asgi_task(cycle, app)

@@ -213,6 +213,25 @@ def test_a_client_that_leaves_ends_its_first_of_two_pipelined_requests() -> None
     talk(what, app)
 
 
+def test_a_body_without_its_end_does_not_hold_up_the_end_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with ExitStack() as stack:
+
+        async def what(web: Web) -> None:
+            raw = stack.enter_context(socket.create_connection(web.address))
+            raw.sendall(b"POST / HTTP/1.1\r\nHost: test\r\nContent-Length: 1000000\r\n\r\na")
+            await asyncio.sleep(0.1)
+
+        talk(what, app)
+    # uvicorn logs the requests that it cancels.
+    assert not caplog.records
+
+
 def test_bad_connections_are_logged_together(caplog: pytest.LogCaptureFixture) -> None:
     async def what(web: Web) -> None:
         for _ in range(50):

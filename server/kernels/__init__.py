@@ -32,7 +32,8 @@ def add_onebit_matmul(
     Signs are uint8 ``[out, ceil(in / 8)]``; a set bit is +1 and bit i of byte j belongs to input 8 j + i. Factors are
     float32 ``[out]`` and ``[in]``. A zero address of signs leaves the group's rows unchanged; a zero address of
     `factor_in` means ones. Groups are disjoint and ascending and may be empty. Rows of no group are not touched. Sums
-    are float32 and rounded once, to the output's dtype.
+    are float32 and rounded once, to the output's dtype. On the CPU in bfloat16, inputs times `factor_in` and the
+    product of a group with many rows may be rounded to bfloat16 before.
     """
     _implementation(x.device.type).add_onebit_matmul(output, x, plane_ptrs, ranges)
 
@@ -54,9 +55,12 @@ def prepare(
     shapes: Iterable[tuple[int, int]] = (),  # out and in of the layers that deltas change
     dtype: torch.dtype = torch.float32,  # of the model
 ) -> None:
-    """Compile the kernels of a device at start-up, or load them. Compiling takes seconds."""
+    """Compile the kernels of a device at start-up, or load them, and choose among them. Compiling takes seconds."""
     if device.type == "cpu":
-        compile_kernels()
+        from server.kernels import attention_cpu, onebit_cpu
+
+        onebit_cpu.prepare({in_features for _, in_features in shapes}, dtype)
+        attention_cpu.compiled_kernel()
         return
     one = torch.ones(1, 1, device=device)
     signs = torch.ones(1, 1, dtype=torch.uint8, device=device)

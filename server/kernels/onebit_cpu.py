@@ -1,15 +1,15 @@
 """The one-bit products on the CPU (x86-64 and Arm), for all groups of a batch in one call. Signs stay packed.
 
 Each thread of torch's own team (`openmp`) computes its share of the outputs for all rows. With AVX-512, sums of inputs
-are looked up (`onebit_cpu_lookup`), which is as fast as torch's product of many rows. Other processors select inputs by
-signs (`onebit_cpu_select`) and expand the signs of groups with many rows (`onebit_cpu_expand`). Not thread-safe.
+are looked up (`onebit_cpu_lookup`); other processors select inputs by signs (`onebit_cpu_select`). The signs of groups
+with many rows are expanded (`onebit_cpu_expand`) where that is faster (`onebit_cpu_choice`). Not thread-safe.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import Any
 
 import numba
@@ -24,6 +24,7 @@ from server.kernels import onebit_cpu_select as select
 from server.kernels import onebit_reference as reference
 from server.kernels import openmp
 from server.kernels.addresses import array, at
+from server.kernels.onebit_cpu_choice import Choice, half_rows
 from server.kernels.sources import SOURCES
 
 # Smaller products run on one thread: waking the others costs more than they save.
@@ -49,13 +50,24 @@ Rows = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], None]
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 
 
+# The choice for this processor and the model; set by `prepare`.
+_choice = Choice(lookup.is_supported())
+
+
 def compile_kernels() -> None:
     """Compile all kernels that products use on this processor, or load them."""
-    by_lookup = lookup.is_supported()
-    _matmul(by_lookup)
+    _matmul(lookup.is_supported())
     _rows()
-    if not by_lookup:
-        expand.compiled_kernel()
+    expand.compiled_kernel()
+
+
+def prepare(in_features: Collection[int], dtype: torch.dtype) -> None:
+    """Compile all kernels, and choose among them for layers with these inputs in a model of this dtype."""
+    global _choice
+    compile_kernels()
+    if lookup.is_supported() and dtype == torch.bfloat16:
+        by_lookup = partial(add_onebit_matmul, choice=Choice(by_lookup=True))
+        _choice = Choice(True, half_rows(in_features, by_lookup))
 
 
 def add_onebit_matmul(
@@ -63,26 +75,25 @@ def add_onebit_matmul(
     x: Tensor,  # [rows, in], any float dtype
     plane_ptrs: Tensor,  # [groups, 3] int64
     ranges: Tensor,  # [groups, 2] int32
-    by_lookup: bool | None = None,  # None: if the processor supports it
+    choice: Choice | None = None,  # None: the one that was made for this processor
 ) -> None:
     """Compute `server.kernels.add_onebit_matmul`."""
     if output.dtype not in HALF or output.stride(1) != 1:
         wide = output.float().contiguous()
-        add_onebit_matmul(wide, x, plane_ptrs, ranges, by_lookup)
+        add_onebit_matmul(wide, x, plane_ptrs, ranges, choice)
         output.copy_(wide)
         return
     if x.dtype not in HALF or x.stride(1) != 1:
         x = x.float().contiguous()
-    by_lookup = lookup.is_supported() if by_lookup is None else by_lookup
-    if not by_lookup:
-        ranges = _without_long(output, x, plane_ptrs, ranges)
+    choice = choice or _choice
+    ranges = _without_expanded(output, x, plane_ptrs, ranges, choice)
     num_threads = 1 if output.numel() * x.shape[1] < PARALLEL_SIGNS else torch.get_num_threads()
     job = PACK(
         *(output.data_ptr(), output.stride(0) * output.itemsize, HALF[output.dtype]),
         *(x.data_ptr(), x.stride(0) * x.itemsize, HALF[x.dtype]),
         *(plane_ptrs.data_ptr(), ranges.data_ptr(), len(plane_ptrs), output.shape[1], x.shape[1]),
     )
-    _matmul(by_lookup)(job, num_threads)
+    _matmul(choice.by_lookup)(job, num_threads)
 
 
 def add_onebit_rows(
@@ -103,14 +114,19 @@ def add_onebit_rows(
         output.copy_(wide)
 
 
-def _without_long(output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor) -> Tensor:
+def _without_expanded(
+    output: Tensor, x: Tensor, plane_ptrs: Tensor, ranges: Tensor, choice: Choice
+) -> Tensor:
     """Add the products of groups with many rows by expansion. Return the ranges with those groups empty."""
-    is_long = ranges[:, 1] - ranges[:, 0] >= expand.MIN_ROWS
+    min_rows, dtype = choice.expansion(x, output)
+    if len(x) < min_rows:
+        return ranges
+    is_long = ranges[:, 1] - ranges[:, 0] >= min_rows
     if not is_long.any():
         return ranges
     shape = (output.shape[1], x.shape[1])
     for rows, matrix in reference.matrices(plane_ptrs[is_long], ranges[is_long], *shape):
-        expand.add_product(output[rows], x[rows], *matrix)
+        expand.add_product(output[rows], x[rows], matrix, dtype)
     return ranges * ~is_long[:, None]
 
 

@@ -19,19 +19,18 @@ from server.kernels import (
     onebit_reference,
     openmp,
 )
+from server.kernels.onebit_cpu_choice import Choice
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
 # One rounding of bfloat16: sums in another order may be rounded the other way.
 HALF_STEP = 2**-7
+needs_lookup = pytest.mark.skipif(
+    not onebit_cpu_lookup.is_supported(), reason="this processor has no AVX-512"
+)
+SELECT, LOOKUP = Choice(by_lookup=False), Choice(by_lookup=True)
 WAYS = [
-    pytest.param(
-        partial(onebit_cpu.add_onebit_matmul, by_lookup=True),
-        id="lookup",
-        marks=pytest.mark.skipif(
-            not onebit_cpu_lookup.is_supported(), reason="this processor has no AVX-512"
-        ),
-    ),
-    pytest.param(partial(onebit_cpu.add_onebit_matmul, by_lookup=False), id="select"),
+    pytest.param(partial(onebit_cpu.add_onebit_matmul, choice=LOOKUP), id="lookup", marks=needs_lookup),
+    pytest.param(partial(onebit_cpu.add_onebit_matmul, choice=SELECT), id="select"),
 ]
 
 
@@ -74,6 +73,42 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(
     product: onebit_cpu.Product, dtype: torch.dtype, tolerance: float
 ) -> None:
     check(product, operands(333, 21, ROWS[2], dtype), tolerance)
+
+
+@needs_lookup
+@pytest.mark.parametrize("groups", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_expanded_to_bfloat16_equal_the_reference_within_their_rounding(
+    groups: Sequence[tuple[int, int]], shape: tuple[int, int]
+) -> None:
+    given = operands(*shape, groups, torch.bfloat16)
+    choice = Choice(by_lookup=True, half_rows={shape[0]: 3})
+    got = given.after(partial(onebit_cpu.add_onebit_matmul, choice=choice))
+    want = given.after(onebit_reference.add_onebit_matmul)
+    # The product's inputs, sums and result are each rounded, relative to its size.
+    size = HALF_STEP * shape[0] ** 0.5
+    torch.testing.assert_close(got, want, rtol=2 * HALF_STEP, atol=4 * size, equal_nan=True)
+
+
+@needs_lookup
+def test_only_groups_with_enough_rows_are_expanded() -> None:
+    given = operands(333, 21, [(0, 2), (2, 9)], torch.bfloat16)
+    mixed, never = (
+        given.after(partial(onebit_cpu.add_onebit_matmul, choice=Choice(True, {333: rows})))
+        for rows in (3, 8)
+    )
+    assert torch.equal(mixed[:2], never[:2])
+    assert not torch.equal(mixed[2:9], never[2:9])
+    looked_up = given.after(partial(onebit_cpu.add_onebit_matmul, choice=LOOKUP))
+    assert torch.equal(never[:9], looked_up[:9])
+
+
+@needs_lookup
+def test_a_choice_never_changes_float32() -> None:
+    given = operands(333, 21, [(0, 9)])
+    expanded = partial(onebit_cpu.add_onebit_matmul, choice=Choice(True, {333: 1}))
+    looked_up = partial(onebit_cpu.add_onebit_matmul, choice=LOOKUP)
+    assert torch.equal(given.after(expanded)[:9], given.after(looked_up)[:9])
 
 
 @pytest.mark.parametrize("product", WAYS)

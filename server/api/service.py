@@ -66,7 +66,7 @@ class Service:
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
-        self.artifact_checks = ArtifactChecks(settings.max_upload_bytes)
+        self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
         self.loading: asyncio.Task[None] | None = None
         # Set when the device is lost, and with it every request.

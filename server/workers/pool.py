@@ -46,8 +46,8 @@ class WorkerPool:
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
         self._ending: set[asyncio.Task[None]] = set()
-        # A worker that is killed cannot remove its temporary files.
-        self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
+        # Made for the first worker. A worker that is killed cannot remove its temporary files.
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._closed = False
 
     async def run(
@@ -109,7 +109,8 @@ class WorkerPool:
         for worker in list(self._workers):
             self._discard(worker)
         await asyncio.gather(*self._ending)
-        await asyncio.to_thread(self._scratch.cleanup)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.cleanup)
 
     async def _take(self, share: Hashable) -> WorkerProcess:
         """Return an idle worker, if possible one that served the share before, or a new one."""
@@ -125,6 +126,8 @@ class WorkerPool:
 
     async def _start(self) -> WorkerProcess:
         self._check_open()
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
         worker = await WorkerProcess.start(self._modules, Path(self._scratch.name))
         self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
         if self._closed:

@@ -6,12 +6,14 @@ A worker has torch; the process that owns the pool needs none.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
-from server.errors import Draining, WorkerDied, WorkerTimeout
+from server.errors import WorkerDied, WorkerTimeout
+from server.text.variant_work import LOAD_LIMITS, LOAD_S
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 
@@ -22,29 +24,34 @@ log = logging.getLogger(__name__)
 
 # One tenant has at most half of them.
 NUM_WORKERS = 2
-# Of one check. A header takes up to 500 MB when it is parsed, a tokenizer up to 1 GB.
+# Of a check of the tensors. A header takes up to 500 MB when it is parsed.
 MEMORY_BYTES = 2 << 30
-# The time of a check, beside its reading of the file at a slow disk's speed.
+# The time of such a check, beside its reading of the file at a slow disk's speed.
 CHECK_S = 30.0
 READ_BYTES_PER_S = 50e6
 # Bytes of a variant's tokenizer and configuration files, which are read into memory.
 MAX_FILES_BYTES = 256 << 20
 WHERE = "the upload"
-# Imported by a worker once, before its first check.
-MODULES = ("deltastore.format.artifact", "deltastore.format.manifest", "deltastore.format.validate")
+# Imported by a worker before its first check. The first makes transformers do without torch, which follows.
+MODULES = (
+    "server.text.without_torch", "server.text.worker_tasks",
+    "deltastore.format.artifact", "deltastore.format.manifest", "deltastore.format.validate",
+)  # fmt: skip
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class ArtifactChecks:
     """The workers that check uploads. Event loop only.
 
     Args:
-        max_upload_bytes: size of the largest artifact, in bytes.
+        base_dir: directory of the base's checkpoint, whose tokenizer files complete a variant's.
     """
 
-    def __init__(self, max_upload_bytes: int) -> None:
-        limits = Limits(MEMORY_BYTES, cpu_s=_deadline_s(max_upload_bytes))
-        self._pool = WorkerPool(NUM_WORKERS, limits, MODULES)
-        self._closed = False
+    def __init__(self, base_dir: Path) -> None:
+        self._base_dir = base_dir
+        self._pool = WorkerPool(NUM_WORKERS, Limits(MEMORY_BYTES, CHECK_S), MODULES)
 
     async def check(
         self, tenant: str, path: Path, num_bytes: int, base: Base, slot_bytes: int
@@ -65,28 +72,32 @@ class ArtifactChecks:
             QueueFull: too many uploads of the tenant wait for their checks.
             Draining: the server is shutting down.
         """
+        limits = Limits(MEMORY_BYTES, cpu_s=CHECK_S + num_bytes / READ_BYTES_PER_S)
+        facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes)
+        # Within the limits of the loads that requests need.
+        await self._run(tenant, LOAD_S, LOAD_LIMITS, check_files, path, self._base_dir)
+        return facts
+
+    async def close(self) -> None:
+        """End the workers; checks under way raise Draining."""
+        await self._pool.close()
+
+    async def _run(
+        self, tenant: str, deadline_s: float, limits: Limits, function: Callable[[*Ts], T], *args: *Ts
+    ) -> T:
         try:
-            return await self._pool.run(
-                tenant, _deadline_s(num_bytes), check_artifact_file, path, base, slot_bytes
-            )
+            return await self._pool.run(tenant, deadline_s, function, *args, limits=limits)
         except WorkerTimeout as error:
             raise ArtifactError(f"{WHERE} takes too long to check: {error}") from error
         except WorkerDied as error:
-            if self._closed:
-                raise Draining("the server is shutting down: send the artifact again") from error
             raise ArtifactError(f"{WHERE} cannot be checked: {error}") from error
         except RuntimeError as error:
             log.warning("the check of an upload of tenant %s failed: %s", tenant, error)
             raise ArtifactError(f"{WHERE} cannot be read: its check failed") from error
 
-    async def close(self) -> None:
-        """End the workers; checks under way raise Draining."""
-        self._closed = True
-        await self._pool.close()
 
-
-def check_artifact_file(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
-    """Check an artifact, in a worker. Cheap checks run first: they bound what the others read.
+def check_tensors(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
+    """Check all but an artifact's files, in a worker. Cheap checks run first: they bound what the others read.
 
     Raises:
         ArtifactError, BaseMismatch, ArtifactTooLarge: as `ArtifactChecks.check` does.
@@ -113,5 +124,16 @@ def check_artifact_file(path: Path, base: Base, slot_bytes: int) -> ArtifactFact
         )
 
 
-def _deadline_s(num_bytes: int) -> float:
-    return CHECK_S + num_bytes / READ_BYTES_PER_S
+def check_files(path: Path, base_dir: Path) -> None:
+    """Use the tokenizer, the chat template and the generation config of an artifact, in a worker.
+
+    Raises:
+        ArtifactError: one of them is too large or cannot be used.
+    """
+    # Deferred: they import torch and transformers.
+    from deltastore.format.artifact import Artifact
+    from server.text.worker_tasks import check_text_files
+
+    with Artifact.open(path, WHERE) as artifact:
+        files = {name: artifact.file(name) for name in artifact.manifest.files}
+    check_text_files(files, base_dir, WHERE)

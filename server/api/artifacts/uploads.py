@@ -18,17 +18,15 @@ import anyio
 from fastapi import Request
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
-from deltastore.format.artifact import Artifact
 from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
 from deltastore.registry.records import ArtifactFacts, check_names
 from deltastore.registry.uploads import SealedUpload, Upload
-from server.api.artifacts.checks import WHERE
 from server.api.artifacts.multipart import file_of_form
 from server.api.bodies import timed_chunks
 from server.api.errors import failure_of
 from server.api.request_events import while_connected
-from server.api.service import Backend, Service
+from server.api.service import Service
 from server.errors import InvalidRequest, QueueFull
 from server.tenants import Tenant
 
@@ -225,14 +223,7 @@ def _check_digest(sealed: SealedUpload, expected: str | None) -> None:
 
 
 async def _check(service: Service, tenant: Tenant, sealed: SealedUpload) -> ArtifactFacts:
-    backend = service.backend
-    facts = await service.artifact_checks.check(
-        tenant.name, sealed.path, sealed.size_bytes, backend.engine.base, backend.engine.slot_bytes
+    engine = service.backend.engine
+    return await service.artifact_checks.check(
+        tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes
     )
-    await service.run_in_background(_check_tokenizer, sealed, backend)
-    return facts
-
-
-def _check_tokenizer(sealed: SealedUpload, backend: Backend) -> None:
-    with Artifact.open(sealed.path, WHERE) as artifact:
-        backend.tokenizers.check(artifact)

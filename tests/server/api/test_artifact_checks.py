@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 
+from compressor.config import CompressConfig
+from compressor.pipeline import compress
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
@@ -31,11 +36,13 @@ def base(artifacts: Artifacts) -> Base:
     return Base.of(Checkpoint.open(artifacts.base))
 
 
-def run(what: Callable[[ArtifactChecks], Coroutine[Any, Any, ArtifactFacts]]) -> ArtifactFacts:
+def run(
+    base_dir: Path, what: Callable[[ArtifactChecks], Coroutine[Any, Any, ArtifactFacts]]
+) -> ArtifactFacts:
     """Run `what` with workers, and end them."""
 
     async def main() -> ArtifactFacts:
-        checks = ArtifactChecks(GIGABYTE)
+        checks = ArtifactChecks(base_dir)
         try:
             return await what(checks)
         finally:
@@ -44,23 +51,38 @@ def run(what: Callable[[ArtifactChecks], Coroutine[Any, Any, ArtifactFacts]]) ->
     return asyncio.run(main())
 
 
-def check(path: Path, base: Base, slot_bytes: int = GIGABYTE) -> ArtifactFacts:
-    return run(lambda checks: checks.check("default", path, path.stat().st_size, base, slot_bytes))
+def check(base_dir: Path, path: Path, base: Base, slot_bytes: int = GIGABYTE) -> ArtifactFacts:
+    return run(base_dir, lambda checks: checks.check("default", path, path.stat().st_size, base, slot_bytes))
+
+
+def with_tokenizer(artifacts: Artifacts, directory: Path, **steps: Any) -> Path:
+    """Make an artifact whose tokenizer.json has other steps, without the compressor's check of tokenizers."""
+    finetune = shutil.copytree(artifacts.base.parent / "finetune-1", directory / "finetune")
+    path = finetune / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **steps}))
+    with patch("compressor.io.side_files._check_tokenizer"):
+        compress(CompressConfig(str(artifacts.base), str(finetune), directory / "delta", method="scalar"))
+    return directory / "delta"
+
+
+def replace(pattern: str, content: str) -> dict[str, Any]:
+    """Return a step of a tokenizer."""
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
 def test_the_facts_of_a_valid_artifact_come_back(artifacts: Artifacts, base: Base) -> None:
-    facts = check(artifacts.plain, base)
+    facts = check(artifacts.base, artifacts.plain, base)
     assert (facts.base_fingerprint, facts.method) == (base.fingerprint, "scalar")
 
 
 def test_an_error_keeps_its_class(artifacts: Artifacts, base: Base) -> None:
     with pytest.raises(BaseMismatch, match="the upload: made from base"):
-        check(artifacts.foreign, base)
+        check(artifacts.base, artifacts.foreign, base)
     with pytest.raises(ArtifactTooLarge, match="a slot has 10"):
-        check(artifacts.plain, base, slot_bytes=10)
+        check(artifacts.base, artifacts.plain, base, slot_bytes=10)
 
 
-def test_a_check_that_ends_its_process_refuses_the_artifact(base: Base) -> None:
+def test_a_check_that_ends_its_process_refuses_the_artifact(artifacts: Artifacts, base: Base) -> None:
     class Abort:
         """Ends the worker that unpickles it, as a failed allocation in Rust does."""
 
@@ -68,7 +90,25 @@ def test_a_check_that_ends_its_process_refuses_the_artifact(base: Base) -> None:
             return os.abort, ()
 
     with pytest.raises(ArtifactError, match=r"the upload cannot be checked: .* crashed"):
-        run(lambda checks: checks.check("default", cast(Path, Abort()), 1, base, GIGABYTE))
+        run(artifacts.base, lambda checks: checks.check("default", cast(Path, Abort()), 1, base, GIGABYTE))
+
+
+def test_a_tokenizer_that_aborts_its_process_refuses_the_artifact(
+    artifacts: Artifacts, base: Base, tmp_path: Path
+) -> None:
+    steps = [replace("e", "x" * 10**6), replace("x", "y" * 10**6)]
+    path = with_tokenizer(artifacts, tmp_path, normalizer={"type": "Sequence", "normalizers": steps})
+    with pytest.raises(ArtifactError, match="the upload cannot be checked"):
+        check(artifacts.base, path, base)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_refuses_the_artifact_without_a_path_of_the_server(
+    artifacts: Artifacts, base: Base, tmp_path: Path
+) -> None:
+    path = with_tokenizer(artifacts, tmp_path, model={"type": "Unknown"})
+    with pytest.raises(ArtifactError, match="the upload") as refused:
+        check(artifacts.base, path, base)
+    assert "/tmp" not in str(refused.value)
 
 
 def test_a_check_that_takes_too_long_refuses_the_artifact(
@@ -76,12 +116,12 @@ def test_a_check_that_takes_too_long_refuses_the_artifact(
 ) -> None:
     monkeypatch.setattr(checks, "CHECK_S", 0.0)
     with pytest.raises(ArtifactError, match="takes too long to check"):
-        check(artifacts.plain, base)
+        check(artifacts.base, artifacts.plain, base)
 
 
 def test_a_check_that_fails_in_an_unforeseen_way_refuses_the_artifact(artifacts: Artifacts) -> None:
     with pytest.raises(ArtifactError, match="the upload cannot be read: its check failed"):
-        check(artifacts.plain, cast(Base, None))
+        check(artifacts.base, artifacts.plain, cast(Base, None))
 
 
 def test_a_check_during_shutdown_is_refused_as_draining(artifacts: Artifacts, base: Base) -> None:
@@ -90,7 +130,7 @@ def test_a_check_during_shutdown_is_refused_as_draining(artifacts: Artifacts, ba
         return await checks.check("default", artifacts.plain, 1, base, GIGABYTE)
 
     with pytest.raises(Draining):
-        run(after_the_end)
+        run(artifacts.base, after_the_end)
 
 
 def test_an_http_process_needs_no_torch_for_uploads() -> None:

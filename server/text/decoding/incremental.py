@@ -14,6 +14,9 @@ from deltastore.errors import ArtifactError
 INCOMPLETE = "\ufffd"
 # A character of four bytes, without its last one, decodes to one replacement character, or to one for each byte.
 MAX_HELD_CHARS = 3
+# With more tokens whose text is held back, all but the newest are no part of a character. A character has at most four,
+# but tokens without text may stand between them.
+MAX_PENDING = 16
 # Tokens of a window. The text of that many is decoded with every token, so a window must not grow without limit.
 MAX_WINDOW = 64
 # Tokens that are kept of a longer window, and those of them that may be parts of a character.
@@ -78,19 +81,16 @@ def _advance(decode: Decode, window: Window, token_id: int) -> tuple[str, Window
         raise ArtifactError(
             f"the tokenizer's decoder makes {len(text)} characters of {len(ids)} tokens: use one that makes fewer"
         )
-    num_held = _num_held(text)
+    num_held = len(text) - len(text.rstrip(INCOMPLETE))
+    if len(ids) - window.num_complete > MAX_PENDING:
+        num_held = min(num_held, MAX_HELD_CHARS)
     num_shown = max(window.num_shown, len(text) - num_held)
     visible = text[window.num_shown : num_shown]
     if visible and not num_held:
         ids = ids[window.num_complete :]
         return visible, Window(ids, len(ids), len(decode(list(ids))))
     if len(ids) > MAX_WINDOW:
-        ids, num_hidden = ids[-KEPT_WINDOW:], len(text) - num_shown
-        num_shown = max(0, len(decode(list(ids))) - max(0, num_hidden))
+        ids, num_hidden = ids[-KEPT_WINDOW:], max(0, len(text) - num_shown)
+        num_shown = max(0, len(decode(list(ids))) - num_hidden)
         return visible, Window(ids, KEPT_WINDOW - MAX_CHARACTER_TOKENS, num_shown)
     return visible, Window(ids, window.num_complete, num_shown)
-
-
-def _num_held(text: str) -> int:
-    """Return how many characters at the end of a text may become another character with the next token."""
-    return min(len(text) - len(text.rstrip(INCOMPLETE)), MAX_HELD_CHARS)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from deltastore.errors import VariantNotFound, VariantQuarantined
+from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
+from deltastore.variant_files import VariantFiles, read_files
+from server.errors import InvalidRequest, WorkerDied
+from server.text import service as service_module
+from server.text import staging
 from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
 from server.workers.pool import WorkerPool
+from tests.deltastore.helpers.stored import flip_byte
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import ROWS, Texts, files_of, make_texts
+from tests.server.helpers.worker_tasks import kill_itself
 
 MAX_TOKENS = 512
 MESSAGES = [{"role": "user", "content": "hi"}]
-SLOW_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +86,131 @@ def test_a_variant_that_changes_only_the_template_has_the_base_s_tokenizer(
         assert await text.decode(await text.render_chat(MESSAGES, MAX_TOKENS)) == "[hi]"
 
     texts.run(test)
+
+
+def test_a_variant_without_a_template_has_none_though_its_base_has(texts: Texts, tmp_path: Path) -> None:
+    record = texts.publish(files_of(make_tokenizer(2), tmp_path))
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text = await service.of(record, "default")
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            await text.render_chat(MESSAGES, MAX_TOKENS)
+
+    texts.run(test)
+
+
+def test_twenty_first_requests_read_the_variant_once(
+    texts: Texts, own_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = texts.publish(own_files)
+    reads: list[str] = []
+
+    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
+        reads.append(of.digest)
+        return read_files(registry, of)
+
+    monkeypatch.setattr(staging, "read_files", counted)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        async def first_request() -> list[int]:
+            return await (await service.of(record, "default")).encode("<added-0>", MAX_TOKENS)
+
+        ids = await asyncio.gather(*(first_request() for _ in range(20)))
+        assert ids == [[259]] * 20
+        assert len(reads) == 1
+
+    # Of two workers a share has one, so no second worker has to load the tokenizer.
+    texts.run(test)
+
+
+def test_a_worker_that_lacks_a_tokenizer_gets_its_files_again(
+    texts: Texts, own_files: dict[str, bytes]
+) -> None:
+    record = texts.publish(own_files)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text = await service.of(record, "default")
+        # Ends the worker that has it loaded.
+        with pytest.raises(WorkerDied):
+            await pool.run(("default", record.digest), 60.0, kill_itself)
+        assert await text.encode("<added-0>", MAX_TOKENS) == [259]
+
+    texts.run(test)
+
+
+def test_a_corrupt_object_serves_no_file_and_is_quarantined(
+    texts: Texts, own_files: dict[str, bytes]
+) -> None:
+    record = texts.publish({**own_files, "chat_template.jinja": b"corrupt {{ messages }}"})
+    path = texts.registry.object_path(record.digest)
+    path.chmod(0o644)
+    flip_byte(path, path.read_bytes().index(b"corrupt"))
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        for _ in range(2):
+            with pytest.raises(VariantQuarantined):
+                await service.of(record, "default")
+
+    texts.run(test)
+
+
+def test_an_object_that_is_gone_is_not_found(texts: Texts, own_files: dict[str, bytes]) -> None:
+    record = texts.publish({**own_files, "chat_template.jinja": b"gone"})
+    texts.registry.object_path(record.digest).unlink()
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        with pytest.raises(VariantNotFound):
+            await service.of(record, "default")
+
+    texts.run(test)
+
+
+def test_a_cancelled_first_request_leaves_the_others_their_result(
+    texts: Texts, own_files: dict[str, bytes]
+) -> None:
+    record = texts.publish({**own_files, "chat_template.jinja": b"shared"})
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        first, second = (asyncio.create_task(service.of(record, "default")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await second).num_embeddings == ROWS
+        assert first.cancelled()
+
+    texts.run(test)
+
+
+def test_facts_of_many_variants_are_kept_within_a_bound_of_bytes(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [texts.publish({"chat_template.jinja": b"x" * 100_000 + b"%d" % number}) for number in range(4)]
+    monkeypatch.setattr(service_module, "CACHE_BYTES", 1_000_000)
+    reads: list[str] = []
+
+    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
+        reads.append(of.digest)
+        return read_files(registry, of)
+
+    monkeypatch.setattr(staging, "read_files", counted)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        for record in (*records, records[-1], records[0]):
+            await service.of(record, "default")
+        # Two fit: the last one is read once, the first one again.
+        assert reads == [record.digest for record in (*records, records[0])]
+
+    texts.run(test)
+
+
+def test_no_files_are_left_behind(
+    texts: Texts, own_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = texts.publish({**own_files, "chat_template.jinja": b"left"})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        await (await service.of(record, "default")).encode("abc", MAX_TOKENS)
+        assert not list(tmp_path.glob("peraxis-tokenizer-*"))
+
+    texts.run(test)
+    assert not list(tmp_path.iterdir())

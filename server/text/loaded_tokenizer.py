@@ -7,6 +7,7 @@ abort the process or keep it busy without end. Knows no process, no request and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class LoadedTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, where: str) -> None:
         self._tokenizer = tokenizer
-        self._where = where
+        self.where = where
         self._decode = _decoder(tokenizer)
         self._longest_token: int | None = None
 
@@ -121,9 +122,9 @@ class LoadedTokenizer:
         with self._decoding():
             return [decode_new(self._decode, tokens) for tokens in new]
 
-    def _decoding(self) -> Any:
+    def _decoding(self) -> AbstractContextManager[None]:
         return failures_as(
-            lambda reason: ArtifactError(f"{self._where}: its tokenizer cannot decode tokens: {reason}")
+            lambda reason: ArtifactError(f"{self.where}: its tokenizer cannot decode tokens: {reason}")
         )
 
     def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:

@@ -9,6 +9,7 @@ import contextlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from deltastore.errors import ArtifactError, PeraxisError
 from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
+from server.text.failures import failures_as
 from server.text.files import (
     check_sizes,
     read_tokenizer_files,
@@ -100,7 +102,8 @@ def with_tokenizer(
         ArtifactError: it cannot be loaded.
         PeraxisError: as `function` raises it.
     """
-    return function(_loaded.get(key, directory, where), *args)
+    with _failures_of(where):
+        return function(_loaded.get(key, directory, where), *args)
 
 
 def read_generation(raw: bytes, where: str) -> Generation:
@@ -114,7 +117,7 @@ def probe(tokenizer: LoadedTokenizer) -> None:
     try:
         ids = tokenizer.encode(PROBE_TEXT, PROBE_TOKENS, True, "probe")
     except InvalidRequest as error:
-        raise ArtifactError(str(error)) from error
+        raise ArtifactError(f"{tokenizer.where}: its tokenizer cannot be used: {error}") from error
     tokenizer.decode(ids)
     tokenizer.decode_each(ids)
 
@@ -147,5 +150,10 @@ def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "t
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch:
         write_tokenizer(own, base_dir, Path(scratch))
         tokenizer = LoadedTokenizer.load(Path(scratch), where)
-    probe(tokenizer)
-    _try_template(tokenizer)
+    with _failures_of(where):
+        probe(tokenizer)
+        _try_template(tokenizer)
+
+
+def _failures_of(where: str) -> AbstractContextManager[None]:
+    return failures_as(lambda reason: ArtifactError(f"{where}: its tokenizer cannot be used: {reason}"))

@@ -36,9 +36,11 @@ from server.text.tokenizer import Tokenizers
 
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
 SMALL = LlamaShapes(num_layers=2, hidden=128, intermediate=192, kv=64, vocabulary=256)
-# By name: the bench's own; Llama-3.2-1B; Llama-3.1-8B with as many of its 32 layers as leave room for peers.
+# By name: the bench's own; TinyLlama-1.1B; Llama-3.2-1B; Llama-3.1-8B with as many of its 32 layers as leave room
+# for peers.
 SHAPES = {
     "158m": FULL,
+    "1.1b": LlamaShapes(22, hidden=2048, intermediate=5632, kv=256, vocabulary=32000),
     "1b": LlamaShapes(16, hidden=2048, intermediate=8192, kv=512, vocabulary=128256, tied=True),
     "8b": LlamaShapes(3, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256, head_dim=128),
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.clients import StreamedRequest, running_clients
+from bench.http.clients import StreamedRequest, running_clients
 from bench.process import Server, serve_command, serving
 from bench.report import RESULTS, describe, write_result
 from bench.serving import FULL, SMALL, prompts, text_of, write_base
@@ -113,7 +113,7 @@ def measure(directory: Path, scope: UploadScope, repeats: int) -> Observations:
     write_whole_delta(path, scope.shapes, Base.of(Checkpoint.open(base)))
     flags = ("--max-num-seqs", scope.num_streams, "--max-gpu-deltas", 2, "--slot-headroom", SLOT_HEADROOM)
     more = ("--max-host-cache-gb", 0, "--kv-cache-gb", 0.7)
-    sink_command = [sys.executable, "-m", "bench.sink", directory / "sink"]
+    sink_command = [sys.executable, "-m", "bench.http.sink", directory / "sink"]
     found = Observations(path.stat().st_size)
     with ExitStack() as stack:
         server = stack.enter_context(serving(serve_command(base, directory / "registry", *flags, *more)))

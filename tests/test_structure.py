@@ -24,7 +24,7 @@ ABOVE_LAYERS = {"app", "cli", "process", "__main__"}
 MAX_LINES = 400
 MAX_FILES = 16  # Python files of one folder, without its __init__.py
 ROOMS = (
-    "bench/gpu", "bench/http", "bench/quality", "bench/real",
+    "bench/gpu", "bench/http", "bench/peers", "bench/quality", "bench/real",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/deltas", "server/engine", "server/engine/scheduling",

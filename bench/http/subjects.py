@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from bench.clients import StreamedRequest, read_streams
+from bench.http.clients import StreamedRequest, read_streams
 from bench.process import Server, serve_command
 from bench.process import serving as serving_process
 from bench.serving import BenchEngine, text_of

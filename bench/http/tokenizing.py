@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.clients import running_clients
+from bench.http.clients import running_clients
 from bench.http.subjects import PROMPT_TOKENS, server_for, streamed_requests
 from bench.process import Server
 from bench.serving import prompts, publish_variants, text_of, tokenizer_files, write_base

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sink import receive
+from bench.http.sink import receive
 from bench.upload import main
 
 

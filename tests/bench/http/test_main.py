@@ -9,7 +9,7 @@ import pytest
 
 from bench.http.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_small_run_fills_its_tables_beside_a_baseline(

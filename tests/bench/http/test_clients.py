@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.clients import StreamedRequest, StreamReader
+from bench.http.clients import StreamedRequest, StreamReader
 
 REPLY = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

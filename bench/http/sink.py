@@ -1,4 +1,4 @@
-"""A trivial HTTP server that writes each body into one file: `python -m bench.sink FILE`. It checks and parses nothing.
+"""A trivial HTTP server that writes each body into one file: `python -m bench.http.sink FILE`. It checks nothing.
 
 It bounds what any server can reach that takes an upload: one process receives, writes and makes the bytes durable.
 """

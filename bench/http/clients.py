@@ -85,7 +85,7 @@ class RunningClients:
 def running_clients(url: str, requests: Sequence[StreamedRequest]) -> Iterator[RunningClients]:
     """Send all requests at once, each on a connection of its own, from a new process."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "bench.clients"]
+    command = [sys.executable, "-m", "bench.http.clients"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         sent, received = process.stdin, process.stdout
         assert sent is not None

@@ -1,0 +1,1 @@
+"""Other ways to answer the requests of `bench.throughput`."""

@@ -47,7 +47,7 @@ class FairLimiter:
             return
         queue = self._waiting.setdefault(share, deque())
         if len(queue) >= self._max_waiting:
-            raise QueueFull(f"{len(queue)} requests wait for the same variant's text: try again in a moment")
+            raise QueueFull(f"{len(queue)} tasks of the same tenant and variant wait: try again in a moment")
         turn = asyncio.Event()
         queue.append(turn)
         try:

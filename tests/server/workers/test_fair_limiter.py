@@ -82,7 +82,7 @@ def test_a_share_with_too_many_waiting_tasks_is_refused_and_others_are_not() -> 
         tasks = Tasks(limiter)
         for name in ("a1", "a2"):
             await tasks.start(name)
-        with pytest.raises(QueueFull, match="1 requests wait"):
+        with pytest.raises(QueueFull, match="1 tasks of the same"):
             async with limiter.seat("a"):
                 pass
         await tasks.start("b1")

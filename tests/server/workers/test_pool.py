@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,17 @@ def test_a_worker_imports_the_named_modules_and_not_its_parent_s_program() -> No
         assert not modules & {"pytest", "torch", "transformers", "fastapi"}
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_pool_works_on_a_thread_and_leaves_nothing_when_it_ends(loop: Any) -> None:
+    async def test(pool: WorkerPool) -> None:
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+        with pytest.raises(WorkerTimeout):
+            await pool.run("a", 0.2, tasks.spin)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(with_pool, test, loop=loop).result()
 
 
 def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:

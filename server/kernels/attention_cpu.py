@@ -15,10 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from server.kernels import attention_cpu_runs as runs
 from server.kernels import openmp
 from server.kernels.addresses import array, at
 from server.kernels.attention import AttentionGroup, AttentionParams
 
+# Dimensions of a long chunk.
+LONG_CHUNK = runs.LONG * runs.LANES
+# The least exponent whose power is a normal float32.
+LEAST_EXPONENT = np.float32(-87)
+LOG2_E = np.float32(1.44269504)
+LOG_2_HIGH, LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+# Coefficients of the Taylor series of exp, that of the highest power first.
+TAYLOR = tuple(np.float32(1 / k) for k in (720, 120, 24, 6, 2, 1, 1))
 # The window of a layer without one.
 NO_WINDOW = 1 << 62
 # Dtypes that the kernel reads and writes, by the value of its flag `half`.
@@ -100,49 +109,188 @@ def _read(into: np.ndarray, address: int, half: int) -> None:
 
 
 @numba.njit(error_model="numpy")
-def _write(address: int, half: int, values: np.ndarray, factor: np.float32) -> None:
-    """Write a vector times a factor to an address, rounded to nearest even."""
+def _write(address: int, half: int, values: np.ndarray) -> None:
+    """Write a vector to an address, rounded to nearest even."""
     if half:
         short = array(at(address), values.shape, np.uint16)
         for i in range(len(values)):
-            value = np.float32(values[i] * factor)
+            value = np.float32(values[i])
             bits = value.view(np.uint32)
             rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
             short[i] = np.uint16(rounded) if value == value else np.uint16(0x7FC0)
     else:
         whole = array(at(address), values.shape, np.float32)
         for i in range(len(values)):
-            whole[i] = values[i] * factor
+            whole[i] = values[i]
 
 
-# Reordering sums lets LLVM use vector registers. The other fastmath flags would change NaN and infinity.
-@numba.njit(error_model="numpy", fastmath={"reassoc", "contract"})
-def _dot(one: np.ndarray, other: np.ndarray) -> np.float32:
+_SCORES_LONG_HALF, _SCORES_LONG_FULL = runs.add_scores(runs.LONG, True), runs.add_scores(runs.LONG, False)
+_SCORES_HALF, _SCORES_FULL = runs.add_scores(1, True), runs.add_scores(1, False)
+_VALUES_LONG_HALF, _VALUES_LONG_FULL = runs.add_values(runs.LONG, True), runs.add_values(runs.LONG, False)
+_VALUES_HALF, _VALUES_FULL = runs.add_values(1, True), runs.add_values(1, False)
+
+
+@numba.njit(error_model="numpy")
+def _one(address: int, half: int) -> np.float32:
+    """Read one number."""
+    if half:
+        return np.uint32(np.uint32(array(at(address), 1, np.uint16)[0]) << np.uint32(16)).view(np.float32)
+    return np.float32(array(at(address), 1, np.float32)[0])
+
+
+@numba.njit(error_model="numpy")
+def _add_scores(query: np.ndarray, keys: int, half: int, stride: int, scores: np.ndarray) -> None:
+    """Add the products of a head's query with the keys of a run of tokens, `stride` bytes apart, to their scores."""
+    size = 2 if half else 4
+    d, num, into = 0, len(scores), scores.ctypes.data
+    while d + LONG_CHUNK <= len(query):
+        if half:
+            _SCORES_LONG_HALF(query[d:].ctypes.data, keys + size * d, stride, num, into)
+        else:
+            _SCORES_LONG_FULL(query[d:].ctypes.data, keys + size * d, stride, num, into)
+        d += LONG_CHUNK
+    while d + runs.LANES <= len(query):
+        if half:
+            _SCORES_HALF(query[d:].ctypes.data, keys + size * d, stride, num, into)
+        else:
+            _SCORES_FULL(query[d:].ctypes.data, keys + size * d, stride, num, into)
+        d += runs.LANES
+    for rest in range(d, len(query)):
+        for t in range(num):
+            scores[t] += query[rest] * _one(keys + stride * t + size * rest, half)
+
+
+@numba.njit(error_model="numpy")
+def _add_values(weights: np.ndarray, values: int, half: int, stride: int, sums: np.ndarray) -> None:
+    """Add the values of a run of tokens, `stride` bytes apart, times their weights to a head's sums."""
+    size = 2 if half else 4
+    d, num, own = 0, len(weights), weights.ctypes.data
+    while d + LONG_CHUNK <= len(sums):
+        if half:
+            _VALUES_LONG_HALF(own, values + size * d, stride, num, sums[d:].ctypes.data)
+        else:
+            _VALUES_LONG_FULL(own, values + size * d, stride, num, sums[d:].ctypes.data)
+        d += LONG_CHUNK
+    while d + runs.LANES <= len(sums):
+        if half:
+            _VALUES_HALF(own, values + size * d, stride, num, sums[d:].ctypes.data)
+        else:
+            _VALUES_FULL(own, values + size * d, stride, num, sums[d:].ctypes.data)
+        d += runs.LANES
+    for rest in range(d, len(sums)):
+        for t in range(num):
+            sums[rest] += weights[t] * _one(values + stride * t + size * rest, half)
+
+
+@numba.njit(error_model="numpy", fastmath={"reassoc"})
+def _sum(values: np.ndarray) -> np.float32:
     total = np.float32(0)
-    for i in range(len(one)):
-        total += one[i] * other[i]
+    for value in values:
+        total += value
     return total
 
 
 @numba.njit(error_model="numpy")
-def _score(job: Any, query: np.ndarray, key: np.ndarray) -> np.float32:
-    score = _dot(query, key)
-    if job.softcap:
-        score = np.float32(job.softcap) * np.float32(np.tanh(score / np.float32(job.softcap)))
-    return score
+def _cap(scores: np.ndarray, softcap: np.float32) -> None:
+    for i in range(len(scores)):
+        scores[i] = softcap * np.float32(np.tanh(scores[i] / softcap))
 
 
 @numba.njit(error_model="numpy")
-def _softmax(scores: np.ndarray, sink: np.float32) -> np.float32:
-    """Replace scores by unnormalised weights, and return the factor that normalises them together with the sink's."""
+def _exp(x: np.float32) -> np.float32:
+    """Return ``exp(x)`` for x of at most 0 with an error of 2 ulp, in operations that LLVM can put into vectors.
+
+    It is ``2 ** n * exp(r)`` with an integer n and r of at most ``log(2) / 2``, by its Taylor series.
+    """
+    # The greatest score has the weight 1, beside which smaller powers vanish.
+    clipped = x if x > LEAST_EXPONENT else LEAST_EXPONENT
+    n = np.rint(clipped * LOG2_E)
+    # log(2) in two parts, so that r is exact.
+    r = (clipped - n * LOG_2_HIGH) - n * LOG_2_LOW
+    series = np.float32(1 / 5040)
+    for divisor in TAYLOR:
+        series = series * r + divisor
+    scaled = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32) * series
+    return scaled if x == x else x
+
+
+@numba.njit(error_model="numpy")
+def _softmax(scores: np.ndarray, sink: np.float32) -> None:
+    """Replace scores by their softmax, in which the sink's score takes part."""
     greatest = sink
     for score in scores:
         greatest = max(greatest, score)
-    total = np.float32(np.exp(sink - greatest))
     for i in range(len(scores)):
-        scores[i] = np.exp(scores[i] - greatest)
-        total += scores[i]
-    return np.float32(1) / total
+        scores[i] = _exp(scores[i] - greatest)
+    factor = np.float32(1) / (np.float32(np.exp(sink - greatest)) + _sum(scores))
+    for i in range(len(scores)):
+        scores[i] *= factor
+
+
+@numba.njit(error_model="numpy")
+def _run(pages: np.ndarray, begin: int, last: int, page_tokens: int) -> tuple[int, int]:
+    """Return the end of the tokens from `begin` on that are in one page, and the slot of the first of them."""
+    page, offset = begin // page_tokens, begin % page_tokens
+    return min(last, begin - offset + page_tokens), pages[page] * page_tokens + offset
+
+
+@numba.njit(error_model="numpy")
+def _read_queries(job: Any, row: int, kv_head: int, queries: np.ndarray) -> None:
+    """Read a row's query heads that share a key head, [heads, key_dim], times the scaling."""
+    for g in range(len(queries)):
+        offset = row * job.query_row + (kv_head * len(queries) + g) * job.query_head
+        _read(queries[g], job.query + (2 if job.half else 4) * offset, job.half)
+        for d in range(job.key_dim):
+            queries[g, d] *= np.float32(job.scaling)
+
+
+@numba.njit(error_model="numpy")
+def _to_weights(job: Any, kv_head: int, tokens: tuple[int, int], scores: np.ndarray) -> None:
+    """Replace the scores of the query heads that share a key head, [heads, tokens], by weights."""
+    first, last = tokens
+    for g in range(len(scores)):
+        sink = np.float32(-np.inf)
+        if job.sinks:
+            sink = array(at(job.sinks), (job.num_heads,), np.float32)[kv_head * len(scores) + g]
+        if job.softcap:
+            _cap(scores[g, first:last], np.float32(job.softcap))
+        # A slice of all rows would be strided, and not computed with vectors.
+        _softmax(scores[g, first:last], sink)
+
+
+@numba.njit(error_model="numpy")
+def _attend_item(
+    job: Any,
+    pages: np.ndarray,  # [pages] int64: the sequence's
+    kv_head: int,
+    tokens: tuple[int, int],  # the first that is attended to and the one after the last
+    memory: tuple[
+        np.ndarray, np.ndarray, np.ndarray
+    ],  # [heads, ...]: queries; scores, overwritten; sums, the result
+) -> None:
+    """Attend to the tokens with the query heads that share a key head."""
+    queries, scores, sums = memory
+    first, last = tokens
+    size = 2 if job.half else 4
+    key_stride = size * job.num_kv_heads * job.key_dim
+    value_stride = size * job.num_kv_heads * job.value_dim
+    scores[:, first:last] = 0
+    sums[:] = 0
+    begin = first
+    while begin < last:
+        end, slot = _run(pages, begin, last, job.page_tokens)
+        keys = job.keys + slot * key_stride + kv_head * size * job.key_dim
+        for g in range(len(queries)):
+            _add_scores(queries[g], keys, job.half, key_stride, scores[g, begin:end])
+        begin = end
+    _to_weights(job, kv_head, tokens, scores)
+    begin = first
+    while begin < last:
+        end, slot = _run(pages, begin, last, job.page_tokens)
+        values = job.values + slot * value_stride + kv_head * size * job.value_dim
+        for g in range(len(queries)):
+            _add_values(scores[g, begin:end], values, job.half, value_stride, sums[g])
+        begin = end
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -152,43 +300,18 @@ def _attend_share(job: Any, thread: int, num_threads: int) -> None:
     page_table = array(at(job.page_table), (job.num_sequences, job.num_pages), np.int64)
     row_index = array(at(job.row_index), (job.num_sequences,), np.int64)
     group_size = job.num_heads // job.num_kv_heads
-    size = 2 if job.half else 4
-    query = np.empty((group_size, job.key_dim), np.float32)
-    key, value = np.empty(job.key_dim, np.float32), np.empty(job.value_dim, np.float32)
-    sums = np.empty((group_size, job.value_dim), np.float32)
+    queries = np.empty((group_size, job.key_dim), np.float32)
     scores = np.empty((group_size, job.num_pages * job.page_tokens), np.float32)
+    sums = np.empty((group_size, job.value_dim), np.float32)
     for item in range(thread, job.num_sequences * job.num_kv_heads, num_threads):
         sequence, kv_head = item // job.num_kv_heads, item % job.num_kv_heads
-        last = positions[sequence] + 1
-        first = max(0, last - job.window)
+        row, last = row_index[sequence], positions[sequence] + 1
+        _read_queries(job, row, kv_head, queries)
+        tokens = (max(0, last - job.window), last)
+        _attend_item(job, page_table[sequence], kv_head, tokens, (queries, scores, sums))
         for g in range(group_size):
-            head = kv_head * group_size + g
-            offset = row_index[sequence] * job.query_row + head * job.query_head
-            _read(query[g], job.query + size * offset, job.half)
-            for d in range(job.key_dim):
-                query[g, d] *= np.float32(job.scaling)
-        for t in range(first, last):
-            slot = page_table[sequence, t // job.page_tokens] * job.page_tokens + t % job.page_tokens
-            _read(key, job.keys + size * (slot * job.num_kv_heads + kv_head) * job.key_dim, job.half)
-            for g in range(group_size):
-                scores[g, t] = _score(job, query[g], key)
-        sums[:] = 0
-        factors = np.empty(group_size, np.float32)
-        for g in range(group_size):
-            sink = np.float32(-np.inf)
-            if job.sinks:
-                sink = array(at(job.sinks), (job.num_heads,), np.float32)[kv_head * group_size + g]
-            factors[g] = _softmax(scores[g, first:last], sink)
-        for t in range(first, last):
-            slot = page_table[sequence, t // job.page_tokens] * job.page_tokens + t % job.page_tokens
-            _read(value, job.values + size * (slot * job.num_kv_heads + kv_head) * job.value_dim, job.half)
-            for g in range(group_size):
-                weight = scores[g, t]
-                for d in range(job.value_dim):
-                    sums[g, d] += weight * value[d]
-        for g in range(group_size):
-            offset = row_index[sequence] * job.output_row + (kv_head * group_size + g) * job.value_dim
-            _write(job.output + size * offset, job.half, sums[g], factors[g])
+            offset = row * job.output_row + (kv_head * group_size + g) * job.value_dim
+            _write(job.output + (2 if job.half else 4) * offset, job.half, sums[g])
 
 
 @cache

@@ -141,6 +141,28 @@ def test_a_token_on_the_cpu_attends_to_its_own_keys(dtype: torch.dtype, shape: S
     check(Case.of(shape, dtype), params_of(name, shape.heads), attention_cpu)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_scores_on_the_cpu_may_be_hundreds_apart(shape: Shape) -> None:
+    case, params = Case.of(shape, torch.float32), AttentionParams(8.0, None, None, None)
+    output = case.run(params, attention_cpu)
+    for sequence, row in enumerate(case.group.row_index[:, 0].tolist()):
+        expected = case.expected(sequence, params)
+        # A score of some hundreds is rounded by 1e-5, and its weight by as much of itself.
+        torch.testing.assert_close(output[row].double(), expected, rtol=3e-4, atol=3e-4)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
+def test_nan_on_the_cpu_stays_in_its_sequence() -> None:
+    case, params = Case.of(SHAPES[0], torch.bfloat16), params_of("plain", SHAPES[0].heads)
+    before = case.run(params, attention_cpu)
+    case.cached[0][case.group.page_table[0, 0], 0] = torch.nan
+    output = case.run(params, attention_cpu)
+    assert output[case.group.row_index[0, 0]].isnan().all()
+    others = case.group.row_index[1:, 0]
+    assert torch.equal(output[others], before[others])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_dtypes_are_summed_in_float32(dtype: torch.dtype) -> None:
     check(Case.of(SHAPES[1], dtype), params_of("all", SHAPES[1].heads))

@@ -1,6 +1,6 @@
-"""Time the one-bit product of many variants, beside torch's product of the base and beside a plain copy.
+"""Time the one-bit product of many variants, beside the product of the base and beside a plain copy.
 
-The linear layers of some blocks of a model run in turn, as in a step: once torch's bfloat16 product alone, once with
+The linear layers of some blocks of a model run in turn, as in a step: once the base's bfloat16 product alone, once with
 the grouped one-bit product after each; then the output head in the same way, as rows of its own. The blocks are
 larger than any cache.
 """
@@ -16,13 +16,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
 
 from bench.report import RESULTS, describe, write_result
 from bench.serving import SHAPES, SMALL
 from demo.table import table
 from server import kernels
+from server.model.packed_linear import pack, packable
 
 # Number of groups, and rows of each.
 GROUPS = (
@@ -47,27 +47,29 @@ DEFAULT_SHAPES = {"cpu": "158m", "cuda": "8b"}
 
 @dataclass(frozen=True, slots=True)
 class CodedLayer:
-    """A matrix of the base, and each variant's signs and factors for it."""
+    """A layer of the base as it is served, and each variant's signs and factors for it."""
 
-    weight: Tensor  # [out, in] bfloat16
+    base: nn.Linear  # bfloat16, no bias
     signs: Tensor  # [variants, out, in / 8] uint8
     factors: tuple[Tensor, Tensor]  # [out], [in] float32: all variants'
 
     @classmethod
     def drawn(cls, shape: tuple[int, int], num_variants: int, device: torch.device) -> CodedLayer:
         out_features, in_features = shape
-        weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        base = nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16, device=device)
+        for layer in packable(base):
+            pack(layer)
         packed = (num_variants, out_features, in_features // 8)
         signs = torch.randint(0, 256, packed, dtype=torch.uint8, device=device)
         factors = torch.full((out_features,), 0.002, device=device), torch.ones(in_features, device=device)
-        return cls(weight, signs, factors)
+        return cls(base, signs, factors)
 
     def plane_ptrs(self, num_groups: int) -> Tensor:
         """Return the addresses of the first variants' signs and factors, [groups, 3] int64."""
         rows = [
             [signs.data_ptr(), *(f.data_ptr() for f in self.factors)] for signs in self.signs[:num_groups]
         ]
-        return torch.tensor(rows, device=self.weight.device)
+        return torch.tensor(rows, device=self.signs.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,14 @@ class KernelFigure:
     part: str
     groups: int
     rows: int  # of each group
-    base_s: float  # torch's products alone
+    base_s: float  # the base's products alone
     both_s: float  # with the one-bit products
     num_weights: int
     copy_bytes_s: float
 
     @property
     def added(self) -> float:
-        """Time that one-bit products add, over that of torch's products."""
+        """Time that one-bit products add, over that of the base's products."""
         return self.both_s / self.base_s - 1
 
     @property
@@ -121,9 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     name = args.shapes or DEFAULT_SHAPES[device.type]
     shapes = SMALL if args.small else SHAPES[name]
-    kernels.prepare(device)
-    copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
     block, head = shapes.linear_layers, ((shapes.vocabulary, shapes.hidden),)
+    kernels.prepare(device, {*block, *head}, torch.bfloat16)
+    copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
     num_blocks = args.blocks or max(2, BLOCKS_BYTES // sum(2 * out * width for out, width in block))
     figures = []
     for part in (MatrixSet("block", block * num_blocks, num_blocks), MatrixSet("output head", head, 1)):
@@ -166,7 +168,7 @@ def measure_part(
     """Measure every composition, on layers that are freed afterwards."""
     most, count = max(groups for groups, _ in GROUPS), part.num_blocks
     layers = [CodedLayer.drawn(shape, most, device) for shape in part.shapes]
-    num_weights = sum(layer.weight.numel() for layer in layers) // count
+    num_weights = sum(layer.base.weight.numel() for layer in layers) // count
     figures = []
     for groups, rows in GROUPS:
         base_s, both_s = (seconds / count for seconds in measure(layers, repeats, (groups, rows)))
@@ -178,21 +180,21 @@ def measure_part(
 def measure(layers: Sequence[CodedLayer], repeats: int, each: tuple[int, int]) -> tuple[float, float]:
     """Time all layers without and with one-bit products, in turns; return both medians in seconds."""
     num_groups, rows = each
-    device = layers[0].weight.device
+    device = layers[0].signs.device
     plane_ptrs = [layer.plane_ptrs(num_groups) for layer in layers]
     bounds = [(group * rows, (group + 1) * rows) for group in range(num_groups)]
     ranges = torch.tensor(bounds, dtype=torch.int32, device=device)
-    widths = {layer.weight.shape[1] for layer in layers}
+    widths = {layer.base.in_features for layer in layers}
     x = {width: torch.randn(num_groups * rows, width, device=device).bfloat16() for width in widths}
 
     def base() -> None:
         for layer in layers:
-            linear(x[layer.weight.shape[1]], layer.weight)
+            layer.base(x[layer.base.in_features])
 
     def both() -> None:
         for layer, own in zip(layers, plane_ptrs, strict=True):
-            inputs = x[layer.weight.shape[1]]
-            kernels.add_onebit_matmul(linear(inputs, layer.weight), inputs, own, ranges)
+            inputs = x[layer.base.in_features]
+            kernels.add_onebit_matmul(layer.base(inputs), inputs, own, ranges)
 
     both()
     turns = [(seconds(base, device), seconds(both, device)) for _ in range(repeats)]

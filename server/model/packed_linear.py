@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 # The number of rows that the layout is chosen for. The same layout serves any number.
 TYPICAL_ROWS = 16
@@ -30,7 +29,7 @@ class PackedLinear:
         return product
 
 
-def packable(model: PreTrainedModel) -> list[nn.Linear]:
+def packable(model: nn.Module) -> list[nn.Linear]:
     """Return the layers that `pack` makes faster.
 
     They are plain `nn.Linear` in bfloat16 on a CPU with instructions for it. A weight that two modules share stays

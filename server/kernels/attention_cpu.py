@@ -1,6 +1,7 @@
 """Paged attention for sequences with one new token, on the CPU, compiled by numba. Pages are read in place.
 
-A work item is one key head of one sequence with all query heads that share it, so its keys and values are read once.
+A work item is a part of the heads of one sequence. Its pages are read in order, each for all these heads: a page is
+contiguous, so hardware prefetchers follow.
 Other pages, and rows beyond a sequence's length, are never read and may hold anything, NaN included.
 """
 
@@ -235,43 +236,43 @@ def _run(pages: np.ndarray, begin: int, last: int, page_tokens: int) -> tuple[in
 
 
 @numba.njit(error_model="numpy")
-def _read_queries(job: Any, row: int, kv_head: int, queries: np.ndarray) -> None:
-    """Read a row's query heads that share a key head, [heads, key_dim], times the scaling."""
-    for g in range(len(queries)):
-        offset = row * job.query_row + (kv_head * len(queries) + g) * job.query_head
-        _read(queries[g], job.query + (2 if job.half else 4) * offset, job.half)
+def _read_queries(job: Any, row: int, first_head: int, queries: np.ndarray) -> None:
+    """Read a row's query heads from `first_head` on, [heads, key_dim], times the scaling."""
+    for h in range(len(queries)):
+        offset = row * job.query_row + (first_head + h) * job.query_head
+        _read(queries[h], job.query + (2 if job.half else 4) * offset, job.half)
         for d in range(job.key_dim):
-            queries[g, d] *= np.float32(job.scaling)
+            queries[h, d] *= np.float32(job.scaling)
 
 
 @numba.njit(error_model="numpy")
-def _to_weights(job: Any, kv_head: int, tokens: tuple[int, int], scores: np.ndarray) -> None:
-    """Replace the scores of the query heads that share a key head, [heads, tokens], by weights."""
+def _to_weights(job: Any, first_head: int, tokens: tuple[int, int], scores: np.ndarray) -> None:
+    """Replace the scores of the query heads from `first_head` on, [heads, tokens], by weights."""
     first, last = tokens
-    for g in range(len(scores)):
+    for h in range(len(scores)):
         sink = np.float32(-np.inf)
         if job.sinks:
-            sink = array(at(job.sinks), (job.num_heads,), np.float32)[kv_head * len(scores) + g]
+            sink = array(at(job.sinks), (job.num_heads,), np.float32)[first_head + h]
         if job.softcap:
-            _cap(scores[g, first:last], np.float32(job.softcap))
+            _cap(scores[h, first:last], np.float32(job.softcap))
         # A slice of all rows would be strided, and not computed with vectors.
-        _softmax(scores[g, first:last], sink)
+        _softmax(scores[h, first:last], sink)
 
 
 @numba.njit(error_model="numpy")
-def _attend_item(
+def _attend_heads(
     job: Any,
     pages: np.ndarray,  # [pages] int64: the sequence's
-    kv_head: int,
+    first_head: int,  # the first of the query heads
     tokens: tuple[int, int],  # the first that is attended to and the one after the last
     memory: tuple[
         np.ndarray, np.ndarray, np.ndarray
     ],  # [heads, ...]: queries; scores, overwritten; sums, the result
 ) -> None:
-    """Attend to the tokens with the query heads that share a key head."""
+    """Attend to one sequence's tokens with all query heads of some key heads, page by page."""
     queries, scores, sums = memory
     first, last = tokens
-    size = 2 if job.half else 4
+    size, group_size = 2 if job.half else 4, job.num_heads // job.num_kv_heads
     key_stride = size * job.num_kv_heads * job.key_dim
     value_stride = size * job.num_kv_heads * job.value_dim
     scores[:, first:last] = 0
@@ -279,39 +280,44 @@ def _attend_item(
     begin = first
     while begin < last:
         end, slot = _run(pages, begin, last, job.page_tokens)
-        keys = job.keys + slot * key_stride + kv_head * size * job.key_dim
-        for g in range(len(queries)):
-            _add_scores(queries[g], keys, job.half, key_stride, scores[g, begin:end])
+        for h in range(len(queries)):
+            keys = job.keys + slot * key_stride + (first_head + h) // group_size * size * job.key_dim
+            _add_scores(queries[h], keys, job.half, key_stride, scores[h, begin:end])
         begin = end
-    _to_weights(job, kv_head, tokens, scores)
+    _to_weights(job, first_head, tokens, scores)
     begin = first
     while begin < last:
         end, slot = _run(pages, begin, last, job.page_tokens)
-        values = job.values + slot * value_stride + kv_head * size * job.value_dim
-        for g in range(len(queries)):
-            _add_values(scores[g, begin:end], values, job.half, value_stride, sums[g])
+        for h in range(len(queries)):
+            values = job.values + slot * value_stride + (first_head + h) // group_size * size * job.value_dim
+            _add_values(scores[h, begin:end], values, job.half, value_stride, sums[h])
         begin = end
 
 
 @numba.njit(nogil=True, error_model="numpy")
 def _attend_share(job: Any, thread: int, num_threads: int) -> None:
-    """Process one thread's work items: every `num_threads`-th pair of a sequence and a key head."""
+    """Process one thread's work items: a part of the heads of every few sequences.
+
+    Heads are divided into as many equal parts as threads can share evenly, and the sequences among the threads of a
+    part.
+    """
     positions = array(at(job.positions), (job.num_sequences,), np.int64)
     page_table = array(at(job.page_table), (job.num_sequences, job.num_pages), np.int64)
     row_index = array(at(job.row_index), (job.num_sequences,), np.int64)
-    group_size = job.num_heads // job.num_kv_heads
-    queries = np.empty((group_size, job.key_dim), np.float32)
-    scores = np.empty((group_size, job.num_pages * job.page_tokens), np.float32)
-    sums = np.empty((group_size, job.value_dim), np.float32)
-    for item in range(thread, job.num_sequences * job.num_kv_heads, num_threads):
-        sequence, kv_head = item // job.num_kv_heads, item % job.num_kv_heads
+    num_parts = np.gcd(job.num_kv_heads, num_threads)
+    num_heads = job.num_heads // num_parts
+    first_head = thread % num_parts * num_heads
+    queries = np.empty((num_heads, job.key_dim), np.float32)
+    scores = np.empty((num_heads, job.num_pages * job.page_tokens), np.float32)
+    sums = np.empty((num_heads, job.value_dim), np.float32)
+    for sequence in range(thread // num_parts, job.num_sequences, num_threads // num_parts):
         row, last = row_index[sequence], positions[sequence] + 1
-        _read_queries(job, row, kv_head, queries)
+        _read_queries(job, row, first_head, queries)
         tokens = (max(0, last - job.window), last)
-        _attend_item(job, page_table[sequence], kv_head, tokens, (queries, scores, sums))
-        for g in range(group_size):
-            offset = row * job.output_row + (kv_head * group_size + g) * job.value_dim
-            _write(job.output + (2 if job.half else 4) * offset, job.half, sums[g])
+        _attend_heads(job, page_table[sequence], first_head, tokens, (queries, scores, sums))
+        for h in range(num_heads):
+            offset = row * job.output_row + (first_head + h) * job.value_dim
+            _write(job.output + (2 if job.half else 4) * offset, job.half, sums[h])
 
 
 @cache

@@ -153,6 +153,21 @@ def test_scores_on_the_cpu_may_be_hundreds_apart(shape: Shape) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE_SHAPES[0]])
+def test_any_number_of_threads_computes_the_same_bits(shape: Shape) -> None:
+    case, params = Case.of(shape, torch.bfloat16), params_of("all", shape.heads)
+    before = torch.get_num_threads()
+    outputs = []
+    try:
+        for num_threads in (1, 2, 3, 4, 6):
+            torch.set_num_threads(num_threads)
+            outputs.append(case.run(params, attention_cpu).nan_to_num(7.0))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cache is on the GPU")
 def test_nan_on_the_cpu_stays_in_its_sequence() -> None:
     case, params = Case.of(SHAPES[0], torch.bfloat16), params_of("plain", SHAPES[0].heads)
     before = case.run(params, attention_cpu)

@@ -53,7 +53,8 @@ class SubmittedRequest:
 
     id: str
     begun: float
-    events: queue.SimpleQueue[tuple[float, Event]] = field(default_factory=queue.SimpleQueue)
+    # None is the end of a request that was stopped: no event of it follows.
+    events: queue.SimpleQueue[tuple[float, Event | None]] = field(default_factory=queue.SimpleQueue)
 
     def times(self) -> StreamTimes:
         """Wait for the end and return the time of each token.
@@ -66,7 +67,7 @@ class SubmittedRequest:
             when, event = self.events.get()
             if isinstance(event, ErrorEvent):
                 raise RuntimeError(f"a request failed: {event.error}")
-            if isinstance(event, DoneEvent):
+            if event is None or isinstance(event, DoneEvent):
                 return StreamTimes(self.begun, times)
             if isinstance(event, TokenEvent):
                 times.append(when)
@@ -105,8 +106,9 @@ class BenchEngine:
         self.engine.unload(record).result()
 
     def stop(self, asked: SubmittedRequest) -> None:
-        """Cancel a request, which then ends."""
+        """Cancel a request; the times of its tokens until now remain."""
         self.engine.cancel(asked.id)
+        asked.events.put((time.perf_counter(), None))
 
 
 def write_base(directory: Path, shapes: LlamaShapes, max_positions: int = MAX_POSITIONS) -> Path:

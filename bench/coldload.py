@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.blocking_engine import Mode
 from bench.report import RESULTS, describe, write_result
 from bench.serving import (
     FULL,
@@ -79,9 +80,9 @@ class Setup:
     scope: TrafficScope
 
     @contextmanager
-    def service(self, num_slots: int) -> Iterator[BenchEngine]:
+    def service(self, num_slots: int, mode: Mode = "process") -> Iterator[BenchEngine]:
         """Serve all variants without a host cache."""
-        with serving(self.base, self.registry, self.records, max_gpu_deltas=num_slots) as service:
+        with serving(self.base, self.registry, self.records, mode=mode, max_gpu_deltas=num_slots) as service:
             yield service
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
@@ -123,9 +124,7 @@ def streams(setup: Setup) -> dict[str, float]:
             service.ask(record, prompt, scope.stream_tokens)
             for record, prompt in zip(running, setup.prompts(scope.num_streams, 1), strict=True)
         ]
-        while (service.metrics.get_sample_value("peraxis_time_to_first_token_seconds_count") or 0) < len(
-            asked
-        ):
+        while service.engine.metric("time_to_first_token_seconds_count") < len(asked):
             time.sleep(0.01)
         turns = [_turn(service, cold, scope.quiet_s) for _ in range(scope.num_turns)]
         for one in asked:
@@ -180,21 +179,19 @@ def first_tokens(setup: Setup) -> dict[str, float]:
 def zipf(setup: Setup) -> dict[str, float]:
     """Measure first-token times under the same arrivals, with slots for half of the active variants and for all."""
     scope = setup.scope
-    with setup.service(scope.num_active) as service, _slowed_loads(scope.slowed_s):
+    with setup.service(scope.num_active, "thread") as service, _slowed_loads(scope.slowed_s):
         rate = 0.7 * saturation(setup, service)
         plenty = arrive(setup, service, rate)
-    with setup.service(scope.num_slots) as service, _slowed_loads(scope.slowed_s):
+    with setup.service(scope.num_slots, "thread") as service, _slowed_loads(scope.slowed_s):
         scarce = arrive(setup, service, rate)
-        loads = service.metrics.get_sample_value(
-            "peraxis_variant_load_seconds_count", {"source": "disk", "stage": "total"}
-        )
+        loads = service.engine.metric("variant_load_seconds_count", source="disk", stage="total")
     return {
         "arrivals_per_s": rate,
         "slot_for_all_p50_s": median(plenty),
         "slot_for_all_p99_s": p99(plenty),
         "slots_for_half_p50_s": median(scarce),
         "slots_for_half_p99_s": p99(scarce),
-        "loads_per_request": (loads or 0.0) / scope.num_arrivals,
+        "loads_per_request": loads / scope.num_arrivals,
     }
 
 

@@ -103,7 +103,7 @@ def zipf(
             ]
             times += [one.times().first_token_s for one in asked]
         found = {
-            level: service.metrics.get_sample_value("peraxis_variant_lookups_total", {"result": level}) or 0.0
+            level: service.engine.metric("variant_lookups_total", result=level)
             for level in ("device", "host", "disk")
         }
     shares = {f"found_{level}": round(count / len(chosen), 4) for level, count in found.items()}

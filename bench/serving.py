@@ -1,11 +1,9 @@
-"""A base with random weights and its variants, served by an engine in this process. Knows no HTTP."""
+"""A base with random weights and its variants, served by an engine process. Knows no HTTP."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import queue
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,25 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from bench.blocking_engine import BlockingEngine, Mode, running_engine
 from bench.streams import StreamTimes
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import FILES
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
-from server.engine.build import build_engine
-from server.engine.engine import Engine
-from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
-from server.engine.request import Request
-from server.metrics.engine import EngineMetrics
-from server.process import freeze_startup_objects
-from server.sampling_params import SamplingParams
+from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 from server.settings import Settings
-from server.text.tokenizer import Tokenizers
 
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights
 SMALL = LlamaShapes(num_layers=2, hidden=128, intermediate=192, kv=64, vocabulary=256)
@@ -77,10 +70,8 @@ class SubmittedRequest:
 class BenchEngine:
     """An engine, the variants that it serves, and its metrics."""
 
-    engine: Engine
-    tokenizers: Tokenizers
+    engine: BlockingEngine
     records: list[VersionRecord]
-    metrics: CollectorRegistry
     _ids: Iterator[int] = field(default_factory=itertools.count)
 
     def ask(self, record: VersionRecord | None, prompt: list[int], num_new: int) -> SubmittedRequest:
@@ -92,6 +83,7 @@ class BenchEngine:
             name=None if record is None else record.name,
             record=record,
             prompt_ids=tuple(prompt),
+            num_embeddings=self.engine.num_embeddings,
             sampling_params=SamplingParams(max_new_tokens=num_new, temperature=0.0),
         )
         self.engine.submit(request, lambda event: asked.events.put((time.perf_counter(), event)))
@@ -103,7 +95,7 @@ class BenchEngine:
 
     def unload(self, record: VersionRecord) -> None:
         """Free a variant's slot and wait until it is free."""
-        self.engine.unload(record).result()
+        self.engine.load(record, "unload").result()
 
     def stop(self, asked: SubmittedRequest) -> None:
         """Cancel a request; the times of its tokens until now remain."""
@@ -167,10 +159,9 @@ def text_of(prompt: Sequence[int], letter: str = "w") -> str:
 
 @contextmanager
 def serving(
-    base: Path, registry: Registry, records: list[VersionRecord], **overrides: Any
+    base: Path, registry: Registry, records: list[VersionRecord], *, mode: Mode = "process", **overrides: Any
 ) -> Iterator[BenchEngine]:
-    """Run an engine; `overrides` are settings."""
-    metrics = CollectorRegistry()
+    """Run an engine as a process, or as a thread that a bench reaches into; `overrides` are settings."""
     settings: dict[str, Any] = {
         "max_gpu_deltas": max(2, len(records)),
         "max_host_cache_gb": 0,
@@ -179,20 +170,9 @@ def serving(
         "load_timeout": 300.0,
         "load_threads": 2,
     }
-    engine, tokenizers = build_engine(
-        Settings(base=base, registry=registry.root, **{**settings, **overrides}),
-        registry,
-        EngineMetrics(metrics),
-        stopping=threading.Event(),
-        on_lost=lambda: None,
-    )
-    freeze_startup_objects()  # as the server's process does
-    try:
-        yield BenchEngine(engine, tokenizers, records, metrics)
-    finally:
-        gc.unfreeze()
-        engine.close()
-        tokenizers.close()
+    given = Settings(base=base, registry=registry.root, **{**settings, **overrides})
+    with running_engine(given, mode) as engine:
+        yield BenchEngine(engine, records)
 
 
 def prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

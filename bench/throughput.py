@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             vllm = {**peer.loaded, "thread_binding": binding}
         library = stack.enter_context(running_library(base, scale.num_merged))
         subjects += library_contenders(library, scale.num_requests, scale.counts)
-        settings = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
+        settings: dict[str, Any] = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
         service = stack.enter_context(serving(base, registry, records, **settings))
         subjects = [*ours(service, scale), *subjects]
         measure(subjects, args, shapes.vocabulary)

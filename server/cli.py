@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from server.imports import without_collection
 from server.openmp_policy import let_threads_sleep
 from server.settings import load_settings
 
@@ -58,6 +57,20 @@ def serve(
             help="Open connections per HTTP process, within three quarters of its file descriptors."
         ),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="process, or inline: a thread of one single process, for debugging.")
+    ] = None,
+    http_workers: Annotated[int | None, typer.Option(help="HTTP processes, which share the port.")] = None,
+    step_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a step counts as hung and the engine is restarted."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="Deaths of the engine, or of HTTP processes, within a minute before the server gives up."
+        ),
+    ] = None,
     auth: Annotated[str | None, typer.Option(help="none: all requests belong to one tenant.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings by name.")] = None,
     print_config: Annotated[
@@ -81,8 +94,11 @@ def serve(
         print(loaded.describe())
         return
     let_threads_sleep(os.environ)
-    # Imports torch and transformers, which --help and --print-config do not need.
-    with without_collection():
-        from server.app import run_server
+    # Deferred: --help and --print-config need none of this, and only the inline engine imports torch.
+    if loaded.settings.engine == "inline":
+        from server.inline import run_inline
 
-    raise typer.Exit(run_server(loaded.settings))
+        raise typer.Exit(run_inline(loaded.settings))
+    from server.supervisor.supervisor import supervise
+
+    raise typer.Exit(supervise(loaded.settings))

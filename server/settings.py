@@ -71,6 +71,13 @@ class Settings(BaseModel):
     max_connections: Annotated[int, Field(ge=16)] = 4096
     # Tokens of prompt and output together. None: the positions that the base was trained for.
     max_model_len: Annotated[int, Field(ge=1)] | None = None
+    # "inline" runs the engine and one HTTP process as threads of one process.
+    engine: Literal["process", "inline"] = "process"
+    http_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    # Without a step's end, after which the engine is restarted.
+    step_timeout: Seconds = 120.0
+    # Deaths of the engine, or of HTTP processes, within a minute before the server gives up.
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 4
     auth: Literal["none"] = "none"
 
     @field_validator("auth", mode="before")
@@ -86,6 +93,14 @@ class Settings(BaseModel):
     def _ports_differ(self) -> Settings:
         if self.admin_port is not None and self.admin_port == self.port != 0:
             raise ValueError(f"port and admin_port are both {self.port}: give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _one_process_has_one_http_worker(self) -> Settings:
+        if self.engine == "inline" and self.http_workers != 1:
+            raise ValueError(
+                f"engine is inline and http_workers {self.http_workers}: run the engine as a process"
+            )
         return self
 
     @model_validator(mode="after")

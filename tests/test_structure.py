@@ -18,9 +18,12 @@ PACKAGES = {
     "server": {"deltastore"},
     "demo": {"deltastore", "compressor"},
 }
-# Inside server, the lowest first.
-LAYERS = ["kernels", "deltas", "model", "workers", "text", "engine", "api", "frontend"]
-ABOVE_LAYERS = {"app", "cli", "process", "__main__"}
+# The engine process and the HTTP process, the lowest layer first. Neither imports a layer of the other.
+ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
+HTTP_LAYERS = ["workers", "text", "frontend", "api"]
+LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
+# Parts that know layers of both, or all of one.
+ABOVE_LAYERS = {"app", "cli", "http_process", "inline", "supervisor"}
 MAX_LINES = 400
 MAX_FILES = 16  # Python files of one folder, without its __init__.py
 ROOMS = (
@@ -28,7 +31,7 @@ ROOMS = (
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/deltas", "server/engine", "server/engine/scheduling",
-    "server/frontend", "server/kernels", "server/metrics", "server/model",
+    "server/frontend", "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
     "server/text", "server/text/decoding", "server/workers",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
@@ -88,8 +91,9 @@ def may_import(importer: str, imported: str) -> bool:
     """True for lower layers, and for modules beside the layers, which all but kernels may import."""
     if importer == imported or importer in ABOVE_LAYERS:
         return True
-    if importer in LAYERS and imported in LAYERS:
-        return LAYERS.index(imported) < LAYERS.index(importer)
+    for layers in (ENGINE_LAYERS, HTTP_LAYERS):
+        if importer in layers and imported in layers:
+            return layers.index(imported) < layers.index(importer)
     return imported not in {*LAYERS, *ABOVE_LAYERS} and importer != "kernels"
 
 
@@ -138,6 +142,24 @@ def test_the_registry_side_of_deltastore_needs_no_torch() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in registry]
     program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("server.http_process", ("torch",)),
+        ("server.supervisor.supervisor", ("torch", "transformers", "fastapi")),
+        ("server.protocol.codec", ("torch", "transformers", "fastapi", "zmq")),
+    ],
+)
+def test_a_process_imports_nothing_large_that_it_does_not_need(
+    module: str, unneeded: tuple[str, ...]
+) -> None:
+    program = f"import sys, {module}; print({{*{unneeded!r}}} & {{*sys.modules}} or '')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not done.stdout.strip()
 
 
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def beside_engine(directory: Path, scope: HttpScope, repeats: int) -> list[Subje
     records = publish_variants(registry, directory, scope.shapes, scope.num_variants, files)
     most, subjects = max(scope.streams), []
     with ExitStack() as stack:
-        settings = {"max_num_seqs": most, "kv_cache_gb": KV_CACHE_GB}
+        settings: dict[str, Any] = {"max_num_seqs": most, "kv_cache_gb": KV_CACHE_GB}
         engine = stack.enter_context(serving(base, registry, records, **settings))
         server = stack.enter_context(server_for(base, registry, most, scope.num_variants))
         for num_streams, num_variants in (

@@ -14,10 +14,10 @@ from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner, ScheduledSequence
-from server.engine.request import Request
 from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
-from server.sampling_params import SamplingParams
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def _resident(path: Path) -> ResidentDelta:
 def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:
     ids = tuple(7 * token for token in range(1, 1 + TEXT_TOKENS))
     # With prompt log-probabilities the logits of every token are computed.
-    request = Request("bench", "default", None, None, ids, SamplingParams(prompt_logprobs=0))
+    request = Request("bench", "default", None, None, ids, 1 + max(ids), SamplingParams(prompt_logprobs=0))
     sequence = Sequence(request, 0)
     sequence.page_table.pages = list(range(1, 1 + num_pages))
     batch = [ScheduledSequence(sequence, len(ids), delta)]

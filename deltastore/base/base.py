@@ -9,12 +9,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.fingerprint import fingerprint as fingerprint_of
 from deltastore.errors import CheckpointError
 from deltastore.format.header import MAX_NAME_CHARS
+
+if TYPE_CHECKING:
+    from deltastore.base.checkpoint import Checkpoint
 
 FREE_CONFIG = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
@@ -57,6 +58,9 @@ class Base:
         Raises:
             CheckpointError: A shard is missing, or transformers refuses the configuration.
         """
+        # Deferred: it imports torch, which a process that receives a base's facts does not need.
+        from deltastore.base.fingerprint import fingerprint as fingerprint_of
+
         shapes = checkpoint.shapes()
         head = checkpoint.head_name if checkpoint.head_name in shapes else None
         name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)

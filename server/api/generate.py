@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import fastapi
@@ -18,11 +19,11 @@ from server.api.json_replies import JsonReply, server_sent_event
 from server.api.request_events import EventStream, RequestEvents, while_connected
 from server.api.schemas import BASE, GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, Service, TenantDep
-from server.engine.events import DoneEvent, Event, FinishEvent, TokenEvent
-from server.engine.request import Request
-from server.sampling_params import SamplingParams
+from server.api.text_outputs import ScoredText, SequenceEnd, TextOutputs, TextToken
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 from server.tenants import Tenant
-from server.text.tokenizer import VariantTokenizer
+from server.text.variant_text import VariantText
 
 router = APIRouter()
 
@@ -31,10 +32,18 @@ router = APIRouter()
 class Output:
     """One of the request's `n` sequences in a whole reply, as it grows."""
 
-    text: str = ""
+    text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request in the engine, and its outputs."""
+
+    request: Request
+    outputs: TextOutputs
 
 
 @router.post("/generate")
@@ -47,46 +56,65 @@ async def generate(
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
     http_request_id = http_request_id_of(request)
-    events = RequestEvents(service.backend.engine, http_request_id)
+    events = RequestEvents(service.engine, service.metrics, http_request_id)
     try:
-        submitted = await run_in_threadpool(
-            _submit, service, tenant, Reference.parse(query.variant), body, events
-        )
+        submitting = _submit(service, tenant, Reference.parse(query.variant), body, events)
+        submitted = await while_connected(request, submitting)
         if not body.stream:
-            reply = await while_connected(request, _gather(events, *submitted))
-            return JsonReply(reply, headers=_headers(submitted[0]))
-        # Wait for the first event: an error before it, such as a failed load, still gets its own status.
-        first = await while_connected(request, events.next_event())
+            reply = await while_connected(request, _gather(submitted))
+            return JsonReply(reply, headers=_headers(submitted.request))
+        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
+        first = await while_connected(request, submitted.outputs.take())
     except BaseException:
         events.cancel()
         raise
-    content = _stream(events, *submitted, first, http_request_id)
-    headers = {**_headers(submitted[0]), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    content = _stream(submitted, first, http_request_id)
+    headers = {**_headers(submitted.request), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return EventStream(events, content, headers)
 
 
-def _submit(
+async def _submit(
     service: Service, tenant: Tenant, reference: Reference, body: GenerateBody, events: RequestEvents
-) -> tuple[Request, VariantTokenizer]:
-    """Resolve the version, tokenize and submit. Reads files and may take long: not for the event loop."""
+) -> Submitted:
+    """Resolve the version, tokenize and submit."""
+    with _counting_refusals(service, tenant):
+        service.check_ready()
     record = None
     if reference.name is not None:
-        record = service.registry.resolve(tenant.name, reference.name, reference.version)
-    tokenizer = service.backend.tokenizers.of(record)
-    prompt = body.prompt
-    ids = tokenizer.render_chat(body.conversation()) if prompt is None else tokenizer.encode(prompt)
-    params = _sampling_params(body, tokenizer, service.backend.engine.max_model_len - len(ids))
-    request = Request(events.request_id, tenant.name, reference.name, record, tuple(ids), params)
-    events.submit(request)
-    return request, tokenizer
+        record = await run_in_threadpool(
+            service.registry.resolve, tenant.name, reference.name, reference.version
+        )
+    with _counting_refusals(service, tenant):
+        text = await service.text.of(record, tenant.name)
+        max_tokens = service.engine.facts.max_model_len
+        if body.prompt is None:
+            ids = await text.render_chat(body.conversation(), max_tokens)
+        else:
+            ids = await text.encode(body.prompt, max_tokens)
+        params = _sampling_params(body, text, max_tokens - len(ids))
+        request = Request(
+            events.request_id, tenant.name, reference.name, record, tuple(ids), text.num_embeddings, params
+        )
+        events.submit(request)
+    return Submitted(request, TextOutputs(events, request, text))
 
 
-def _sampling_params(body: GenerateBody, tokenizer: VariantTokenizer, max_new_tokens: int) -> SamplingParams:
+@contextmanager
+def _counting_refusals(service: Service, tenant: Tenant) -> Iterator[None]:
+    """Count a request that is refused inside the block."""
+    try:
+        yield
+    except PeraxisError as error:
+        service.metrics.rejected(tenant.name, error)
+        raise
+
+
+def _sampling_params(body: GenerateBody, text: VariantText, max_new_tokens: int) -> SamplingParams:
     """Return what the body asks for, with the variant's defaults; a default length is cut to `max_new_tokens`."""
-    defaults = dict(tokenizer.generation_defaults)
+    defaults = dict(text.generation_defaults)
     default_length = defaults.get("max_new_tokens", SamplingParams().max_new_tokens)
     defaults["max_new_tokens"] = max(1, min(default_length, max_new_tokens))
-    return SamplingParams(**{**defaults, **body.sampling_params()}, stop_token_ids=tokenizer.eos_token_ids)
+    return SamplingParams(**{**defaults, **body.sampling_params()}, stop_token_ids=text.eos_token_ids)
 
 
 def _identity(request: Request) -> dict[str, Any]:
@@ -103,66 +131,70 @@ def _headers(request: Request) -> dict[str, str]:
     return headers if request.record is None else {**headers, "X-Peraxis-Digest": str(identity["digest"])}
 
 
-async def _gather(events: RequestEvents, request: Request, tokenizer: VariantTokenizer) -> dict[str, Any]:
+async def _gather(submitted: Submitted) -> dict[str, Any]:
     """Return the whole reply, once the request is done."""
-    outputs = [Output() for _ in range(request.sampling_params.n)]
-    while not isinstance(event := await events.next_event(), DoneEvent):
-        if isinstance(event, TokenEvent):
-            outputs[event.index].text += event.text
-            outputs[event.index].token_ids.append(event.token_id)
-            outputs[event.index].logprobs += _logprobs(event, tokenizer)
-        elif isinstance(event, FinishEvent):
-            outputs[event.index].text += event.text
-            outputs[event.index].finish_reason = event.reason
+    params = submitted.request.sampling_params
+    outputs = [Output() for _ in range(params.n)]
+    while taken := await submitted.outputs.take():
+        for output in taken:
+            whole = outputs[output.index]
+            whole.text.append(output.text)
+            if isinstance(output, SequenceEnd):
+                whole.finish_reason = output.reason
+            else:
+                whole.token_ids.append(output.token_id)
+                if output.scored is not None:
+                    whole.logprobs.append(_logprobs(output, output.scored))
     shown = [
         {
-            "text": output.text,
-            "token_ids": output.token_ids,
-            "finish_reason": output.finish_reason,
-            **({} if request.sampling_params.logprobs is None else {"logprobs": output.logprobs}),
+            "text": "".join(whole.text),
+            "token_ids": whole.token_ids,
+            "finish_reason": whole.finish_reason,
+            **({} if params.logprobs is None else {"logprobs": whole.logprobs}),
         }
-        for output in outputs
+        for whole in outputs
     ]
-    return {**_identity(request), "outputs": shown, **_totals(event)}
+    return {**_identity(submitted.request), "outputs": shown, **_totals(submitted)}
 
 
 async def _stream(
-    events: RequestEvents, request: Request, tokenizer: VariantTokenizer, first: Event, http_request_id: str
+    submitted: Submitted, first: list[TextToken | SequenceEnd], http_request_id: str
 ) -> AsyncIterator[bytes]:
     """Yield `token` events, a `finish` per sequence, then `done` with the fields of a whole reply, or `error`."""
-    event = first
+    taken = first
     try:
-        while not isinstance(event, DoneEvent):
-            if isinstance(event, TokenEvent):
-                token = {"index": event.index, "token_id": event.token_id, "text": event.text}
-                if request.sampling_params.logprobs is not None:
-                    token["logprobs"] = _logprobs(event, tokenizer)
-                yield server_sent_event("token", token)
-            elif isinstance(event, FinishEvent):
-                finish = {"index": event.index, "finish_reason": event.reason, "text": event.text}
-                yield server_sent_event("finish", finish)
-            event = await events.next_event()
-        yield server_sent_event("done", {**_identity(request), **_totals(event)})
+        while taken:
+            # What came at once leaves at once.
+            yield b"".join(map(_shown, taken))
+            taken = await submitted.outputs.take()
+        yield server_sent_event("done", {**_identity(submitted.request), **_totals(submitted)})
     except PeraxisError as error:
         yield server_sent_event("error", error_body(error, http_request_id))
 
 
-def _logprobs(event: TokenEvent, tokenizer: VariantTokenizer) -> list[dict[str, Any]]:
-    """Return one entry for the token, or none if log-probabilities were not requested."""
-    if event.logprob is None:
-        return []
-    top = [_scored(token_id, logprob, tokenizer) for token_id, logprob in event.top]
-    return [{**_scored(event.token_id, event.logprob, tokenizer), "top": top}]
+def _shown(output: TextToken | SequenceEnd) -> bytes:
+    if isinstance(output, SequenceEnd):
+        finish = {"index": output.index, "finish_reason": output.reason, "text": output.text}
+        return server_sent_event("finish", finish)
+    token: dict[str, Any] = {"index": output.index, "token_id": output.token_id, "text": output.text}
+    if output.scored is not None:
+        token["logprobs"] = [_logprobs(output, output.scored)]
+    return server_sent_event("token", token)
 
 
-def _scored(token_id: int, logprob: float, tokenizer: VariantTokenizer) -> dict[str, Any]:
-    return {"token_id": token_id, "text": tokenizer.decode([token_id]), "logprob": logprob}
+def _logprobs(token: TextToken, scored: ScoredText) -> dict[str, Any]:
+    return {**_scored(scored), "top": [_scored(each) for each in token.top]}
 
 
-def _totals(done: DoneEvent) -> dict[str, Any]:
+def _scored(scored: ScoredText) -> dict[str, Any]:
+    return {"token_id": scored.token_id, "text": scored.text, "logprob": scored.logprob}
+
+
+def _totals(submitted: Submitted) -> dict[str, Any]:
+    num_prompt, num_new = len(submitted.request.prompt_ids), submitted.outputs.num_tokens
     usage = {
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.generation_tokens,
-        "total_tokens": done.prompt_tokens + done.generation_tokens,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
     }
-    return {"usage": usage, "timings": asdict(done.timings)}
+    return {"usage": usage, "timings": submitted.outputs.timings}

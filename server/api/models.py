@@ -56,7 +56,7 @@ def _card(service: Service, model_id: str, record: VersionRecord | None) -> dict
         "object": "model",
         "created": int(created),
         "owned_by": OWNER_OF_BASE if record is None else record.tenant,
-        "root": service.backend.engine.base.id,
+        "root": service.engine.facts.base.id,
         "parent": None if record is None else BASE,
-        "max_model_len": service.backend.engine.max_model_len,
+        "max_model_len": service.engine.facts.max_model_len,
     }

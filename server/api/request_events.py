@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import TypeVar
 
@@ -13,32 +14,40 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from server.engine.engine import Engine
-from server.engine.events import DoneEvent, ErrorEvent, Event
-from server.engine.request import Request
+from server.errors import EngineRestarted, RequestTimeout
+from server.frontend.engine_client import EngineClient
+from server.metrics.frontend import FrontendMetrics
+from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
+
+# Tokens, and log-probabilities of tokens, that are kept for a client which does not read its stream.
+MAX_UNREAD = 1 << 16
 
 T = TypeVar("T")
 
 
 class RequestEvents:
-    """One request, to be submitted under `request_id`, and its events.
+    """One request, to be submitted under `request_id`, and its events. Event loop only.
 
-    Use on the event loop, except `submit`. Always call `cancel` last; it does nothing after the end.
+    Always call `cancel` last; it does nothing after the end.
     """
 
-    def __init__(self, engine: Engine, http_request_id: str) -> None:
+    def __init__(self, engine: EngineClient, metrics: FrontendMetrics, http_request_id: str) -> None:
         # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
         self.request_id = f"{http_request_id}-{secrets.token_hex(8)}"
         self._engine = engine
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._submitted = self._cancelled = self._ended = False
+        self._metrics = metrics
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+        self._num_unread = 0
+        self._ended = False
 
     def submit(self, request: Request) -> None:
-        """Submit the request. May read files: call it on a thread. Raises what `Engine.submit` does."""
+        """Submit the request; raises what `EngineClient.submit` does."""
         self._engine.submit(request, self._on_event)
+        self._request, self._submitted_at = request, time.monotonic()
         log.debug(
             "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
             request.id,
@@ -48,28 +57,43 @@ class RequestEvents:
             request.sampling_params.n,
             request.sampling_params.max_new_tokens,
         )
-        self._submitted = True
-        # The task that awaits this thread may have been cancelled meanwhile.
-        if self._cancelled:
-            self._engine.cancel(self.request_id)
 
-    async def next_event(self) -> Event:
-        """Return the next event; raise the error of an ErrorEvent."""
-        event = await self._events.get()
-        self._ended = isinstance(event, DoneEvent | ErrorEvent)
-        if isinstance(event, ErrorEvent):
-            raise event.error
-        return event
+    async def take(self) -> list[Event]:
+        """Wait for events and return all that have come, none of them an ErrorEvent; raise the error of one."""
+        await self._arrived.wait()
+        events, self._events = self._events, []
+        self._arrived.clear()
+        self._num_unread = 0
+        if isinstance(events[-1], ErrorEvent):
+            raise events[-1].error
+        return events
+
+    def stop_sequence(self, index: int) -> None:
+        """End one sequence, whose text holds a stop string."""
+        self._engine.stop_sequence(self.request_id, index)
 
     def cancel(self) -> None:
-        """Stop the engine's work for this request; no effect after its end or if it was not admitted."""
-        self._cancelled = True
-        if self._submitted and not self._ended:
+        """Stop the engine's work for this request; no effect after its end or if it was not submitted."""
+        if not self._ended:
             self._engine.cancel(self.request_id)
 
     def _on_event(self, event: Event) -> None:
-        """Take an event from the engine thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        if isinstance(event, TokenEvent):
+            self._num_unread += 1 + len(event.top)
+            if self._num_unread > MAX_UNREAD:
+                self.cancel()
+                event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
+        self._ended = isinstance(event, DoneEvent | ErrorEvent)
+        if isinstance(event, ErrorEvent) and isinstance(event.error, EngineRestarted):
+            self._count_as_lost()
+        self._events.append(event)
+        self._arrived.set()
+
+    def _count_as_lost(self) -> None:
+        """Count the request, which its engine cannot count any more."""
+        request = self._request
+        owner = request.tenant if request.record is None else request.record.tenant
+        self._metrics.finished(owner, request.name, "error", time.monotonic() - self._submitted_at)
 
 
 class EventStream(StreamingResponse):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import Future
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.errors import PeraxisError, RegistryError
+from deltastore.errors import RegistryError
+from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
@@ -24,10 +26,13 @@ from server.api.bodies import json_body
 from server.api.json_replies import JsonReply
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
 from server.api.service import Service, ServiceDep, TenantDep
+from server.protocol.messages import DeltaState, LoadAction
 from server.tenants import Tenant
 
 # How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
 OUTCOME_S = 1.0
+# A deleted version that is pinned gives up its slot, too.
+UNLOADING: tuple[LoadAction, ...] = ("unpin", "unload")
 
 router = APIRouter(prefix="/variants")
 log = logging.getLogger(__name__)
@@ -54,13 +59,13 @@ async def upload(
 async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List every variant of the tenant."""
     variants = await run_in_threadpool(service.registry.variants, tenant.name)
-    return {"variants": [_document(service, variant) for variant in variants]}
+    return {"variants": await _documents(service, variants)}
 
 
 @router.get("/{name}")
 async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """Show one variant: its versions and the level of each."""
-    return _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
+    return await _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
 
 
 @router.patch("/{name}")
@@ -72,7 +77,7 @@ async def activate(
 ) -> dict[str, Any]:
     """Promote or roll back. Running requests keep their digest."""
     await run_in_threadpool(service.registry.activate, tenant.name, name, body.active)
-    return _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
+    return await _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
 
 
 @router.delete("/{name}")
@@ -80,8 +85,11 @@ async def delete(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    gone = await run_in_threadpool(_delete, service, tenant, name, query.version)
-    return {"name": name, "deleted": gone}
+    deleted = await run_in_threadpool(_delete, service.registry, tenant, name, query.version)
+    for record in deleted.unused:
+        for action in UNLOADING:
+            _log_failure(service.engine.load(action, record), action, record)
+    return {"name": name, "deleted": deleted.versions}
 
 
 @router.post("/{name}/load", status_code=202)
@@ -90,7 +98,7 @@ async def load(
 ) -> dict[str, Any]:
     """Load a version into a slot before a request needs it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "load", service.backend.engine.load(record))
+    return await _status_after(service, record, "load")
 
 
 @router.post("/{name}/unload", status_code=202)
@@ -99,7 +107,7 @@ async def unload(
 ) -> dict[str, Any]:
     """Free a version's slot as soon as no request uses it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "unload", service.backend.engine.unload(record))
+    return await _status_after(service, record, "unload")
 
 
 @router.post("/{name}/pin", status_code=202)
@@ -108,7 +116,7 @@ async def pin(
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "pin", service.backend.engine.pin(record))
+    return await _status_after(service, record, "pin")
 
 
 @router.post("/{name}/unpin", status_code=202)
@@ -117,7 +125,7 @@ async def unpin(
 ) -> dict[str, Any]:
     """Allow eviction of a pinned version again."""
     record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "unpin", service.backend.engine.unpin(record))
+    return await _status_after(service, record, "unpin")
 
 
 @router.get("/{name}/artifact")
@@ -140,57 +148,74 @@ async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQu
     return await run_in_threadpool(service.registry.resolve, tenant.name, name, query.version)
 
 
-async def _status_after(
-    service: Service, record: VersionRecord, action: str, future: Future[None]
-) -> dict[str, Any]:
-    """Wait up to `OUTCOME_S` for the engine's outcome, then return the version's status."""
-    wrapped = asyncio.wrap_future(future)
-    done, _ = await asyncio.wait({wrapped}, timeout=OUTCOME_S)
+async def _status_after(service: Service, record: VersionRecord, action: LoadAction) -> dict[str, Any]:
+    """Start the action, wait up to `OUTCOME_S` for its outcome, then return the version's status."""
+    outcome = service.engine.load(action, record)
+    done, _ = await asyncio.wait({outcome}, timeout=OUTCOME_S)
     if done:
-        wrapped.result()
+        outcome.result()
     else:
-        # Retrieve a later error, or asyncio would log it, too.
-        wrapped.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        _log_failure(future, action, record)
-    return {"name": record.name, **_version_document(service, record)}
+        _log_failure(outcome, action, record)
+    (state,) = await service.engine.residency_of((record.digest,))
+    return {"name": record.name, **_version_document(record, state)}
 
 
-def _log_failure(future: Future[None], action: str, record: VersionRecord) -> None:
+def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: VersionRecord) -> None:
     """Log the error of an action that no call waits for."""
 
-    def report(done: Future[None]) -> None:
+    def report(done: asyncio.Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
-        if isinstance(error, PeraxisError):
+        if error is not None:
             log.warning("%s of %s: %s", action, record.label, error)
 
-    future.add_done_callback(report)
+    outcome.add_done_callback(report)
 
 
-def _delete(service: Service, tenant: Tenant, name: str, version: int | None) -> list[int]:
-    """Delete, then free the slots of digests that no other variant has. Return the deleted version numbers."""
-    registry = service.registry
+@dataclass(frozen=True, slots=True)
+class _Deleted:
+    """The versions that a deletion has removed."""
+
+    versions: list[int]
+    unused: list[VersionRecord]  # those whose digest no other variant has
+
+
+def _delete(registry: Registry, tenant: Tenant, name: str, version: int | None) -> _Deleted:
+    """Delete a variant or one version. Reads and writes files."""
     try:
         variant = registry.variant(tenant.name, name)
     except RegistryError as error:
         # A record is damaged, and deleting the variant repairs that.
         log.warning("deleting %s/%s, which cannot be read: %s", tenant.name, name, error)
         registry.delete(tenant.name, name, version)
-        return [] if version is None else [version]
+        return _Deleted([] if version is None else [version], [])
     registry.delete(tenant.name, name, version)
     gone = [record for record in variant.versions if version in (None, record.version)]
     kept = {record.digest for other in registry.variants() for record in other.versions}
-    for record in gone:
-        if record.digest not in kept:
-            _log_failure(service.backend.engine.unload(record), "unload", record)
-    return [record.version for record in gone]
+    return _Deleted(
+        [record.version for record in gone], [record for record in gone if record.digest not in kept]
+    )
 
 
-def _document(service: Service, variant: Variant) -> dict[str, Any]:
-    versions = [_version_document(service, record) for record in variant.versions]
-    return {"name": variant.name, "active": variant.active, "versions": versions}
+async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Return the documents of variants, with the level of each version."""
+    digests = dict.fromkeys(record.digest for variant in variants for record in variant.versions)
+    states = dict(zip(digests, await service.engine.residency_of(tuple(digests)), strict=True))
+    return [
+        {
+            "name": variant.name,
+            "active": variant.active,
+            "versions": [_version_document(record, states[record.digest]) for record in variant.versions],
+        }
+        for variant in variants
+    ]
 
 
-def _version_document(service: Service, record: VersionRecord) -> dict[str, Any]:
+async def _document(service: Service, variant: Variant) -> dict[str, Any]:
+    (document,) = await _documents(service, (variant,))
+    return document
+
+
+def _version_document(record: VersionRecord, state: DeltaState) -> dict[str, Any]:
     return {
         "version": record.version,
         "digest": f"sha256:{record.digest}",
@@ -199,7 +224,7 @@ def _version_document(service: Service, record: VersionRecord) -> dict[str, Any]
         "method": record.method,
         "fidelity": record.fidelity,
         "created_at": record.created_at,
-        "level": service.backend.engine.level_of(record.digest),
-        "pinned": service.backend.engine.is_pinned(record.digest),
-        "num_requests": service.backend.engine.num_requests_on(record.digest),
+        "level": state.level,
+        "pinned": state.is_pinned,
+        "num_requests": state.num_requests,
     }

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
@@ -20,8 +19,7 @@ from server.deltas.fetcher import Fetcher
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot
 from server.errors import EngineFailed, InvalidRequest
-
-Level = Literal["device", "host", "disk"]
+from server.protocol.messages import Level
 
 
 @dataclass(slots=True)
@@ -188,6 +186,10 @@ class Residency:
     def is_pinned(self, digest: str) -> bool:
         """Return whether a delta is pinned. Any thread may call this; takes no lock."""
         return digest in self._pinned
+
+    def pinned_records(self) -> tuple[VersionRecord, ...]:
+        """Return a version of each pinned delta, in the order of their last use."""
+        return tuple(entry.record for entry in self._entries.values() if entry.pinned)
 
     def close(self) -> None:
         """Wait for running loads, then free their threads and memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -21,12 +21,11 @@ from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import Slot, arena
-from server.engine.call_queue import CallQueue
-from server.engine.core import EngineCore
+from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
+from server.engine.engine_socket import EngineSocket
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory
 from server.engine.model_runner import ModelRunner
-from server.engine.open_requests import OpenRequests
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
@@ -34,9 +33,8 @@ from server.errors import NotServable
 from server.metrics.engine import EngineMetrics
 from server.model.loader import ServedModel, load_model
 from server.model.weights import own_dtype
+from server.protocol.messages import EngineFacts
 from server.settings import Settings
-from server.text.templates import TemplateWorker
-from server.text.tokenizer import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +50,12 @@ def build_engine(
     settings: Settings,
     registry: Registry,
     metrics: EngineMetrics,
+    socket: EngineSocket,
     stopping: threading.Event,
-    on_lost: Callable[[], None],
-) -> tuple[Engine, Tokenizers]:
-    """Load the base and start the engine. Takes as long as reading the checkpoint.
+) -> Engine:
+    """Load the base and build the engine that serves it on `socket`. Takes as long as reading the checkpoint.
 
-    Setting `stopping` ends loading early. `on_lost` is called on the engine's thread when the device is lost.
+    Setting `stopping` ends loading early.
 
     Raises:
         CheckpointError: the base cannot be read.
@@ -67,19 +65,16 @@ def build_engine(
     device = _device(settings.device)
     model, slot_bytes = _load_base(settings, device, stopping)
     slots, kv_cache, cache_bytes = _allocate(settings, metrics, model, slot_bytes)
-    calls = CallQueue()
     residency_metrics = ResidencyMetrics(metrics)
     host_cache = _host_cache(cache_bytes, slot_bytes, device, residency_metrics)
     fetcher = Fetcher(Loader(device, settings.load_threads), host_cache, registry)
-    residency = Residency(slots, fetcher, residency_metrics, on_load_ended=calls.wake)
+    residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
     scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
-    tokenizers = Tokenizers(settings.base, model.base, registry, TemplateWorker())
-    telemetry = Telemetry(metrics)
     max_open = settings.max_num_seqs + settings.max_queue
-    open_requests = OpenRequests(tokenizers, telemetry, max_open, _max_model_len(settings, model, kv_cache))
-    runner = ModelRunner(model)
-    core = EngineCore(runner, scheduler, residency, telemetry, settings.load_timeout, open_requests.remove)
-    return Engine(core, calls, open_requests, residency, model.base, on_lost), tokenizers
+    limits = RequestLimits(max_open, _max_model_len(settings, model, kv_cache), settings.load_timeout)
+    core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
+    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes)
+    return Engine(core, residency, socket, facts, metrics)
 
 
 def _load_base(

@@ -1,23 +1,23 @@
 """The engine's step: take requests in, schedule, run the model, sample, send tokens out.
 
-Called by the engine thread alone; nothing here blocks. Knows no threads and no HTTP.
+Called by the engine thread alone; nothing here blocks. Knows no threads, no sockets and no text.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
-from server.deltas.residency import Level, Residency
+from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
-from server.engine.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
-from server.engine.request import Request
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.residency_calls import ResidencyCalls, load_timeout
 from server.engine.sampling import LastLogits, score
@@ -25,18 +25,25 @@ from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.engine.waiting_requests import WaitingRequests
-from server.errors import EngineFailed, InvalidRequest
-from server.text.tokenizer import VariantTokenizer
+from server.errors import EngineFailed, InvalidRequest, QueueFull
+from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
+from server.protocol.messages import DeltaState, Level
+from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
 
 
-class EngineCore:
-    """Admitted requests, and the step that advances them.
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds on requests."""
 
-    Args:
-        on_answered: called with each request just before its last event.
-    """
+    max_open: int  # requests that run or wait
+    max_model_len: int  # tokens of prompt and output together
+    load_timeout_s: float
+
+
+class EngineCore:
+    """Admitted requests, and the step that advances them."""
 
     def __init__(
         self,
@@ -44,26 +51,34 @@ class EngineCore:
         scheduler: Scheduler,
         residency: Residency,
         telemetry: Telemetry,
-        load_timeout_s: float,
-        on_answered: Callable[[Request], None],
+        limits: RequestLimits,
     ) -> None:
-        self.residency_calls = ResidencyCalls(residency, load_timeout_s)
+        self.limits = limits
+        self.residency_calls = ResidencyCalls(residency, limits.load_timeout_s)
         self._runner = runner
         self._scheduler = scheduler
         self._kv_cache = scheduler.kv_cache
         self._residency = residency
         self._telemetry = telemetry
-        self._load_timeout_s = load_timeout_s
-        self._on_answered = on_answered
         self._requests: dict[str, RequestState] = {}
-        self._waiting = WaitingRequests(residency, load_timeout_s)
+        self._waiting = WaitingRequests(residency, limits.load_timeout_s)
 
-    def add_request(
-        self, request: Request, tokenizer: VariantTokenizer, on_event: OnEvent, submitted_at: float
-    ) -> None:
-        """Take a request in and schedule its first sequence; the others start when its prompt is cached."""
+    def add_request(self, request: Request, on_event: OnEvent, submitted_at: float) -> None:
+        """Admit a request and schedule its first sequence; the others start when its prompt is cached.
+
+        Args:
+            request: an ErrorEvent answers one that cannot be served, or that is one too many.
+            on_event: called with each event, a DoneEvent or an ErrorEvent last; must not fail.
+            submitted_at: when the client sent it, in seconds of `time.monotonic`.
+        """
+        try:
+            self._check(request)
+        except PeraxisError as error:
+            self._telemetry.rejected(request, error)
+            on_event(ErrorEvent(error))
+            return
         lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
-        state = RequestState(request, on_event, tokenizer, lookup, submitted_at)
+        state = RequestState(request, on_event, lookup, submitted_at)
         self._requests[request.id] = state
         self._waiting.add(state)
         self._telemetry.delta_lookup(request, lookup)
@@ -86,6 +101,23 @@ class EngineCore:
         # Still there if none of its sequences had started.
         if request_id in self._requests:
             self._finish(state, "cancelled")
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string; unknown ids are ignored."""
+        state = self._requests.get(request_id)
+        output = None if state is None else state.outputs.get(index)
+        if state is not None and output is not None:
+            with self._failing_alone(state):
+                self._finish_sequence(state, output, "stop")
+
+    def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
+        """Return where deltas are now, and how many admitted requests run or wait on each."""
+        counts = Counter(state.request.digest for state in self._requests.values())
+        residency = self._residency
+        return tuple(
+            DeltaState(residency.level_of(digest), residency.is_pinned(digest), counts[digest])
+            for digest in digests
+        )
 
     def step(self) -> bool:
         """Make finished loads visible and run one step of the model. Return whether there was one to run."""
@@ -112,6 +144,14 @@ class EngineCore:
             self._fail(state, error)
         self.residency_calls.fail_all(error)
 
+    def _check(self, request: Request) -> None:
+        """Raise InvalidRequest or QueueFull unless a request can be admitted."""
+        request.check(self.limits.max_model_len)
+        if len(self._requests) >= self.limits.max_open:
+            raise QueueFull(f"{len(self._requests)} requests run or wait: try again in a moment")
+        if request.id in self._requests:
+            raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
+
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""
         for load in self._residency.poll_loads():
@@ -127,7 +167,7 @@ class EngineCore:
         """Fail requests whose delta was not loaded in time."""
         for state in self._waiting.late(now):
             assert state.request.record is not None
-            self._fail(state, load_timeout(state.request.record, self._load_timeout_s))
+            self._fail(state, load_timeout(state.request.record, self.limits.load_timeout_s))
 
     def _report(self, plan: StepPlan) -> None:
         """Update the metrics of queues, KV cache and preemptions."""
@@ -241,11 +281,10 @@ class EngineCore:
     def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
         """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
         output = state.outputs[sequence.index]
-        token = last.sample(row, state.tokenizer.num_embeddings, output.sampler, sequence.tokens)
+        token = last.sample(row, state.request.num_embeddings, output.sampler, sequence.tokens)
         self._kv_cache.cache_full_pages(sequence)
         now = time.monotonic()
         reason = output.add_token(token)
-        state.num_generated_tokens += 1
         if state.first_token_at is None:
             state.first_token_at = now
             self._telemetry.first_token(state.request, state.lookup, state.timings(now))
@@ -274,11 +313,11 @@ class EngineCore:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         for index in range(state.num_started, state.request.sampling_params.n):
-            state.on_event(FinishEvent(index, reason, ""))
+            state.on_event(FinishEvent(index, reason))
         timings = state.timings(time.monotonic())
         self._telemetry.finished(state.request, reason, timings.total_s)
         self._release(state)
-        _send_last(state, DoneEvent(timings, len(state.request.prompt_ids), state.num_generated_tokens))
+        state.on_event(DoneEvent(timings))
 
     def _fail(self, state: RequestState, error: PeraxisError) -> None:
         now = time.monotonic()
@@ -286,7 +325,7 @@ class EngineCore:
         for output in state.outputs.values():
             self._kv_cache.discard(output.sequence)
         self._release(state)
-        _send_last(state, ErrorEvent(error))
+        state.on_event(ErrorEvent(error))
 
     def _release(self, state: RequestState) -> None:
         """Give back everything that a request holds, before its last event."""
@@ -298,7 +337,6 @@ class EngineCore:
             self._residency.forget(state.request.digest)
         if state.started_at is None:
             self._waiting.remove(state)
-        self._on_answered(state.request)
 
 
 class _FailingAlone:
@@ -318,19 +356,11 @@ class _FailingAlone:
     ) -> bool:
         if error is None or not isinstance(error, Exception):
             return False
-        if not isinstance(error, PeraxisError):  # of a variant's tokenizer, or of `on_event`
+        if not isinstance(error, PeraxisError):
             log.error("request %s failed", self._state.request.id, exc_info=error)
             error = _step_failed(error)
         self._fail(self._state, error)
         return True
-
-
-def _send_last(state: RequestState, event: DoneEvent | ErrorEvent) -> None:
-    """Send a released request's last event. An error of `on_event` is logged, because no request is left to fail."""
-    try:
-        state.on_event(event)
-    except Exception:
-        log.exception("the last event of request %s was not taken", state.request.id)
 
 
 def _step_failed(error: Exception) -> EngineFailed:

@@ -1,6 +1,7 @@
-"""The engine as other threads see it: requests and calls go in through a queue, events come out.
+"""The engine's loop: receive messages, step, send what came of it. Owns the thread that owns the model.
 
-Owns the engine thread, which owns the model; its step is `core.py`. Knows no HTTP.
+Clients reach it through `engine_socket.py` alone, from other processes or from threads of the same one. A step is
+`core.py`. Knows no HTTP and no text.
 """
 
 from __future__ import annotations
@@ -8,172 +9,172 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
-from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
-from deltastore.registry.records import VersionRecord
-from server.deltas.residency import Level, Residency
-from server.engine.call_queue import CallQueue
+from server.deltas.residency import Residency
+from server.engine.clients import Clients
 from server.engine.core import EngineCore
-from server.engine.events import ErrorEvent
-from server.engine.open_requests import OpenRequests
-from server.engine.request import Request
-from server.engine.request_state import OnEvent
+from server.engine.engine_socket import EngineSocket
 from server.engine.residency_calls import Prefetch, Unload
-from server.errors import Draining
+from server.errors import Draining, EngineFailed
+from server.metrics.engine import EngineMetrics
+from server.metrics.snapshot import take_snapshot
+from server.protocol.codec import decode_client_message
+from server.protocol.events import ErrorEvent
+from server.protocol.messages import (
+    VERSION,
+    Beat,
+    CallDone,
+    Cancel,
+    ClientGone,
+    ClientMessage,
+    EngineFacts,
+    ForgetVariants,
+    Hello,
+    LoadCall,
+    MetricsAnswer,
+    MetricsQuery,
+    Pinned,
+    Refused,
+    ResidencyAnswer,
+    ResidencyQuery,
+    StopSequence,
+    Submit,
+    Welcome,
+)
 
 SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long
 IDLE_S = 0.2  # between checks for work when nothing arrives
-STUCK_S = 60.0  # without a step or a check, after which the engine does not count as alive
+BEAT_S = 0.5
 
 
 class Engine:
-    """Runs requests on a thread of its own. Public methods may be called from any thread.
-
-    Args:
-        on_lost: called on the engine thread when it ends without having been told to, as when the device is lost.
-    """
+    """Serves clients on the thread that calls `run`."""
 
     def __init__(
         self,
         core: EngineCore,
-        calls: CallQueue,
-        open_requests: OpenRequests,
         residency: Residency,
-        base: Base,
-        on_lost: Callable[[], None],
+        socket: EngineSocket,
+        facts: EngineFacts,
+        metrics: EngineMetrics,
     ) -> None:
-        self.base = base
-        self._on_lost = on_lost
         self._core = core
-        self._open_requests = open_requests
         self._residency = residency
-        self._calls = calls
-        self._stopping = False
-        self._beat = time.monotonic()
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
-        self._thread.start()
+        self._socket = socket
+        self._clients = Clients(socket)
+        self._facts = facts
+        self._metrics = metrics
+        self._pinned: tuple[str, ...] = ()
+        self._next_beat = 0.0
 
-    def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Admit a request. Not for the event loop: reads files if the variant's tokenizer is not cached.
-
-        Args:
-            request: its id must differ from those of all open requests.
-            on_event: called on the engine thread with each event, a DoneEvent or an ErrorEvent last; must not block.
+    def run(self, stopping: threading.Event) -> None:
+        """Step until `stopping` is set; then, or when the device is lost, answer every request with an error.
 
         Raises:
-            InvalidRequest: the request cannot be served.
-            QueueFull, Draining: the request can be sent again later.
-            ArtifactError, VariantQuarantined, VariantNotFound: the variant's tokenizer cannot be loaded.
+            Exception: the model's own, when its device does not work any more.
         """
-        tokenizer = self._open_requests.add(request, on_event)
-        # Taken here, so that the wait in the call queue counts.
-        submitted_at = time.monotonic()
-        self._calls.put(lambda: self._core.add_request(request, tokenizer, on_event, submitted_at))
-
-    def cancel(self, request_id: str) -> None:
-        """End a request whose client is gone; unknown ids are ignored."""
-        self._calls.put(lambda: self._core.cancel(request_id))
-
-    def load(self, record: VersionRecord, *, pin: bool = False) -> Future[None]:
-        """Load a version into a slot and, with `pin`, never evict it; done when requests can use it."""
-        future: Future[None] = Future()
-        self._calls.put(lambda: self._core.residency_calls.add_prefetch(Prefetch(record, pin, future)))
-        return future
-
-    def pin(self, record: VersionRecord) -> Future[None]:
-        """Load a version and never evict it."""
-        return self.load(record, pin=True)
-
-    def unpin(self, record: VersionRecord) -> Future[None]:
-        """Let a version be evicted again."""
-        return self._call(lambda: self._residency.unpin(record.digest))
-
-    def unload(self, record: VersionRecord) -> Future[None]:
-        """Free a version's slot once no request runs on it; done when it is free."""
-        future: Future[None] = Future()
-        self._calls.put(lambda: self._core.residency_calls.add_unload(Unload(record.digest, future)))
-        return future
-
-    def level_of(self, digest: str) -> Level:
-        """Return where a delta is now: ``device``, ``host`` or ``disk``."""
-        return self._residency.level_of(digest)
-
-    def is_pinned(self, digest: str) -> bool:
-        """Return whether a delta is never evicted from its slot."""
-        return self._residency.is_pinned(digest)
-
-    def num_requests_on(self, digest: str) -> int:
-        """Return how many requests on a delta are admitted and not answered in full."""
-        return self._open_requests.num_open_of(digest)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self._open_requests.max_model_len
-
-    @property
-    def slot_bytes(self) -> int:
-        """Size of a slot; no delta may be larger."""
-        return self._residency.slot_bytes
-
-    def alive(self) -> bool:
-        """Return whether the engine thread still runs steps or waits for work."""
-        return not self._stopping and self._thread.is_alive() and time.monotonic() - self._beat < STUCK_S
-
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self._open_requests.drain()
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Refuse new requests, let the admitted ones end for up to `timeout_s`, then stop the thread."""
-        self.drain()
-        deadline = time.monotonic() + timeout_s
-        while self._open_requests.num_open() and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._stopping = True
-        self._thread.join(STUCK_S)
-        self._residency.close()
-
-    def _call(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function on the engine thread."""
-        future: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                function()
-            except PeraxisError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._calls.put(run)
-        return future
-
-    def _loop(self) -> None:
-        """Step until told to stop. Any other end answers every request with an error and calls `on_lost`."""
-        told_to_stop = busy = False
         sys.setswitchinterval(SWITCH_S)
+        error: PeraxisError = EngineFailed("the engine has failed: send the request again")
+        busy = False
         try:
-            while not self._stopping:
-                self._beat = time.monotonic()
-                self._calls.run(wait_s=0.0 if busy else IDLE_S)
+            while not stopping.is_set():
+                self._receive(0.0 if busy else IDLE_S)
                 busy = self._core.step()
-            told_to_stop = True
+                self._send()
+            error = Draining("the server has shut down: send the request again")
         finally:
-            self._stopping = True
-            self.drain()
-            self._fail_all(Draining("the server has shut down: send the request again"))
-            if not told_to_stop:
-                self._on_lost()
-
-    def _fail_all(self, error: PeraxisError) -> None:
-        """Answer the core's requests, then those whose call came too late for it."""
-        try:
-            self._calls.run(wait_s=0.0)
             self._core.fail_all(error)
-        finally:
-            for on_event in self._open_requests.remove_all():
-                on_event(ErrorEvent(error))
+            self._refuse_rest(error)
+            self._clients.send_events()
+            self._residency.close()
+
+    def _receive(self, wait_s: float) -> None:
+        for identity, raw in self._socket.receive(wait_s):
+            try:
+                self._handle(identity, decode_client_message(raw))
+            except PeraxisError as error:
+                self._clients.send(identity, Refused(error))
+
+    def _refuse_rest(self, error: PeraxisError) -> None:
+        """Answer requests and calls that have come and will not be read any more."""
+        for identity, raw in self._socket.receive(0.0):
+            message = decode_client_message(raw)
+            if isinstance(message, Submit):
+                self._clients.open_request(identity, message.request.id)
+                self._clients.add_event(identity, message.request.id, ErrorEvent(error))
+            elif isinstance(message, LoadCall):
+                self._clients.send(identity, CallDone(message.call_id, error))
+
+    def _send(self) -> None:
+        """Send events, and what clients watch: the pins and a sign of life."""
+        self._clients.send_events()
+        pinned = self._residency.pinned_records()
+        if (digests := tuple(record.digest for record in pinned)) != self._pinned:
+            self._pinned = digests
+            self._clients.broadcast(Pinned(pinned))
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._clients.broadcast(Beat())
+        for identity in self._clients.take_lost():
+            self._cancel_all_of(identity)
+
+    def _handle(self, identity: bytes, message: ClientMessage) -> None:
+        """Act on one message of a client; raise the error that refuses it."""
+        core, clients = self._core, self._clients
+        match message:
+            case Submit(request, submitted_at):
+                clients.open_request(identity, request.id)
+                core.add_request(request, partial(clients.add_event, identity, request.id), submitted_at)
+            case Cancel(request_id):
+                core.cancel(request_id)
+            case StopSequence(request_id, index):
+                core.stop_sequence(request_id, index)
+            case LoadCall():
+                self._call(identity, message)
+            case ResidencyQuery(call_id, digests):
+                clients.send(identity, ResidencyAnswer(call_id, core.residency_of(digests)))
+            case MetricsQuery(call_id):
+                clients.send(identity, MetricsAnswer(call_id, take_snapshot(self._metrics.registry)))
+            case ForgetVariants(labels):
+                self._metrics.forget_variants(labels)
+            case ClientGone(gone):
+                self._cancel_all_of(gone)
+            case Hello(version):
+                self._welcome(identity, version)
+
+    def _welcome(self, identity: bytes, version: str) -> None:
+        if version != VERSION:
+            raise EngineFailed(
+                f"a client of version {version} met an engine of version {VERSION}: restart the server"
+            )
+        self._clients.add(identity)
+        self._clients.send(identity, Welcome(self._facts))
+        self._clients.send(identity, Pinned(self._residency.pinned_records()))
+
+    def _call(self, identity: bytes, call: LoadCall) -> None:
+        """Start a call that loads, pins or unloads; send its outcome when there is one."""
+        future: Future[None] = Future()
+        future.add_done_callback(
+            lambda done: self._clients.send(identity, CallDone(call.call_id, _error_of(done)))
+        )
+        calls, digest = self._core.residency_calls, call.record.digest
+        if call.action == "unpin":
+            self._residency.unpin(digest)
+            future.set_result(None)
+        elif call.action == "unload":
+            calls.add_unload(Unload(digest, future))
+        else:
+            calls.add_prefetch(Prefetch(call.record, call.action == "pin", future))
+
+    def _cancel_all_of(self, identity: bytes) -> None:
+        for request_id in list(self._clients.remove(identity)):
+            self._core.cancel(request_id)
+
+
+def _error_of(done: Future[None]) -> PeraxisError | None:
+    error = done.exception()
+    return error if error is None or isinstance(error, PeraxisError) else EngineFailed(str(error))

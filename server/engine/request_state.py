@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from server.deltas.residency import Level
-from server.engine.events import (
+from server.engine.sampling import SampledToken, Sampler
+from server.engine.sequence import Sequence
+from server.protocol.events import (
     Event,
     FinishEvent,
     FinishReason,
@@ -15,28 +16,23 @@ from server.engine.events import (
     Timings,
     TokenEvent,
 )
-from server.engine.request import Request
-from server.engine.sampling import SampledToken, Sampler
-from server.engine.sequence import Sequence
-from server.text.detokenizer import Detokenizer
-from server.text.tokenizer import VariantTokenizer
+from server.protocol.messages import Level
+from server.protocol.request import Request
 
 OnEvent = Callable[[Event], None]
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request between `Engine.submit` and its last event."""
+    """A request between its admission and its last event."""
 
     request: Request
     on_event: OnEvent
-    tokenizer: VariantTokenizer
     lookup: Level  # where its delta was when the engine took it in: device, host or disk; device for the base
-    submitted_at: float  # when `Engine.submit` admitted it
+    submitted_at: float  # when its client sent it
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
-    num_generated_tokens: int = 0
     num_started: int = 0  # sequences
     outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
 
@@ -66,7 +62,7 @@ class RequestState:
 
 
 class SequenceOutput:
-    """Turns one sequence's sampled tokens into text and events, and finds its end."""
+    """Turns one sequence's sampled tokens into events, and finds its end."""
 
     def __init__(self, state: RequestState, sequence: Sequence) -> None:
         params = state.request.sampling_params
@@ -74,8 +70,7 @@ class SequenceOutput:
         self.sampler = Sampler(params, sequence.index)
         self.last_token_at: float | None = None
         self._on_event = state.on_event
-        self._detokenizer = Detokenizer(state.tokenizer.tokenizer, params.stop)
-        self._stop_token_ids = state.tokenizer.eos_token_ids | params.stop_token_ids
+        self._stop_token_ids = params.stop_token_ids
         self._num_left = params.max_new_tokens
         self._prompt_logprobs: list[ScoredToken] = []
 
@@ -94,14 +89,11 @@ class SequenceOutput:
         """Append a sampled token to the sequence and send it. Return why the sequence ends with it, or None."""
         self.sequence.tokens.append(token.token_id)
         self._num_left -= 1
-        text, stopped = "", token.token_id in self._stop_token_ids
-        if not stopped:
-            text, stopped = self._detokenizer.push(token.token_id)
-        self._on_event(TokenEvent(self.sequence.index, token.token_id, text, token.logprob, token.top))
-        if stopped:
+        self._on_event(TokenEvent(self.sequence.index, token.token_id, token.logprob, token.top))
+        if token.token_id in self._stop_token_ids:
             return "stop"
         return "length" if self._num_left <= 0 else None
 
     def finish(self, reason: FinishReason) -> None:
-        """Send the end of the sequence with the text that was held back."""
-        self._on_event(FinishEvent(self.sequence.index, reason, self._detokenizer.flush()))
+        """Send the end of the sequence."""
+        self._on_event(FinishEvent(self.sequence.index, reason))

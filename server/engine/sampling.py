@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from server.engine.events import ScoredToken
 from server.errors import EngineFailed
-from server.sampling_params import SamplingParams
+from server.protocol.events import ScoredToken
+from server.protocol.sampling_params import SamplingParams
 
 # Below this, take the argmax: scaled logits would overflow float32.
 GREEDY_BELOW = 1e-4

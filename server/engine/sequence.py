@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from server.engine.request import Request
 from server.engine.scheduling.least_served import LeastServed
+from server.protocol.request import Request
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from deltastore.errors import PeraxisError
-from server.deltas.residency import Level
-from server.engine.events import Timings
-from server.engine.request import Request
 from server.metrics.engine import EngineMetrics
+from server.protocol.events import Timings
+from server.protocol.messages import Level
+from server.protocol.request import Request
 
 
 class Telemetry:

@@ -1,1 +1,1 @@
-"""The HTTP process: sockets, connections and the web server. Knows no tensor."""
+"""Parts of an HTTP process that know no route: sockets, connections, and the link to the engine."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from deltastore.errors import SettingsError
+from server.settings import Settings
 
 BACKLOG = 2048
 
@@ -39,6 +42,19 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise _unavailable(host, port, error) from error
     return listening
+
+
+@contextmanager
+def listening_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Open the public socket and, with an admin port, its socket; close them at the end.
+
+    Raises:
+        SettingsError: an address is not available.
+    """
+    raise_descriptor_limit()
+    with ExitStack() as stack:
+        ports = [port for port in (settings.port, settings.admin_port) if port is not None]
+        yield [stack.enter_context(listen(settings.host, port)) for port in ports]
 
 
 def inherited(descriptor: int) -> socket.socket:

@@ -12,7 +12,7 @@ from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.header import parse_json
 from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
-from server.sampling_params import SamplingParams
+from server.protocol.sampling_params import SamplingParams
 from server.text.failures import failures_as
 
 # A model has a few end tokens.

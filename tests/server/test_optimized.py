@@ -12,10 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = {
     "ready_while_loading": "RuntimeError: 503 overloaded",
-    "backend_before_it_is_loaded": "QueueFull: the base is still loading",
-    "ready_before_the_backend_is_loaded": "QueueFull: the base is still loading",
+    "facts_before_an_engine_is_ready": "QueueFull: the base is still loading",
+    "text_before_the_service_has_started": "QueueFull: the server is starting",
     "ready_while_draining": "Draining: the server is shutting down",
-    "ready_with_a_dead_engine": "EngineFailed: the engine does not answer",
     "delta_of_an_overwritten_slot": "EngineFailed: slot 0 no longer holds delta",
     "load_into_a_slot_that_is_too_small": "ValueError: object ddd",
     "kv_cache_of_one_page": "ValueError: a KV cache needs at least 2 pages",

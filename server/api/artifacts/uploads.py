@@ -60,8 +60,8 @@ async def receive_upload(
         check_names(tenant.name, name)
         expected = _expected_digest(request)
         _check_headers(request, service.settings.max_upload_bytes)
-        # Refuse while no base is loaded: without one, no artifact can be checked.
-        _ = service.backend
+        # Refuse while no base was ever loaded: without one, no artifact can be checked.
+        _ = service.engine.facts
         with _one_more(service.num_uploads, tenant):
             publication = await _receive(request, service, tenant, name, expected, activate)
     except BaseException as error:
@@ -223,7 +223,7 @@ def _check_digest(sealed: SealedUpload, expected: str | None) -> None:
 
 
 async def _check(service: Service, tenant: Tenant, sealed: SealedUpload) -> ArtifactFacts:
-    engine = service.backend.engine
+    engine = service.engine.facts
     return await service.artifact_checks.check(
         tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes
     )

@@ -1,130 +1,128 @@
-"""Replies while the base loads, when the engine is stuck, and when a route has a bug."""
+"""Replies while the base loads, while the engine restarts, while the server drains, and when a route has a bug."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from deltastore.errors import CheckpointError
-from server.api.service import Backend
-from server.app import create_app
-from server.engine.engine import Engine
-from server.settings import Settings
-from server.text.tokenizer import Tokenizers
+from server.errors import EngineRestarted
+from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import error_of
+from tests.server.helpers.served import Family, make_family
 
 
-class EngineStub:
-    """An engine without a model, for health checks and shutdown. It is also its own tokenizers."""
-
-    is_alive = True
-
-    def alive(self) -> bool:
-        return self.is_alive
-
-    def drain(self) -> None:
-        self.is_drained = True
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        self.is_closed = True
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=0)
 
 
-@pytest.fixture
-def engine() -> EngineStub:
-    return EngineStub()
-
-
-def exercise(
-    tmp_path: Path,
-    build: Callable[[], EngineStub],
-    talk: Callable[[httpx.AsyncClient, FastAPI], Awaitable[None]],
-) -> None:
-    """Run an application whose backend comes from `build`, and let `talk` send requests to it."""
-
-    def backend(*_: Any) -> Backend:
-        engine = build()
-        return Backend(cast(Engine, engine), cast(Tokenizers, engine))
+def exercise(base: Path, tmp_path: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
+    """Run an application on `base`, without an engine at first, and let `talk` send requests to it."""
 
     async def main() -> None:
-        app = create_app(Settings(base=tmp_path, registry=tmp_path / "registry", shutdown_timeout=5), backend)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            await talk(client, app)
+        async with running_app(settings_of(base, tmp_path / "registry")) as app:
+            await talk(app)
 
     asyncio.run(main())
 
 
-def test_while_the_base_loads_the_server_is_alive_and_not_ready(tmp_path: Path, engine: EngineStub) -> None:
-    may_end = threading.Event()
+def is_refused(reply: httpx.Response, code: str) -> bool:
+    retries = int(reply.headers["Retry-After"]) > 0
+    return (reply.status_code, error_of(reply)["code"], retries) == (503, code, True)
 
-    def build() -> EngineStub:
-        may_end.wait(60)
-        return engine
 
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
+def test_while_the_base_loads_the_server_is_alive_and_not_ready(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        client = app.client
         assert (await client.get("/health")).status_code == 200
         for reply in (await client.get("/ready"), await client.post("/generate", json={"prompt": "a"})):
-            assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
-            assert reply.headers["Retry-After"] == "1"
+            assert is_refused(reply, "overloaded")
         assert "peraxis_ready 0.0" in (await client.get("/metrics")).text
-        may_end.set()
-        await app.state.service.loading
-        assert (await client.get("/ready")).status_code == 200
-        assert "peraxis_ready 1.0" in (await client.get("/metrics")).text
+        async with app.engine():
+            assert (await client.get("/ready")).status_code == 200
+            assert "peraxis_ready 1.0" in (await client.get("/metrics")).text
 
-    exercise(tmp_path, build, talk)
-
-
-def test_loading_ends_with_the_error_of_the_base(tmp_path: Path) -> None:
-    def build() -> EngineStub:
-        raise CheckpointError("no such base")
-
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        with pytest.raises(CheckpointError):
-            await app.state.service.loading
-        assert (await client.get("/ready")).status_code == 503
-
-    exercise(tmp_path, build, talk)
+    exercise(family.base, tmp_path, talk)
 
 
-def test_a_stuck_engine_is_neither_healthy_nor_ready(tmp_path: Path, engine: EngineStub) -> None:
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        await app.state.service.loading
-        engine.is_alive = False
-        for path in ("/health", "/ready"):
-            reply = await client.get(path)
-            assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+def test_between_two_engines_requests_are_told_so_and_the_server_is_alive(
+    family: Family, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        client = app.client
+        async with app.engine():
+            assert (await client.get("/ready")).status_code == 200
+        for reply in (await client.get("/ready"), await client.post("/generate", json={"prompt": "a"})):
+            assert is_refused(reply, "engine_restarted")
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+        text = (await client.get("/metrics")).text
+        assert 'peraxis_admission_rejections_total{reason="engine_restarted"} 1.0' in text
+        async with app.engine():
+            reply = await client.post("/generate", json={"prompt": "a", "max_new_tokens": 1})
+            assert reply.status_code == 200
 
-    exercise(tmp_path, lambda: engine, talk)
+    exercise(family.base, tmp_path, talk)
 
 
-def test_the_end_drains_and_closes_the_engine(tmp_path: Path, engine: EngineStub) -> None:
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        await app.state.service.loading
+def test_requests_of_a_lost_engine_end_with_an_error(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        async with app.engine():
+            body = {"prompt": "a", "max_new_tokens": 200, "n": 100, "temperature": 2.0, "seed": 1}
+            asking = asyncio.create_task(app.client.post("/generate", json=body))
+            while not app.service.engine.num_open:
+                await asyncio.sleep(0.01)
+            app.service.engine.disconnect()
+            assert is_refused(await asking, "engine_restarted")
+        text = (await app.client.get("/metrics")).text
+        assert 'peraxis_variant_requests_total{finish_reason="error",variant="base"} 1.0' in text
 
-    exercise(tmp_path, lambda: engine, talk)
-    assert engine.is_drained
-    assert engine.is_closed
+    exercise(family.base, tmp_path, talk)
 
 
-def test_a_bug_in_a_route_shows_an_id_and_no_traceback(tmp_path: Path, engine: EngineStub) -> None:
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        await app.state.service.loading
-        reply = await client.get("/v1/models")  # EngineStub has no base
+def test_a_call_that_waits_for_a_lost_engine_raises(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        async with app.engine():
+            asking = asyncio.create_task(app.service.engine.metrics())
+            await asyncio.sleep(0)
+            app.service.engine.disconnect()
+            with pytest.raises(EngineRestarted):
+                await asking
+
+    exercise(family.base, tmp_path, talk)
+
+
+def test_a_draining_server_refuses_and_says_so(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        async with app.engine():
+            app.service.draining = True
+            for reply in (
+                await app.client.get("/ready"),
+                await app.client.post("/generate", json={"prompt": "a"}),
+            ):
+                assert is_refused(reply, "draining")
+
+    exercise(family.base, tmp_path, talk)
+
+
+def test_a_bug_in_a_route_shows_an_id_and_no_traceback(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        def broken(tenant: str | None = None) -> None:
+            raise RuntimeError("a secret of the server")
+
+        monkeypatch.setattr(app.service.registry, "variants", broken)
+        reply = await app.client.get("/variants")
         error = error_of(reply)
         assert (reply.status_code, error["code"], error["type"]) == (500, "internal_error", "server_error")
         assert reply.headers["X-Request-Id"] in error["message"]
-        assert "base" not in error["message"]
-        assert 'code="500",route="/v1/models"} 1.0' in (await client.get("/metrics")).text
+        assert "secret" not in error["message"]
+        monkeypatch.undo()
+        assert 'code="500",route="/variants"} 1.0' in (await app.client.get("/metrics")).text
 
-    exercise(tmp_path, lambda: engine, talk)
+    exercise(family.base, tmp_path, talk)

@@ -1,24 +1,23 @@
-"""`POST /generate` with the application in the tests' process: the thread that submits, and clients that leave."""
+"""`POST /generate` with the application in the tests' process: ids of requests, and clients that leave early."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
-from fastapi import FastAPI
 
-from server.app import create_app
-from server.engine.engine import Engine
-from server.engine.request import Request
-from server.engine.request_state import OnEvent
-from server.settings import Settings
-from tests.server.helpers.served import Family, make_family, slow_down
+from server.frontend.engine_client import EngineClient, OnEvent
+from server.protocol.request import Request
+from server.text.variant_text import VariantText
+from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.server.helpers.served import Family, make_family
 
 WAIT_S = 60.0
+# Ends only when it is cancelled: with this seed, sequences are long.
+LONG = {"max_new_tokens": 200, "n": 100, "temperature": 2.0, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -26,66 +25,32 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=0)
 
 
-def exercise(
-    family: Family, registry: Path, talk: Callable[[httpx.AsyncClient, FastAPI], Awaitable[None]]
-) -> None:
-    """Load a real engine into an application and run `talk` with a client of it."""
+def exercise(family: Family, registry: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
+    """Run an application with an engine and let `talk` send requests to it."""
 
     async def main() -> None:
-        app = create_app(
-            Settings(
-                base=family.base, registry=registry, device="cpu", dtype="float32", max_gpu_deltas=2,
-                max_host_cache_gb=0, max_num_seqs=4, max_model_len=256,
-            )
-        )  # fmt: skip
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            await app.state.service.loading
-            await talk(client, app)
+        async with running_app(settings_of(family.base, registry)) as app, app.engine():
+            await asyncio.wait_for(talk(app), WAIT_S)
 
     asyncio.run(main())
-
-
-def test_a_request_is_not_submitted_on_the_event_loop(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[threading.Thread] = []
-    submit = Engine.submit
-
-    def recorded(engine: Engine, request: Request, on_event: OnEvent) -> None:
-        threads.append(threading.current_thread())
-        submit(engine, request, on_event)
-
-    monkeypatch.setattr(Engine, "submit", recorded)
-
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        reply = await client.post("/generate", json={"prompt": "a", "max_new_tokens": 2})
-        assert reply.status_code == 200, reply.text
-
-    exercise(family, tmp_path / "registry", talk)
-    assert len(threads) == 1
-    assert threads[0] is not threading.current_thread()
 
 
 def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids: list[str] = []
-    submit = Engine.submit
+    submit = EngineClient.submit
 
-    def recorded(engine: Engine, request: Request, on_event: OnEvent) -> None:
+    def recorded(engine: EngineClient, request: Request, on_event: OnEvent) -> None:
         ids.append(request.id)
         submit(engine, request, on_event)
 
-    monkeypatch.setattr(Engine, "submit", recorded)
+    monkeypatch.setattr(EngineClient, "submit", recorded)
 
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
+    async def talk(app: HttpApp) -> None:
         for _ in range(2):
             body = {"prompt": "a", "max_new_tokens": 1}
-            reply = await client.post("/generate", json=body, headers={"X-Request-Id": "mine"})
+            reply = await app.client.post("/generate", json=body, headers={"X-Request-Id": "mine"})
             assert reply.headers["X-Request-Id"] == "mine"
 
     exercise(family, tmp_path / "registry", talk)
@@ -93,33 +58,41 @@ def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
     assert all(id.startswith("mine-") for id in ids)
 
 
-def test_a_client_that_leaves_during_submission_ends_its_request(
+def test_a_client_that_leaves_before_its_prompt_is_tokenized_is_never_submitted(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitting, left = threading.Event(), threading.Event()
-    submit = Engine.submit
+    begun = asyncio.Event()
 
-    def held_up(engine: Engine, request: Request, on_event: OnEvent) -> None:
-        submitting.set()
-        assert left.wait(WAIT_S)
-        submit(engine, request, on_event)
+    async def endless(text: VariantText, *_: Any) -> list[int]:
+        begun.set()
+        await asyncio.sleep(WAIT_S)
+        return []
 
-    monkeypatch.setattr(Engine, "submit", held_up)
-    slow_down(monkeypatch)
+    monkeypatch.setattr(VariantText, "encode", endless)
 
-    async def talk(client: httpx.AsyncClient, app: FastAPI) -> None:
-        body = {"prompt": "a", "max_new_tokens": 200}
-        asking = asyncio.create_task(client.post("/generate", json=body))
-        assert await asyncio.to_thread(submitting.wait, WAIT_S)
+    async def talk(app: HttpApp) -> None:
+        asking = asyncio.create_task(app.client.post("/generate", json={"prompt": "a"}))
+        await begun.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        left.set()
+        assert app.service.engine.num_open == 0
+        assert app.service.num_in_flight == 0
+
+    exercise(family, tmp_path / "registry", talk)
+
+
+def test_a_client_that_leaves_after_submission_ends_its_request(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        body = {"prompt": "a", **LONG}
+        asking = asyncio.create_task(app.client.post("/generate", json=body))
+        while not app.service.engine.num_open:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         ended = 'peraxis_variant_requests_total{finish_reason="cancelled",variant="base"} 1.0'
-        for _ in range(500):
-            if ended in (await client.get("/metrics")).text:
-                return
+        while ended not in (await app.client.get("/metrics")).text:
             await asyncio.sleep(0.02)
-        raise AssertionError("the request was not cancelled")
 
     exercise(family, tmp_path / "registry", talk)

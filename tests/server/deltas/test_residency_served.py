@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.blocking_engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import Served, make_delta, serving
@@ -24,9 +25,9 @@ def base_and_deltas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lis
 
 
 @pytest.fixture
-def served(base_and_deltas: tuple[Path, list[Path]], tmp_path: Path) -> Iterator[Served]:
+def served(base_and_deltas: tuple[Path, list[Path]], tmp_path: Path, mode: Mode) -> Iterator[Served]:
     """Serve with two slots."""
-    with serving(base_and_deltas[0], tmp_path / "registry", max_gpu_deltas=2) as running:
+    with serving(base_and_deltas[0], tmp_path / "registry", mode, max_gpu_deltas=2) as running:
         yield running
 
 
@@ -36,7 +37,7 @@ def records(served: Served, base_and_deltas: tuple[Path, list[Path]]) -> list[Ve
     records = [served.publish(file, f"v{number}") for number, file in enumerate(base_and_deltas[1])]
     for record in records:
         served.ask(record, PROMPT)
-    assert [served.engine.level_of(record.digest) for record in records] == ["host", "device", "device"]
+    assert [served.level(record) for record in records] == ["host", "device", "device"]
     return records
 
 
@@ -62,5 +63,5 @@ def test_a_delta_from_host_memory_answers_as_from_disk_though_its_object_is_corr
     path.write_bytes(path.read_bytes()[::-1])
     for record in (records[2], records[0]):
         served.ask(record, PROMPT)
-    assert served.engine.level_of(records[1].digest) == "host"
+    assert served.level(records[1]) == "host"
     assert served.ask(records[1], PROMPT).token_ids == second

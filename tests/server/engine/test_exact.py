@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.blocking_engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
@@ -51,12 +52,13 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> MergedFamily:
 
 
 @pytest.fixture
-def served(family: MergedFamily, tmp_path: Path) -> Iterator[Served]:
+def served(family: MergedFamily, tmp_path: Path, mode: Mode) -> Iterator[Served]:
     """An engine with few slots and a small KV cache, so that deltas are evicted and sequences preempted."""
     size = 16 * 512 * 30  # 30 pages of 16 tokens
     with serving(
         family.base,
         tmp_path / "registry",
+        mode,
         max_gpu_deltas=3,
         kv_cache_gb=size / 1e9,
         max_num_seqs=24,

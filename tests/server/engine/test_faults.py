@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.blocking_engine import Mode
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
-from server.engine.events import DoneEvent, ErrorEvent, Event, FinishEvent, PromptEvent, TokenEvent
 from server.engine.model_runner import Batch
-from server.engine.request import Request
 from server.errors import EngineFailed, InvalidRequest
-from server.sampling_params import SamplingParams
+from server.protocol.events import ErrorEvent
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
     WAIT_S,
     Answer,
@@ -45,9 +43,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.fixture
-def served(family: Family, tmp_path: Path) -> Iterator[Served]:
+def served(family: Family, tmp_path: Path, mode: Mode) -> Iterator[Served]:
     """An engine with a slot for each of three variants and no host cache, so that each load reads its object."""
-    with serving(family.base, tmp_path / "registry", max_gpu_deltas=3, max_host_cache_gb=0) as running:
+    with serving(family.base, tmp_path / "registry", mode, max_gpu_deltas=3, max_host_cache_gb=0) as running:
         yield running
 
 
@@ -161,38 +159,10 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
     assert served.ask(sick, PROMPTS[1], max_new_tokens=NUM_NEW).token_ids == want
 
 
-@pytest.mark.parametrize("kind", [PromptEvent, TokenEvent, FinishEvent, DoneEvent, ErrorEvent])
-def test_a_callback_that_raises_fails_its_own_request_alone(
-    served: Served, family: Family, kind: type[Event]
-) -> None:
-    others, raised = Others.of(served, family.artifacts[0]), threading.Event()
-
-    def on_event(event: Event) -> None:
-        # An ErrorEvent is sent only if an earlier event fails the request.
-        if isinstance(event, kind) or (kind is ErrorEvent and isinstance(event, TokenEvent)):
-            if isinstance(event, kind):
-                raised.set()
-            raise RuntimeError("as if the event loop were closed")
-
-    params = SamplingParams(temperature=0.0, max_new_tokens=4, prompt_logprobs=0, n=2)
-    request = Request("raising", "default", None, None, (5, 6, 7, 8), params)
-
-    def submit() -> None:
-        served.engine.submit(request, on_event)
-        assert raised.wait(WAIT_S)
-
-    others.undisturbed_by(submit)
-    assert served.engine.alive()
-    # The request was released: its id can be used again.
-    pending = Pending(request, queue.SimpleQueue())
-    served.engine.submit(request, pending.events.put)
-    assert len(pending.answer().token_ids) == 2 * params.max_new_tokens
-
-
 def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, family: Family) -> None:
     others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
     served.ask(bad, PROMPTS[0])
-    served.engine.unload(bad).result(20)
+    served.engine.load(bad, "unload").result(20)
     path = served.registry.object_path(bad.digest)
     path.chmod(0o644)
     raw = bytearray(path.read_bytes())
@@ -220,7 +190,7 @@ def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, fami
 
     def delete() -> None:
         served.registry.delete("default", "gone")
-        served.engine.unload(gone).result(20)
+        served.engine.load(gone, "unload").result(20)
 
     others.undisturbed_by(delete)
     assert running.answer().token_ids == want
@@ -229,20 +199,14 @@ def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, fami
 def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) -> None:
     others = Others.of(served, family.artifacts[0])
 
-    def come_and_go() -> list[Pending]:
+    def come_and_go() -> None:
         going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=3) for _ in range(4)]
         going[0].events.get(timeout=WAIT_S)  # its first token
         for pending in going:
             served.engine.cancel(pending.request.id)
-        return going
 
-    going = others.undisturbed_by(come_and_go)
-    assert isinstance(going, list)
-    for pending in going:
-        answer = pending.answer()
-        assert isinstance(answer.end, DoneEvent)
-        ends = {event.index: event.reason for event in answer.events if isinstance(event, FinishEvent)}
-        assert ends == dict.fromkeys(range(3), "cancelled")
+    others.undisturbed_by(come_and_go)
+    assert eventually(lambda: served.num_cancelled() == 4)
 
 
 def test_the_same_seed_draws_the_same_tokens_in_any_batch(served: Served, family: Family) -> None:
@@ -269,12 +233,12 @@ def test_the_same_seed_draws_the_same_beside_a_variant_of_more_tokens(tmp_path: 
 def test_a_pin_outlives_an_older_call_to_unload(served: Served, family: Family) -> None:
     record = served.publish(family.artifacts[1], "v")
     running = served.start(record, PROMPTS[1], max_new_tokens=150)
-    unloaded = served.engine.unload(record)
-    served.engine.pin(record).result(20)
+    unloaded = served.engine.load(record, "unload")
+    served.engine.load(record, "pin").result(20)
     unloaded.result(20)
     running.answer()
-    assert served.engine.level_of(record.digest) == "device"
-    assert served.engine.is_pinned(record.digest)
+    assert served.level(record) == "device"
+    assert served.engine.state_of(record).is_pinned
 
 
 def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Path) -> None:
@@ -287,7 +251,7 @@ def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Pa
     lengths: dict[str, Any] = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
     pair = make_pair("phi3", tmp_path, seed=6, changes=(), rope_parameters=rope, **lengths)
     with serving(pair.base, tmp_path / "registry") as served:
-        assert served.engine.max_model_len == 64
+        assert served.engine.facts.max_model_len == 64
 
 
 def test_odd_but_valid_sampling_is_served(served: Served) -> None:
@@ -296,17 +260,11 @@ def test_odd_but_valid_sampling_is_served(served: Served) -> None:
     assert len(served.ask(None, PROMPTS[0], max_new_tokens=8, temperature=1.0, top_k=10**6).token_ids) == 8
 
 
-def test_a_request_id_in_use_is_refused(served: Served) -> None:
-    running = served.start(None, PROMPTS[0], max_new_tokens=100)
-    with pytest.raises(InvalidRequest, match="in use"):
-        served.engine.submit(running.request, running.events.put)
-    assert len(running.answer().token_ids) == 100
-
-
 def test_more_than_the_cache_holds_is_refused_at_once(family: Family, tmp_path: Path) -> None:
     with serving(
         family.base, tmp_path / "registry", kv_cache_gb=16 * 512 * 4 / 1e9
     ) as small:  # 3 pages of 16 tokens
         assert len(small.ask(None, [5] * 40, max_new_tokens=8).token_ids) == 8
-        with pytest.raises(InvalidRequest, match="48 that fit"):
-            small.start(None, [5] * 41, max_new_tokens=8)
+        refusal = failed(small.ask(None, [5] * 41, max_new_tokens=8))
+        assert isinstance(refusal, InvalidRequest)
+        assert "48 that fit" in str(refusal)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from server.engine.events import DoneEvent, PromptEvent, TokenEvent
+from bench.blocking_engine import Mode
 from server.engine.model_runner import Batch
+from server.protocol.events import DoneEvent, PromptEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
     WAIT_S,
@@ -43,8 +44,8 @@ def log_probabilities(model: PreTrainedModel, ids: list[int]) -> Tensor:  # [tok
 
 
 @pytest.fixture
-def served(family: Family, tmp_path: Path) -> Iterator[Served]:
-    with serving(family.base, tmp_path / "registry", max_num_seqs=4) as running:
+def served(family: Family, tmp_path: Path, mode: Mode) -> Iterator[Served]:
+    with serving(family.base, tmp_path / "registry", mode, max_num_seqs=4) as running:
         yield running
 
 
@@ -123,7 +124,7 @@ def test_where_a_request_found_its_delta_is_counted(served: Served, family: Fami
     record = served.publish(family.artifacts[0], "v")
     ends = [served.ask(record, PROMPT, max_new_tokens=1).end]
     ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
-    served.engine.unload(record).result(20)
+    served.engine.load(record, "unload").result(20)
     ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
     assert [isinstance(end, DoneEvent) and end.timings.cold for end in ends] == [True, False, True]
     # An unloaded delta leaves host memory, too.

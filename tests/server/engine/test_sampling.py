@@ -7,7 +7,7 @@ import torch
 
 from server.engine.sampling import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
-from server.sampling_params import SamplingParams
+from server.protocol.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
 

@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deltastore.registry.records import VersionRecord
-from server.engine.request import Request
 from server.engine.telemetry import Telemetry
 from server.metrics.engine import EngineMetrics
+from server.protocol.request import Request
 
 RECORD = VersionRecord(
     tenant="owner",
@@ -25,8 +25,8 @@ RECORD = VersionRecord(
     created_at="2026-01-01T00:00:00+00:00",
     activate=True,
 )
-ON_BASE = Request("1", "guest", None, None, (1, 2, 3))
-ON_VARIANT = Request("2", "guest", "v", RECORD, (1, 2, 3))
+ON_BASE = Request("1", "guest", None, None, (1, 2, 3), 4)
+ON_VARIANT = Request("2", "guest", "v", RECORD, (1, 2, 3), 4)
 
 
 @pytest.fixture

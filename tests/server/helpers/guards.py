@@ -9,91 +9,51 @@ import asyncio
 import contextlib
 import json
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
 import httpx
 import torch
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import Loader, ObjectSource
-from deltastore.registry import Registry
-from server.api.service import Backend, Service
-from server.app import create_app
+from server.api.service import Service
 from server.deltas.resident import ResidentDelta, Slot
-from server.engine.engine import Engine
-from server.engine.request import Request
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.sequence import Sequence
-from server.metrics.local import LocalMetrics
-from server.sampling_params import SamplingParams
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 from server.settings import Settings
-from server.text.tokenizer import Tokenizers
+from tests.server.helpers.http_app import make_service, running_app
 from tests.server.helpers.residency import running_residency
 
 
-class DeadEngine:
-    """An engine whose thread has ended. It is also its own tokenizers."""
-
-    def alive(self) -> bool:
-        return False
-
-    def drain(self) -> None:
-        pass
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        pass
-
-
 def ready_while_loading(directory: Path) -> None:
-    """Ask `/ready` of a server whose base never loads; raise RuntimeError with the status and the code."""
-
-    def load(*args: Any) -> Backend:
-        stop_loading: threading.Event = args[3]
-        stop_loading.wait()
-        raise RuntimeError("stopped while loading")
+    """Ask `/ready` of a server without an engine; raise RuntimeError with the status and the code."""
 
     async def ask() -> httpx.Response:
-        app = create_app(_settings(directory), load)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            return await client.get("/ready")
+        async with running_app(_settings(directory)) as app:
+            return await app.client.get("/ready")
 
     reply = asyncio.run(ask())
     raise RuntimeError(f"{reply.status_code} {reply.json()['error']['code']}")
 
 
-def backend_before_it_is_loaded(directory: Path) -> None:
-    _ = _service(directory).backend
+def facts_before_an_engine_is_ready(directory: Path) -> None:
+    _with_service(directory, lambda service: service.engine.facts)
 
 
-def ready_before_the_backend_is_loaded(directory: Path) -> None:
-    _service(directory).check_ready()
+def text_before_the_service_has_started(directory: Path) -> None:
+    _with_service(directory, lambda service: service.text)
 
 
 def ready_while_draining(directory: Path) -> None:
-    service = _service(directory)
-    service.drain()
-    service.check_ready()
-
-
-def ready_with_a_dead_engine(directory: Path) -> None:
-    engine = DeadEngine()
-    backend = Backend(cast(Engine, engine), cast(Tokenizers, engine))
-
-    async def load() -> None:
-        service = _service(directory, lambda *_: backend)
-        service.start()
-        await cast("asyncio.Task[None]", service.loading)
+    def drain(service: Service) -> None:
+        service.draining = True
         service.check_ready()
 
-    asyncio.run(load())
+    _with_service(directory, drain)
 
 
 def delta_of_an_overwritten_slot(directory: Path) -> None:
@@ -140,10 +100,9 @@ def assert_statement(directory: Path) -> None:
 
 GUARDS: tuple[Callable[[Path], None], ...] = (
     ready_while_loading,
-    backend_before_it_is_loaded,
-    ready_before_the_backend_is_loaded,
+    facts_before_an_engine_is_ready,
+    text_before_the_service_has_started,
     ready_while_draining,
-    ready_with_a_dead_engine,
     delta_of_an_overwritten_slot,
     load_into_a_slot_that_is_too_small,
     kv_cache_of_one_page,
@@ -168,12 +127,15 @@ def _settings(directory: Path) -> Settings:
     return Settings(base=directory, registry=directory / "registry", shutdown_timeout=5)
 
 
-def _service(directory: Path, build: Callable[..., Backend] | None = None) -> Service:
-    def never(*_: Any) -> Backend:
-        raise RuntimeError("this service loads nothing")
+def _with_service(directory: Path, use: Callable[[Service], object]) -> None:
+    async def run() -> None:
+        service = make_service(_settings(directory))
+        try:
+            use(service)
+        finally:
+            await service.close()
 
-    settings = _settings(directory)
-    return Service(settings, Registry(settings.registry), LocalMetrics(), build or never)
+    asyncio.run(run())
 
 
 def _sequence() -> Sequence:
@@ -183,6 +145,7 @@ def _sequence() -> Sequence:
         name=None,
         record=None,
         prompt_ids=(1, 2, 3, 4),
+        num_embeddings=8,
         sampling_params=SamplingParams(),
     )
     return Sequence(request, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,24 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.blocking_engine import BlockingEngine, Mode, running_engine
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.engine.build import build_engine
-from server.engine.engine import Engine
-from server.engine.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from deltastore.variant_files import read_files
 from server.engine.model_runner import Batch, ModelRunner
-from server.engine.request import Request
-from server.metrics.engine import EngineMetrics
-from server.sampling_params import SamplingParams
+from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 from server.settings import Settings
-from server.text.tokenizer import Tokenizers
+from server.text.generation_config import base_generation_config, eos_token_ids
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.residency import publish
 
@@ -71,14 +68,21 @@ class Pending:
 class Served:
     """An engine and its registry, with short calls for tests."""
 
-    engine: Engine
-    tokenizers: Tokenizers
+    engine: BlockingEngine
     registry: Registry
-    metrics: CollectorRegistry
+    eos_token_ids: frozenset[int]  # of the base; an HTTP process sends them with each request
     _ids: Iterator[int] = field(default_factory=itertools.count)
+    _published: list[VersionRecord] = field(default_factory=list)
+    _num_embeddings: dict[str, int] = field(default_factory=dict)  # by digest
 
     def publish(self, artifact: Path, name: str) -> VersionRecord:
-        return publish(self.registry, artifact, name)
+        record = publish(self.registry, artifact, name)
+        base = self.engine.facts.base
+        assert base.embedding is not None
+        shapes = {**base.shapes, **read_files(self.registry, record).shapes}
+        self._published.append(record)
+        self._num_embeddings[record.digest] = shapes[base.embedding][0]
+        return record
 
     def start(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Pending:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -88,7 +92,10 @@ class Served:
             name=None if record is None else record.name,
             record=record,
             prompt_ids=tuple(prompt),
-            sampling_params=SamplingParams(**{"temperature": 0.0, **sampling}),
+            num_embeddings=self._rows(record),
+            sampling_params=SamplingParams(
+                **{"temperature": 0.0, "stop_token_ids": self.eos_token_ids, **sampling}
+            ),
         )
         self.engine.submit(request, events.put)
         return Pending(request, events)
@@ -97,31 +104,34 @@ class Served:
         return self.start(record, prompt, **sampling).answer()
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.get_sample_value(f"peraxis_{name}", labels) or 0.0
+        return self.engine.metric(name, **labels)
+
+    def num_cancelled(self) -> float:
+        """Return how many requests were cancelled; a client that cancels gets no more events of its request."""
+        variants = [f"default/{name}" for name in {record.name for record in self._published}]
+        counts = [
+            self.metric("variant_requests_total", variant=variant, finish_reason="cancelled")
+            for variant in ("base", *variants)
+        ]
+        return sum(counts)
+
+    def level(self, record: VersionRecord) -> str:
+        return self.engine.state_of(record).level
+
+    def _rows(self, record: VersionRecord | None) -> int:
+        return self.engine.num_embeddings if record is None else self._num_embeddings[record.digest]
 
 
 @contextmanager
-def serving(
-    base: Path, registry_dir: Path, on_lost: Callable[[], None] = lambda: None, **overrides: Any
-) -> Iterator[Served]:
+def serving(base: Path, registry_dir: Path, mode: Mode = "thread", **overrides: Any) -> Iterator[Served]:
     """Run an engine on `base` in float32; `overrides` are settings."""
-    registry, metrics = Registry(registry_dir), CollectorRegistry()
     settings: dict[str, Any] = {
         "device": "cpu", "dtype": "float32", "max_gpu_deltas": 2, "max_host_cache_gb": 0.02, "max_num_seqs": 16,
         "max_queue": 64, "load_timeout": 30.0, "load_threads": 2,
     }  # fmt: skip
-    engine, tokenizers = build_engine(
-        Settings(base=base, registry=registry_dir, **{**settings, **overrides}),
-        registry,
-        EngineMetrics(metrics),
-        stopping=threading.Event(),
-        on_lost=on_lost,
-    )
-    try:
-        yield Served(engine, tokenizers, registry, metrics)
-    finally:
-        engine.close()
-        tokenizers.close()
+    given = Settings(base=base, registry=registry_dir, **{**settings, **overrides})
+    with running_engine(given, mode) as engine:
+        yield Served(engine, Registry(registry_dir), eos_token_ids(base_generation_config(base)))
 
 
 def on_forward(

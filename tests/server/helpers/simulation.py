@@ -16,11 +16,11 @@ from typing import Protocol
 
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
-from server.engine.request import Request
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
+from server.protocol.request import Request
 
 Times = list[float]
 IDLE_S = 0.005  # until an engine without work looks again
@@ -42,7 +42,7 @@ class SimSequence(Sequence):
         cancel_at: float = math.inf,
     ) -> None:
         record = None if digest is None else version(digest)
-        super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens), 0)
+        super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens, TOKEN + 1), 0)
         self.id = id
         self.arrived_at = arrived_at
         self.num_output_tokens = num_output_tokens

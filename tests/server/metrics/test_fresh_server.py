@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.api.service import Backend
-from server.app import create_app
-from server.settings import Settings
+from tests.server.helpers.http_app import running_app, settings_of
 
 EXPECTED = Path(__file__).with_name("fresh_server.txt")
 SeriesName = tuple[str, frozenset[tuple[str, str]]]
@@ -44,19 +40,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return `/metrics` of a server that still loads its base."""
     directory = tmp_path_factory.mktemp("fresh")
 
-    def load(*args: Any) -> Backend:
-        stopping: threading.Event = args[3]
-        stopping.wait()
-        raise RuntimeError("stopped while loading")
-
     async def ask() -> str:
-        app = create_app(Settings(base=directory, registry=directory / "registry", shutdown_timeout=5), load)
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-        ):
-            return (await client.get("/metrics")).text
+        async with running_app(settings_of(directory, directory / "registry")) as app:
+            return (await app.client.get("/metrics")).text
 
     return asyncio.run(ask())
 

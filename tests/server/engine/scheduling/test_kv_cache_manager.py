@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.request import Request
 from server.engine.scheduling.kv_cache_manager import PADDING_PAGE, KVCacheManager
 from server.engine.sequence import Sequence
-from server.sampling_params import SamplingParams
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
 from tests.server.helpers.simulation import version
 
 SIZE = 4
@@ -26,7 +26,7 @@ def sequence(
 ) -> Sequence:
     record = None if digest is None else version(digest)
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Sequence(Request("r", tenant, digest, record, tuple(tokens), params), 0)
+    return Sequence(Request("r", tenant, digest, record, tuple(tokens), 1 << 20, params), 0)
 
 
 def begin(cache: KVCacheManager, seq: Sequence) -> Sequence:

@@ -1,17 +1,17 @@
-"""Events that the engine answers a request with. Plain values; they know no engine and no HTTP."""
+"""Events that the engine answers a request with. Plain values without text; they know no engine and no HTTP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from deltastore.errors import PeraxisError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
+class ScoredToken(Struct, frozen=True, array_like=True):
     """A token, its log-probability given the tokens before it, and the likeliest tokens at its position."""
 
     token_id: int
@@ -19,39 +19,30 @@ class ScoredToken:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEvent:
+class PromptEvent(Struct, frozen=True, array_like=True, tag=True):
     """Log-probabilities of the prompt's tokens but the first; precedes the first TokenEvent."""
 
     tokens: tuple[ScoredToken, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One generated token and the text that became visible with it.
-
-    `text` is empty while the token may be part of an incomplete character or of a stop string.
-    """
+class TokenEvent(Struct, frozen=True, array_like=True, tag=True):
+    """One generated token."""
 
     index: int  # of the sequence
     token_id: int
-    text: str
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FinishEvent:
-    """The end of one sequence of a request; `text` is the text that was held back until now."""
+class FinishEvent(Struct, frozen=True, array_like=True, tag=True):
+    """The end of one sequence of a request."""
 
     index: int
     reason: FinishReason
-    text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Durations of a request in seconds, each from the time at which `Engine.submit` admitted it."""
+class Timings(Struct, frozen=True):
+    """Durations of a request in seconds, each from its submission."""
 
     queue_s: float  # to its first step, loading included
     load_s: float  # until its delta was resident, waiting for a slot included; 0 if it was resident at once
@@ -60,17 +51,13 @@ class Timings:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class DoneEvent:
+class DoneEvent(Struct, frozen=True, array_like=True, tag=True):
     """The last event of a request that was answered."""
 
     timings: Timings
-    prompt_tokens: int
-    generation_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorEvent:
+class ErrorEvent(Struct, frozen=True, array_like=True, tag=True):
     """The last event of a request that failed."""
 
     error: PeraxisError

@@ -1,6 +1,6 @@
 """A request for tokens as the engine takes it: plain values that can be sent to another process.
 
-Knows no tokenizer, no callback and no state of the engine.
+Knows no text, no callback and no state of the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
-from server.sampling_params import SamplingParams
+from server.protocol.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,19 @@ class Request:
     id: str
     tenant: str
     name: str | None  # the variant's name as the client wrote it; None is the base
-    record: VersionRecord | None  # None is the base
+    record: VersionRecord | None  # without its fidelity report, which may be long; None is the base
     prompt_ids: tuple[int, ...]
+    num_embeddings: int  # rows of the variant's embedding; token ids are below it
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def digest(self) -> str | None:
         return None if self.record is None else self.record.digest
 
-    def check(self, num_embeddings: int, max_model_len: int) -> None:
+    def check(self, max_model_len: int) -> None:
         """Refuse a request that no step could serve.
 
         Args:
-            num_embeddings: rows of the variant's embedding; token ids must be below it.
             max_model_len: most tokens of prompt and output together.
 
         Raises:
@@ -39,8 +39,8 @@ class Request:
         """
         if not self.prompt_ids:
             raise InvalidRequest("the prompt is empty: it has no tokens", "prompt")
-        if not all(0 <= token < num_embeddings for token in self.prompt_ids):
-            raise InvalidRequest(f"token ids must be from 0 to {num_embeddings - 1}", "prompt")
+        if not 0 <= min(self.prompt_ids) <= max(self.prompt_ids) < self.num_embeddings:
+            raise InvalidRequest(f"token ids must be from 0 to {self.num_embeddings - 1}", "prompt")
         num_prompt, num_new = len(self.prompt_ids), self.sampling_params.max_new_tokens
         if num_prompt + num_new > max_model_len:
             raise InvalidRequest(

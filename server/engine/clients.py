@@ -1,0 +1,92 @@
+"""The engine's clients: their open requests, and the events that the next message will bring them.
+
+Engine thread only. A client that is gone has its requests cancelled by the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from deltastore.errors import PeraxisError
+from server.engine.engine_socket import ClientLost, EngineSocket
+from server.protocol.codec import encode
+from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.protocol.messages import EngineMessage, Outputs, Refused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Client:
+    """One client that has said Hello."""
+
+    request_ids: set[str] = field(default_factory=set)
+    events: list[tuple[str, Event]] = field(default_factory=list)  # not yet sent
+
+
+class Clients:
+    """Sends messages to clients and notes which of them are lost."""
+
+    def __init__(self, socket: EngineSocket) -> None:
+        self._socket = socket
+        self._clients: dict[bytes, _Client] = {}
+        self._lost: list[bytes] = []
+
+    def add(self, identity: bytes) -> None:
+        """Add a client that has said Hello."""
+        self._clients.setdefault(identity, _Client())
+
+    def open_request(self, identity: bytes, request_id: str) -> None:
+        """Note a client's request, until its last event."""
+        self._clients.setdefault(identity, _Client()).request_ids.add(request_id)
+
+    def add_event(self, identity: bytes, request_id: str, event: Event) -> None:
+        """Keep an event of a client's request for the next `send_events`."""
+        client = self._clients.get(identity)
+        if client is None:
+            return
+        client.events.append((request_id, event))
+        if isinstance(event, DoneEvent | ErrorEvent):
+            client.request_ids.discard(request_id)
+
+    def send_events(self) -> None:
+        """Send each client the events since the last call, in one message."""
+        for identity, client in list(self._clients.items()):
+            if client.events:
+                events, client.events = client.events, []
+                self.send(identity, Outputs(tuple(events)))
+
+    def send(self, identity: bytes, message: EngineMessage) -> None:
+        """Send one client a message."""
+        try:
+            self._socket.send(identity, encode(message))
+        except ClientLost:
+            log.warning("client %s is gone or reads nothing", identity.decode(errors="replace"))
+            self._lost.append(identity)
+
+    def broadcast(self, message: EngineMessage) -> None:
+        """Send every client a message."""
+        for identity in list(self._clients):
+            self.send(identity, message)
+
+    def remove(self, identity: bytes) -> Iterable[str]:
+        """Forget a client that has died. Return the ids of its open requests."""
+        client = self._clients.pop(identity, None)
+        return () if client is None else client.request_ids
+
+    def take_lost(self) -> list[bytes]:
+        """Return the clients that a message could not be delivered to since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+
+def refuse_clients(socket: EngineSocket, error: PeraxisError, wait_s: float) -> None:
+    """Answer the clients' first messages with an error, because the base could not be loaded."""
+    clients, end = Clients(socket), time.monotonic() + wait_s
+    while (left := end - time.monotonic()) > 0:
+        for identity, _ in socket.receive(left):
+            clients.send(identity, Refused(error))
+            end = time.monotonic()

@@ -1,0 +1,82 @@
+"""The engine process: `python -m server.engine.main`, started by the supervisor with an EngineConfig on standard input.
+
+Its exit code is 0 when it was told to stop, and `CANNOT_START` when the base could not be loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import threading
+
+from msgspec import json
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from deltastore.errors import PeraxisError
+from deltastore.registry import Registry
+from server.engine.clients import refuse_clients
+from server.engine.engine_socket import EngineSocket
+from server.errors import Draining
+from server.imports import without_collection
+from server.log import configure_logging
+from server.metrics.engine import EngineMetrics
+from server.process_tree import die_with_parent
+from server.protocol.processes import EngineConfig
+from server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CANNOT_START = 3
+# How long clients have to ask why the engine cannot start.
+REFUSE_S = 10.0
+
+
+def main() -> int:
+    """Load the base and serve clients until SIGTERM. Return the exit code."""
+    config = json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    die_with_parent(config.parent_id)
+    configure_logging("engine")
+    stopping = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    metrics = EngineMetrics(CollectorRegistry())
+    ProcessCollector(registry=metrics.registry)
+    return serve_engine(Settings.model_validate_json(config.settings), config.address, metrics, stopping)
+
+
+def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopping: threading.Event) -> int:
+    """Bind `address`, load the base and serve clients on this thread until `stopping` is set. Return an exit code.
+
+    Raises:
+        EngineFailed: the address cannot be bound.
+        Exception: the model's own, when its device is lost.
+    """
+    socket = EngineSocket(address)
+    try:
+        # Deferred, because it imports torch and transformers: clients can already connect.
+        with without_collection():
+            from server.engine.build import build_engine
+        engine = build_engine(settings, Registry(settings.registry), metrics, socket, stopping)
+        freeze_startup_objects()
+        engine.run(stopping)
+    except Draining:
+        return 0
+    except PeraxisError as error:
+        log.error("the engine cannot start: %s", error)
+        refuse_clients(socket, error, REFUSE_S)
+        return CANNOT_START
+    finally:
+        socket.close()
+    return 0
+
+
+def freeze_startup_objects() -> None:
+    """Exempt existing objects from garbage collection, whose pass over the model takes longer than several steps."""
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""The engine as an HTTP process and the supervisor see it: requests and calls go out, events and answers come back.
+
+Owns the ZeroMQ socket to the engine; everything happens on the event loop. Knows no HTTP and no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.errors import EngineRestarted, QueueFull
+from server.metrics.snapshot import Snapshot
+from server.protocol.codec import decode_engine_message, encode
+from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    Beat,
+    CallDone,
+    Cancel,
+    ClientGone,
+    ClientMessage,
+    DeltaState,
+    EngineFacts,
+    EngineMessage,
+    ForgetVariants,
+    Hello,
+    LoadAction,
+    LoadCall,
+    MetricsAnswer,
+    MetricsQuery,
+    Outputs,
+    Pinned,
+    Refused,
+    ResidencyAnswer,
+    ResidencyQuery,
+    StopSequence,
+    Submit,
+    Welcome,
+)
+from server.protocol.request import Request
+
+log = logging.getLogger(__name__)
+
+# Messages that wait for an engine that does not read, as during a long step.
+MAX_WAITING_MESSAGES = 10_000
+RETRY_S = 0.1
+
+OnEvent = Callable[[Event], None]
+
+
+class EngineClient:
+    """A client of one engine at a time. Use it on the event loop that runs when it is made.
+
+    Args:
+        identity: names the client to the engine; no two clients of an engine may share it.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity.encode()
+        self.pinned: tuple[VersionRecord, ...] = ()
+        self.last_beat_at = time.monotonic()
+        # Done when the engine has loaded the base; raises the error of an engine that refuses this client.
+        self.welcomed: asyncio.Future[EngineFacts]
+        self._loop = asyncio.get_running_loop()
+        self._facts: EngineFacts | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._requests: dict[str, OnEvent] = {}
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts of the engine, or of the one before it while it restarts; raises QueueFull before the first."""
+        if self._facts is None:
+            raise QueueFull("the base is still loading: try again when /ready answers 200")
+        return self._facts
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are not answered in full."""
+        return len(self._requests)
+
+    def check_ready(self) -> None:
+        """Raise QueueFull while the base loads, or EngineRestarted while the engine is started again."""
+        if not self._is_welcomed:
+            self.facts  # noqa: B018  raises while no engine has been ready yet
+            raise _restarted()
+
+    def connect(self, address: str) -> None:
+        """Connect to an engine that may not have bound `address` yet. `welcomed` is done when it serves."""
+        self.disconnect()
+        self.welcomed = self._loop.create_future()
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self.identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set_hwm(MAX_WAITING_MESSAGES)
+        self._socket.connect(address)
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._send(Hello())
+
+    def disconnect(self, error: PeraxisError | None = None) -> None:
+        """End the connection, if there is one, and every request and call with `error`, by default EngineRestarted."""
+        if self._socket is None:
+            return
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close()
+        self._socket = None
+        if self.welcomed.done():
+            # Read, so that asyncio does not log an error that was acted on otherwise.
+            self.welcomed.exception()
+        else:
+            self.welcomed.cancel()
+        requests, self._requests = self._requests, {}
+        calls, self._calls = self._calls, {}
+        for on_event in requests.values():
+            on_event(ErrorEvent(error or _restarted()))
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error or _restarted())
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Send a request; `on_event` is called with each event, a DoneEvent or an ErrorEvent last.
+
+        Raises:
+            InvalidRequest: it is too large.
+            QueueFull, EngineRestarted: it can be sent again later.
+        """
+        self.check_ready()
+        if request.record is not None and request.record.fidelity:
+            request = replace(request, record=replace(request.record, fidelity={}))
+        self._send(Submit(request, time.monotonic()))
+        self._requests[request.id] = on_event
+
+    def cancel(self, request_id: str) -> None:
+        """End a request whose client is gone. Its events are dropped from now on."""
+        if self._requests.pop(request_id, None) is not None:
+            self._send_surely(Cancel(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string. Tokens that were already computed may still come."""
+        if request_id in self._requests:
+            self._send_surely(StopSequence(request_id, index))
+
+    def load(self, action: LoadAction, record: VersionRecord) -> asyncio.Future[None]:
+        """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened.
+
+        The future raises:
+            InvalidRequest: all other slots are pinned.
+            LoadTimeout: no slot was free in time.
+            ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        slim = replace(record, fidelity={})
+        return self._call(lambda call_id: LoadCall(call_id, action, slim))
+
+    async def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
+        """Return the state of each delta; without a ready engine all are on disk."""
+        if not digests or not self._is_welcomed:
+            return (DeltaState("disk", False, 0),) * len(digests)
+        states: tuple[DeltaState, ...] = await self._call(lambda call_id: ResidencyQuery(call_id, digests))
+        return states
+
+    async def metrics(self) -> Snapshot:
+        """Return the engine's metrics.
+
+        Raises:
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        found: Snapshot = await self._call(MetricsQuery)
+        return found
+
+    def forget_variants(self, labels: frozenset[str]) -> None:
+        """Have the engine remove the series of deleted variants, so that others can have a label."""
+        if labels and self._is_welcomed:
+            self._send_surely(ForgetVariants(tuple(labels)))
+
+    def report_gone(self, identity: bytes) -> None:
+        """Tell the engine that another client has died, so that it cancels its requests."""
+        if self._is_welcomed:
+            self._send_surely(ClientGone(identity))
+
+    @property
+    def _is_welcomed(self) -> bool:
+        welcomed = None if self._socket is None else self.welcomed
+        return (
+            welcomed is not None and welcomed.done() and not welcomed.cancelled() and not welcomed.exception()
+        )
+
+    def _call(self, message: Callable[[int], ClientMessage]) -> asyncio.Future[Any]:
+        answer = self._loop.create_future()
+        call_id = next(self._call_ids)
+        try:
+            self.check_ready()
+            self._send(message(call_id))
+        except PeraxisError as error:
+            answer.set_exception(error)
+        else:
+            self._calls[call_id] = answer
+        return answer
+
+    def _send_surely(self, message: ClientMessage) -> None:
+        try:
+            self._send(message)
+        except QueueFull:
+            self._loop.call_later(RETRY_S, self._send_surely, message)
+
+    def _send(self, message: ClientMessage) -> None:
+        if self._socket is None:
+            return
+        raw = encode(message)
+        try:
+            self._socket.send(raw, zmq.NOBLOCK)
+        except zmq.Again:
+            raise QueueFull("the engine has not read its messages for long: try again in a moment") from None
+        # Sending may use up the signal of the file descriptor that a message has come.
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Handle every message that has come; the descriptor signals only the first of them."""
+        while self._socket is not None and self._socket.poll(0):
+            try:
+                self._handle(decode_engine_message(self._socket.recv(zmq.NOBLOCK)))
+            except PeraxisError:
+                log.exception("a message of the engine was dropped")
+
+    def _handle(self, message: EngineMessage) -> None:
+        match message:
+            case Outputs(events):
+                for request_id, event in events:
+                    self._on_event(request_id, event)
+            case CallDone(call_id, error):
+                self._answer(call_id, None, error)
+            case ResidencyAnswer(call_id, states):
+                self._answer(call_id, states)
+            case MetricsAnswer(call_id, snapshot):
+                self._answer(call_id, snapshot)
+            case Beat():
+                self.last_beat_at = time.monotonic()
+            case Pinned(records):
+                self.pinned = records
+            case Welcome(facts):
+                self._facts, self.last_beat_at = facts, time.monotonic()
+                if not self.welcomed.done():
+                    self.welcomed.set_result(facts)
+            case Refused(error):
+                if not self.welcomed.done():
+                    self.welcomed.set_exception(error)
+                else:
+                    log.error("the engine refused a message: %s", error)
+
+    def _on_event(self, request_id: str, event: Event) -> None:
+        # A cancelled request is no longer known.
+        on_event = self._requests.get(request_id)
+        if on_event is not None:
+            if isinstance(event, DoneEvent | ErrorEvent):
+                del self._requests[request_id]
+            on_event(event)
+
+    def _answer(self, call_id: int, result: Any, error: PeraxisError | None = None) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is None or call.done():
+            return
+        if error is None:
+            call.set_result(result)
+        else:
+            call.set_exception(error)
+
+
+def _restarted() -> EngineRestarted:
+    return EngineRestarted(
+        "the engine has failed and is being started again: send the request again in a moment"
+    )

@@ -1,0 +1,133 @@
+"""An HTTP process: `python -m server.http_process`, started by the supervisor with a configuration on standard input.
+
+It accepts on the supervisor's listening sockets, and ends with its link to the supervisor. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import socket
+import sys
+
+from msgspec import json
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+# First, so that transformers is imported without torch.
+import server.text.without_torch  # noqa: F401
+
+# isort: split
+from deltastore.errors import PeraxisError
+from deltastore.registry import Registry
+from server.api.service import Service
+from server.app import serve
+from server.control_link import ControlLink, http_process_end
+from server.frontend.engine_client import EngineClient
+from server.frontend.listen import inherited
+from server.frontend.web_server import run_event_loop
+from server.log import configure_logging
+from server.metrics.frontend import FrontendMetrics
+from server.metrics.snapshot import take_snapshot
+from server.process_tree import die_with_parent
+from server.protocol.control import (
+    CannotServe,
+    EngineLost,
+    EngineStarted,
+    Exposition,
+    ExpositionWanted,
+    MetricsOfProcess,
+    MetricsWanted,
+    Ping,
+    Pong,
+    Serving,
+    SupervisorMessage,
+)
+from server.protocol.messages import EngineFacts
+from server.protocol.processes import HttpProcessConfig
+from server.settings import Settings
+
+
+def main() -> int:
+    """Serve until SIGTERM. Return the exit code."""
+    config = json.decode(sys.stdin.buffer.read(), type=HttpProcessConfig)
+    die_with_parent(config.parent_id)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging(config.identity)
+    run_event_loop(_run(config))
+    return 0
+
+
+async def _run(config: HttpProcessConfig) -> None:
+    """Serve until SIGTERM or the end of the supervisor."""
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    supervisor = SupervisorLink(await http_process_end(socket.socket(fileno=config.link)))
+    metrics = FrontendMetrics(CollectorRegistry())
+    ProcessCollector(registry=metrics.registry)
+    engine = EngineClient(config.identity)
+    settings = Settings.model_validate_json(config.settings)
+    service = Service(settings, Registry(settings.registry), metrics, engine, supervisor.exposition)
+    obeying = asyncio.create_task(supervisor.obey(service))
+    obeying.add_done_callback(lambda _: stopped.set())
+    starting = asyncio.create_task(supervisor.start(service))
+    await serve(service, [inherited(descriptor) for descriptor in config.listening], stopped)
+    for task in (starting, obeying):
+        task.cancel()
+
+
+class SupervisorLink:
+    """The supervisor, as an HTTP process sees it."""
+
+    def __init__(self, link: ControlLink[SupervisorMessage]) -> None:
+        self._link = link
+        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
+        self._call_ids = itertools.count()
+        self._has_engine = asyncio.Event()
+
+    async def start(self, service: Service) -> None:
+        """Start the service when an engine is ready, and say whether it can serve."""
+        await self._has_engine.wait()
+        try:
+            await service.start(service.engine.facts.base)
+        except PeraxisError as error:
+            self._link.send(CannotServe(str(error)))
+        else:
+            self._link.send(Serving())
+
+    async def exposition(self, is_ready: bool) -> bytes:
+        """Return the metrics of all processes of the server in Prometheus' text format."""
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._scrapes[call_id] = answer
+        self._link.send(ExpositionWanted(call_id, is_ready))
+        try:
+            return await answer
+        finally:
+            del self._scrapes[call_id]
+
+    async def obey(self, service: Service) -> None:
+        """Do what the supervisor says until it ends."""
+        while (message := await self._link.receive()) is not None:
+            match message:
+                case EngineStarted(address):
+                    service.engine.connect(address)
+                    service.engine.welcomed.add_done_callback(self._on_welcomed)
+                case EngineLost():
+                    service.engine.disconnect()
+                case Ping():
+                    self._link.send(Pong())
+                case MetricsWanted(call_id):
+                    self._link.send(MetricsOfProcess(call_id, take_snapshot(service.metrics.registry)))
+                case Exposition(call_id, text):
+                    answer = self._scrapes.get(call_id)
+                    if answer is not None and not answer.done():
+                        answer.set_result(text)
+
+    def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
+        if not welcomed.cancelled() and welcomed.exception() is None:
+            self._has_engine.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Messages between the supervisor and an HTTP process, over a pair of connected sockets."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from server.metrics.snapshot import Snapshot
+
+
+class EngineStarted(Struct, frozen=True, tag=True):
+    """To an HTTP process: connect to this engine, which may still load its base."""
+
+    address: str
+
+
+class EngineLost(Struct, frozen=True, tag=True):
+    """To an HTTP process: the engine has died; another one is started."""
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """To an HTTP process: answer with a Pong; without one, its event loop hangs."""
+
+
+class MetricsWanted(Struct, frozen=True, tag=True):
+    """To an HTTP process: answer with a MetricsOfProcess."""
+
+    call_id: int
+
+
+class Exposition(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its ExpositionWanted."""
+
+    call_id: int
+    text: bytes  # of all processes' metrics, in Prometheus' format
+
+
+SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition
+
+
+class Serving(Struct, frozen=True, tag=True):
+    """To the supervisor: the ports answer, and an engine is ready."""
+
+
+class CannotServe(Struct, frozen=True, tag=True):
+    """To the supervisor: this process cannot serve the base, nor can another one."""
+
+    reason: str
+
+
+class Pong(Struct, frozen=True, tag=True):
+    """To the supervisor: the answer to a Ping."""
+
+
+class MetricsOfProcess(Struct, frozen=True, tag=True):
+    """To the supervisor: the metrics of this process alone."""
+
+    call_id: int
+    snapshot: Snapshot
+
+
+class ExpositionWanted(Struct, frozen=True, tag=True):
+    """To the supervisor: answer a scrape."""
+
+    call_id: int
+    is_ready: bool  # the asking process admits requests
+
+
+HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted

@@ -1,0 +1,166 @@
+"""Messages between the engine and its clients, which are the HTTP processes and the supervisor.
+
+`codec.py` turns them into bytes. A client's first message is a Hello; the engine answers it when the base is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Literal
+
+from msgspec import Struct
+
+from deltastore.base.base import Base
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.metrics.snapshot import Snapshot
+from server.protocol.events import Event
+from server.protocol.request import Request
+
+# Processes of different versions do not talk to each other, as after an upgrade beneath a running server.
+VERSION = version("peraxis")
+# Largest message in either direction. Artifacts never pass here: each process reads them from the registry.
+MAX_MESSAGE_BYTES = 64 << 20
+
+Level = Literal["device", "host", "disk"]
+LoadAction = Literal["load", "pin", "unpin", "unload"]
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """The first message of a client."""
+
+    version: str = VERSION
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """A request to admit; Outputs of the same client carry its events."""
+
+    request: Request
+    submitted_at: float  # time.monotonic(), which all processes of a machine share
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """End a request whose client is gone; unknown ids are ignored."""
+
+    request_id: str
+
+
+class StopSequence(Struct, frozen=True, tag=True):
+    """End one sequence of a request, because its text holds a stop string; unknown ids are ignored."""
+
+    request_id: str
+    index: int
+
+
+class LoadCall(Struct, frozen=True, tag=True):
+    """Load a delta into a slot, load and pin it, unpin it, or free its slot. Answered by a CallDone."""
+
+    call_id: int
+    action: LoadAction
+    record: VersionRecord
+
+
+class ResidencyQuery(Struct, frozen=True, tag=True):
+    """Ask where deltas are now. Answered by a ResidencyAnswer."""
+
+    call_id: int
+    digests: tuple[str, ...]
+
+
+class MetricsQuery(Struct, frozen=True, tag=True):
+    """Ask for the engine's metrics. Answered by a MetricsAnswer."""
+
+    call_id: int
+
+
+class ForgetVariants(Struct, frozen=True, tag=True):
+    """Remove the series of deleted variants, so that others can have a label."""
+
+    labels: tuple[str, ...]
+
+
+class ClientGone(Struct, frozen=True, tag=True):
+    """Another client has died: cancel its requests."""
+
+    identity: bytes
+
+
+ClientMessage = (
+    Hello
+    | Submit
+    | Cancel
+    | StopSequence
+    | LoadCall
+    | ResidencyQuery
+    | MetricsQuery
+    | ForgetVariants
+    | ClientGone
+)
+
+
+class EngineFacts(Struct, frozen=True):
+    """Facts that requests and uploads need, and that do not change while the engine runs."""
+
+    base: Base
+    max_model_len: int  # most tokens of prompt and output together
+    slot_bytes: int  # no delta may be larger
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The answer to a Hello once the base is loaded."""
+
+    facts: EngineFacts
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """The answer to a Hello or to an invalid message: the base could not be loaded, or the versions differ."""
+
+    error: PeraxisError
+
+
+class Outputs(Struct, frozen=True, tag=True):
+    """Events of a client's requests since the message before, in order, each with its request's id."""
+
+    events: tuple[tuple[str, Event], ...]
+
+
+class CallDone(Struct, frozen=True, tag=True):
+    """The answer to a LoadCall; `error` is None if it was done."""
+
+    call_id: int
+    error: PeraxisError | None
+
+
+class DeltaState(Struct, frozen=True, array_like=True):
+    """The place of one delta, and its users."""
+
+    level: Level
+    is_pinned: bool
+    num_requests: int  # admitted and not answered in full
+
+
+class ResidencyAnswer(Struct, frozen=True, tag=True):
+    """The answer to a ResidencyQuery, in the order of its digests."""
+
+    call_id: int
+    states: tuple[DeltaState, ...]
+
+
+class MetricsAnswer(Struct, frozen=True, tag=True):
+    """The answer to a MetricsQuery."""
+
+    call_id: int
+    snapshot: Snapshot
+
+
+class Beat(Struct, frozen=True, tag=True):
+    """Sent at least once a second while steps go on; without one, a step hangs."""
+
+
+class Pinned(Struct, frozen=True, tag=True):
+    """All pinned versions, sent when they change; the supervisor pins them again in a new engine."""
+
+    records: tuple[VersionRecord, ...]
+
+
+EngineMessage = Welcome | Refused | Outputs | CallDone | ResidencyAnswer | MetricsAnswer | Beat | Pinned

@@ -1,0 +1,213 @@
+"""Keeps HTTP processes running, all on the same listening sockets, and talks to each over its link."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from server.control_link import ControlLink, supervisor_end
+from server.errors import NotServable
+from server.frontend.engine_client import EngineClient
+from server.metrics.snapshot import Snapshot
+from server.protocol.control import (
+    CannotServe,
+    EngineLost,
+    EngineStarted,
+    Exposition,
+    ExpositionWanted,
+    HttpProcessMessage,
+    MetricsOfProcess,
+    MetricsWanted,
+    Ping,
+    Pong,
+    Serving,
+    SupervisorMessage,
+)
+from server.protocol.processes import HttpProcessConfig
+from server.settings import Settings
+from server.supervisor.child_process import ChildProcess
+from server.supervisor.process_metrics import ProcessMetrics
+from server.supervisor.restarts import Restarts
+
+log = logging.getLogger(__name__)
+
+PING_S = 5.0
+# Without an answer to a Ping, after which an HTTP process counts as hung.
+HUNG_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _HttpProcess:
+    """A running HTTP process and its end of the link."""
+
+    identity: str
+    process: ChildProcess
+    link: ControlLink[HttpProcessMessage]
+    serving: bool = False
+    answered_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    calls: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict)
+
+
+class HttpKeeper:
+    """Runs `--http-workers` HTTP processes; starts a new one for each that dies.
+
+    Args:
+        sockets: listening sockets, the public port's first, then the admin port's if there is one.
+        engine: is told of processes that have died.
+        metrics: is told of starts and ends, and answers scrapes.
+        on_serving: called whenever a process serves for the first time.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        sockets: list[socket.socket],
+        engine: EngineClient,
+        metrics: ProcessMetrics,
+        on_serving: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._sockets = sockets
+        self._engine = engine
+        self._metrics = metrics
+        self._on_serving = on_serving
+        self._restarts = Restarts("an HTTP process", settings.max_restarts)
+        self._processes: dict[str, _HttpProcess] = {}
+        self._identities = (f"http-{number}" for number in itertools.count(1))
+        self._call_ids = itertools.count()
+        self._engine_address: str | None = None
+        self._draining = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_serving(self) -> int:
+        """Number of processes that serve."""
+        return sum(process.serving for process in self._processes.values())
+
+    def announce_engine(self, address: str | None) -> None:
+        """Tell every process, now and later, where the engine is; None when it has died."""
+        self._engine_address = address
+        for process in self._processes.values():
+            process.link.send(self._engine_message())
+
+    async def run(self) -> None:
+        """Keep the processes running until `drain`; kill them when cancelled.
+
+        Raises:
+            NotServable: a process cannot serve the base.
+            EngineFailed: processes die one after the other.
+        """
+        keeping = [asyncio.create_task(self._keep_one()) for _ in range(self._settings.http_workers)]
+        try:
+            # The first error ends all.
+            await asyncio.gather(*keeping)
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    def drain(self) -> None:
+        """Let every process end its requests and exit."""
+        self._draining = True
+        for process in self._processes.values():
+            process.process.terminate()
+
+    async def snapshots(self, timeout_s: float) -> dict[str, Snapshot]:
+        """Return the metrics of each process by its identity; those that do not answer in time are missing."""
+        asked = {name: self._ask_metrics(process) for name, process in self._processes.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        return {
+            name: answer.result()
+            for name, answer in asked.items()
+            if answer.done() and not answer.cancelled()
+        }
+
+    def _ask_metrics(self, process: _HttpProcess) -> asyncio.Future[Snapshot]:
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        process.calls[call_id] = answer
+        process.link.send(MetricsWanted(call_id))
+        return answer
+
+    async def _keep_one(self) -> None:
+        while not self._draining:
+            running = await self._start()
+            try:
+                code = await self._run_one(running)
+            finally:
+                del self._processes[running.identity]
+                running.process.kill()
+                await running.process.wait()
+                self._metrics.aggregator.ended(running.identity)
+                self._engine.report_gone(running.identity.encode())
+            if not self._draining:
+                self._restarts.count_death(code)
+
+    async def _start(self) -> _HttpProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            identity = next(self._identities)
+            descriptors = [listening.fileno() for listening in self._sockets]
+            config = HttpProcessConfig(
+                self._settings.model_dump_json(), identity, os.getpid(), theirs.fileno(), descriptors
+            )
+            process = await ChildProcess.start(
+                "server.http_process", config, pass_fds=(theirs.fileno(), *descriptors)
+            )
+        running = _HttpProcess(identity, process, await supervisor_end(ours))
+        self._processes[identity] = running
+        self._metrics.aggregator.started(identity)
+        if self._draining:
+            process.terminate()
+        running.link.send(self._engine_message())
+        return running
+
+    async def _run_one(self, running: _HttpProcess) -> int:
+        """Answer a process's messages until it ends. Return its exit code."""
+        pinging = asyncio.create_task(self._ping(running))
+        try:
+            while (message := await running.link.receive()) is not None:
+                self._handle(running, message)
+            return await running.process.wait()
+        finally:
+            pinging.cancel()
+            await running.link.close()
+
+    async def _ping(self, running: _HttpProcess) -> None:
+        loop = asyncio.get_running_loop()
+        while loop.time() - running.answered_at < HUNG_S:
+            running.link.send(Ping())
+            await asyncio.sleep(PING_S)
+        log.error("%s has not answered for %g s: it is killed", running.identity, HUNG_S)
+        running.process.kill()
+
+    def _handle(self, running: _HttpProcess, message: HttpProcessMessage) -> None:
+        match message:
+            case Pong():
+                running.answered_at = asyncio.get_running_loop().time()
+            case CannotServe(reason):
+                raise NotServable(reason)
+            case Serving():
+                running.serving = True
+                self._on_serving()
+            case MetricsOfProcess(call_id, snapshot):
+                answer = running.calls.pop(call_id, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(snapshot)
+            case ExpositionWanted(call_id, is_ready):
+                # A task that nothing refers to may be collected.
+                task = asyncio.create_task(self._send_exposition(running, call_id, is_ready))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _send_exposition(self, running: _HttpProcess, call_id: int, is_ready: bool) -> None:
+        running.link.send(Exposition(call_id, await self._metrics.exposition(self.snapshots, is_ready)))
+
+    def _engine_message(self) -> SupervisorMessage:
+        return EngineLost() if self._engine_address is None else EngineStarted(self._engine_address)

@@ -1,0 +1,57 @@
+"""Answers scrapes with the metrics of all processes: collects their snapshots, merges them and renders the sum."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from deltastore.errors import PeraxisError
+from deltastore.registry import Registry
+from server.frontend.engine_client import EngineClient
+from server.metrics.aggregator import Aggregator
+from server.metrics.exposition import scrape
+from server.metrics.snapshot import Snapshot, take_snapshot
+
+# A process that has not answered by then counts with its last snapshot, as an engine in a long step.
+COLLECT_S = 2.0
+ENGINE, SUPERVISOR = "engine", "supervisor"
+
+
+class ProcessMetrics:
+    """The metrics of a server whose processes come and go."""
+
+    def __init__(self, registry: Registry, engine: EngineClient) -> None:
+        self.aggregator = Aggregator()
+        self._registry = registry
+        self._engine = engine
+        self._own = CollectorRegistry()
+        ProcessCollector(registry=self._own)
+        self.aggregator.started(SUPERVISOR)
+        # One scrape at a time: an older snapshot must not follow a newer one.
+        self._lock = asyncio.Lock()
+
+    async def exposition(
+        self, ask_http: Callable[[float], Awaitable[Mapping[str, Snapshot]]], is_ready: bool
+    ) -> bytes:
+        """Return the metrics of all processes in Prometheus' text format.
+
+        Args:
+            ask_http: returns the snapshots of the HTTP processes within a number of seconds.
+            is_ready: the value of `peraxis_ready`.
+        """
+        async with self._lock:
+            http, _ = await asyncio.gather(ask_http(COLLECT_S), self._ask_engine())
+            for source, snapshot in http.items():
+                self.aggregator.received(source, snapshot)
+            self.aggregator.received(SUPERVISOR, take_snapshot(self._own))
+            answer = await asyncio.to_thread(scrape, self.aggregator, self._registry, is_ready=is_ready)
+        self._engine.forget_variants(answer.deleted)
+        return answer.text
+
+    async def _ask_engine(self) -> None:
+        # While no engine is ready, the totals of the one before stand.
+        with contextlib.suppress(PeraxisError, TimeoutError):
+            self.aggregator.received(ENGINE, await asyncio.wait_for(self._engine.metrics(), COLLECT_S))

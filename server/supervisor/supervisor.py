@@ -1,0 +1,92 @@
+"""The life of a server: listen, start the engine and the HTTP processes, serve until a signal, drain, exit.
+
+Parses no tenant's byte, so that nothing that a tenant sends can end it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+from deltastore.registry import Registry
+from server.frontend.listen import listening_sockets, url_of
+from server.log import configure_logging
+from server.settings import Settings
+from server.supervisor.engine_keeper import EngineKeeper
+from server.supervisor.http_keeper import HttpKeeper
+from server.supervisor.process_metrics import ENGINE, ProcessMetrics
+from server.supervisor.runtime_directory import runtime_directory
+from server.supervisor.signals import first_of, first_signal
+
+# How much longer than `shutdown_timeout` HTTP processes may take to send their last bytes.
+LAST_BYTES_S = 5.0
+
+
+def supervise(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT, let the requests in flight end, and return the exit code.
+
+    Raises:
+        PeraxisError: a port is taken, the base cannot be loaded, or processes die one after the other.
+    """
+    configure_logging("supervisor")
+    with listening_sockets(settings) as sockets, runtime_directory() as directory:
+        return asyncio.run(_supervise(settings, sockets, directory))
+
+
+async def _supervise(settings: Settings, sockets: list[socket.socket], directory: Path) -> int:
+    stopped = first_signal()
+    supervisor = Supervisor(settings, sockets, directory)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        await first_of(running, stopped)
+        if running.done():
+            running.result()
+        return await stopped
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await supervisor.close()
+
+
+class Supervisor:
+    """Connects the keepers of the engine and of the HTTP processes."""
+
+    def __init__(self, settings: Settings, sockets: list[socket.socket], directory: Path) -> None:
+        self._settings = settings
+        self._url = url_of(sockets[0])
+        self._is_announced = False
+        registry = Registry(settings.registry)
+        self._engine = EngineKeeper(settings, registry, directory, self._on_engine)
+        self._metrics = ProcessMetrics(registry, self._engine.client)
+        self._http = HttpKeeper(settings, sockets, self._engine.client, self._metrics, self._on_serving)
+        self._tasks = [asyncio.create_task(keeper.run()) for keeper in (self._engine, self._http)]
+
+    async def run(self) -> None:
+        """Wait until a keeper gives up, and raise its error."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """Let the HTTP processes end their requests for `shutdown_timeout`, then end all processes."""
+        engine, http = self._tasks
+        self._http.drain()
+        await asyncio.wait({http}, timeout=self._settings.shutdown_timeout + LAST_BYTES_S)
+        for task in (http, engine):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _on_engine(self, address: str | None) -> None:
+        """Take note of a new engine's address, or of an engine's end."""
+        self._http.announce_engine(address)
+        if address is None:
+            self._metrics.aggregator.ended(ENGINE)
+        else:
+            self._metrics.aggregator.started(ENGINE)
+
+    def _on_serving(self) -> None:
+        """Print one line when every HTTP process serves for the first time."""
+        if not self._is_announced and self._http.num_serving == self._settings.http_workers:
+            self._is_announced = True
+            print(f"{self._engine.client.facts.base.id} is served at {self._url}", flush=True)

@@ -1,0 +1,84 @@
+"""The application of an HTTP process in the tests' process, asked without a socket, with or without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from deltastore.registry import Registry
+from server.api.service import Service
+from server.app import create_app
+from server.engine.main import serve_engine
+from server.frontend.engine_client import EngineClient
+from server.metrics.local import LocalMetrics
+from server.settings import Settings
+
+_numbers = itertools.count()
+
+
+def make_service(settings: Settings, metrics: LocalMetrics | None = None) -> Service:
+    """Make a service whose engine is not connected; needs a running event loop."""
+    registry, local = Registry(settings.registry), metrics or LocalMetrics()
+
+    async def exposition(is_ready: bool) -> bytes:
+        return await asyncio.to_thread(local.scrape, registry, is_ready=is_ready)
+
+    return Service(settings, registry, local.frontend, EngineClient("test"), exposition)
+
+
+@dataclass(slots=True)
+class HttpApp:
+    """A running application."""
+
+    service: Service
+    client: httpx.AsyncClient
+    metrics: LocalMetrics
+    settings: Settings
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[None]:
+        """Run an engine on a thread, connected to the service."""
+        address, stopping = f"inproc://app-{next(_numbers)}", threading.Event()
+        serving = asyncio.create_task(
+            asyncio.to_thread(serve_engine, self.settings, address, self.metrics.engine, stopping)
+        )
+        self.service.engine.connect(address)
+        try:
+            facts = await self.service.engine.welcomed
+            await self.service.start(facts.base)
+            yield
+        finally:
+            self.service.engine.disconnect()
+            stopping.set()
+            await serving
+            gc.unfreeze()
+
+
+@asynccontextmanager
+async def running_app(settings: Settings) -> AsyncIterator[HttpApp]:
+    """Serve the public application, without an engine at first."""
+    metrics = LocalMetrics()
+    service = make_service(settings, metrics)
+    transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        try:
+            yield HttpApp(service, client, metrics, settings)
+        finally:
+            await service.close()
+
+
+def settings_of(base: Any, registry: Any, **given: Any) -> Settings:
+    """Return settings of a small server on `base`."""
+    small = {
+        "device": "cpu", "dtype": "float32", "max_gpu_deltas": 2, "max_host_cache_gb": 0, "max_num_seqs": 4,
+        "max_model_len": 256, "shutdown_timeout": 5,
+    }  # fmt: skip
+    return Settings(base=base, registry=registry, **{**small, **given})

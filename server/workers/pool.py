@@ -95,13 +95,14 @@ class WorkerPool:
         result: T = _result(reply)
         return result
 
-    async def warm(self) -> None:
-        """Start the workers ahead of the first tasks."""
+    async def warm(self, num_workers: int | None = None) -> None:
+        """Start workers ahead of the first tasks, until there are `num_workers`; None starts all."""
+        missing = (self._num_workers if num_workers is None else num_workers) - len(self._workers)
 
         async def start_one() -> None:
             self._give_back(await self._start())
 
-        await asyncio.gather(*(start_one() for _ in range(self._num_workers - len(self._workers))))
+        await asyncio.gather(*(start_one() for _ in range(missing)))
 
     async def close(self) -> None:
         """Kill the workers; running and waiting tasks raise Draining. Returns when all workers have ended."""

@@ -5,6 +5,8 @@ A worker has torch; the process that owns the pool needs none.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
-from server.errors import WorkerDied, WorkerTimeout
+from server.errors import Draining, WorkerDied, WorkerTimeout
 from server.text.variant_work import LOAD_LIMITS, LOAD_S
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
@@ -52,6 +54,12 @@ class ArtifactChecks:
     def __init__(self, base_dir: Path) -> None:
         self._base_dir = base_dir
         self._pool = WorkerPool(NUM_WORKERS, Limits(MEMORY_BYTES, CHECK_S), MODULES)
+        self._preparing: asyncio.Task[None] | None = None
+
+    def prepare(self) -> None:
+        """Start a worker ahead of a check, unless there is one: importing torch takes seconds."""
+        if self._preparing is None or self._preparing.done():
+            self._preparing = asyncio.create_task(self._start_worker())
 
     async def check(
         self, tenant: str, path: Path, num_bytes: int, base: Base, slot_bytes: int
@@ -72,6 +80,8 @@ class ArtifactChecks:
             QueueFull: too many uploads of the tenant wait for their checks.
             Draining: the server is shutting down.
         """
+        if self._preparing is not None:
+            await asyncio.wait({self._preparing})
         limits = Limits(MEMORY_BYTES, cpu_s=CHECK_S + num_bytes / READ_BYTES_PER_S)
         facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes)
         # Within the limits of the loads that requests need.
@@ -80,7 +90,15 @@ class ArtifactChecks:
 
     async def close(self) -> None:
         """End the workers; checks under way raise Draining."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.wait({self._preparing})
         await self._pool.close()
+
+    async def _start_worker(self) -> None:
+        # The check that needs the worker starts one again and raises the error.
+        with contextlib.suppress(WorkerDied, Draining):
+            await self._pool.warm(1)
 
     async def _run(
         self, tenant: str, deadline_s: float, limits: Limits, function: Callable[[*Ts], T], *args: *Ts

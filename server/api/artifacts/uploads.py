@@ -108,6 +108,7 @@ async def _receive(
 ) -> Publication:
     """Write, check and publish the body. Leaving early removes what was written."""
     async with _open_upload(service) as upload:
+        service.artifact_checks.prepare()
         await _write_body(request, service, upload)
         sealed = await service.run_in_background(upload.seal)
         _check_digest(sealed, expected_digest)

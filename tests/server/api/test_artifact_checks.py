@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from compressor.config import CompressConfig
@@ -24,7 +25,9 @@ from deltastore.registry.records import ArtifactFacts
 from server.api.artifacts import checks
 from server.api.artifacts.checks import ArtifactChecks
 from server.errors import Draining
+from server.workers.worker_process import WorkerProcess
 from tests.server.helpers.live_server import ROOT, Artifacts
+from tests.server.helpers.worker_processes import workers_of
 
 GIGABYTE = 1_000_000_000
 # Modules that an HTTP process imports for uploads and bodies.
@@ -73,6 +76,33 @@ def replace(pattern: str, content: str) -> dict[str, Any]:
 def test_the_facts_of_a_valid_artifact_come_back(artifacts: Artifacts, base: Base) -> None:
     facts = check(artifacts.base, artifacts.plain, base)
     assert (facts.base_fingerprint, facts.method) == (base.fingerprint, "scalar")
+
+
+def test_a_check_waits_for_its_prepared_worker_and_starts_no_other(artifacts: Artifacts, base: Base) -> None:
+    async def prepare_and_check(checks: ArtifactChecks) -> ArtifactFacts:
+        checks.prepare()
+        checks.prepare()
+        facts = await checks.check("default", artifacts.plain, 1, base, GIGABYTE)
+        checks.prepare()
+        assert await checks.check("default", artifacts.plain, 1, base, GIGABYTE) == facts
+        return facts
+
+    with patch.object(WorkerProcess, "start", wraps=WorkerProcess.start) as started:
+        run(artifacts.base, prepare_and_check)
+    assert started.call_count == 1
+
+
+def test_a_worker_that_is_being_prepared_ends_with_the_checks(artifacts: Artifacts) -> None:
+    async def main() -> None:
+        checks = ArtifactChecks(artifacts.base)
+        checks.prepare()
+        while not workers_of(os.getpid()):
+            await asyncio.sleep(0.01)
+        await checks.close()
+
+    asyncio.run(main())
+    _, left = psutil.wait_procs(workers_of(os.getpid()), timeout=30)
+    assert not left
 
 
 def test_an_error_keeps_its_class(artifacts: Artifacts, base: Base) -> None:

@@ -20,6 +20,7 @@ from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, Worke
 from server.workers.limits import Limits
 from server.workers.pool import MAX_WAITING, WorkerPool
 from tests.server.helpers import worker_tasks as tasks
+from tests.server.helpers.worker_processes import workers_of
 
 WAIT_S = 60.0
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)
@@ -44,14 +45,6 @@ def with_pool(
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(body())
     assert not workers_of(os.getpid())
-
-
-def workers_of(pid: int) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(pid).children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline()
-    ]
 
 
 async def until_exists(path: Path) -> None:
@@ -223,6 +216,15 @@ def test_warm_starts_all_workers_ahead() -> None:
     with_pool(test)
 
 
+def test_warm_starts_no_more_workers_than_it_is_asked_for() -> None:
+    async def test(pool: WorkerPool) -> None:
+        for _ in range(2):
+            await pool.warm(1)
+            assert len(workers_of(os.getpid())) == 1
+
+    with_pool(test)
+
+
 def test_a_worker_imports_the_named_modules_and_not_its_parent_s_program() -> None:
     async def test() -> None:
         pool = WorkerPool(1, LIMITS, modules=("colorsys",))
@@ -263,6 +265,7 @@ import asyncio, pathlib, sys
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 from tests.server.helpers import worker_tasks as tasks
+from tests.server.helpers.worker_processes import workers_of
 
 async def main():
     pool = WorkerPool(2, Limits(256 << 20, 30.0))

@@ -1,0 +1,13 @@
+"""Find the worker processes of a process."""
+
+from __future__ import annotations
+
+import psutil
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline()
+    ]

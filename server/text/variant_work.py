@@ -61,12 +61,12 @@ class VariantWork:
         return await self._run(LOAD_S, LOAD_LIMITS, function, *args)
 
     async def _run(self, deadline_s: float, limits: Limits, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        if (left_s := self._paused_until - self._now()) > 0:
-            raise InvalidRequest(
-                f"{self.label}: its tokenizer or chat template failed: {self._reason}: try again in {left_s:.0f} s"
-            )
+        self._check_pause()
         try:
-            result = await self._pool.run(self.share, deadline_s, function, *args, limits=limits)
+            # Checked again when its turn comes: work that waited must not kill one worker after the other.
+            result = await self._pool.run(
+                self.share, deadline_s, function, *args, limits=limits, check=self._check_pause
+            )
         except (WorkerTimeout, WorkerDied) as error:
             self._pause(str(error))
             raise InvalidRequest(
@@ -74,6 +74,12 @@ class VariantWork:
             ) from error
         self._pause_s = 0.0
         return result
+
+    def _check_pause(self) -> None:
+        if (left_s := self._paused_until - self._now()) > 0:
+            raise InvalidRequest(
+                f"{self.label}: its tokenizer or chat template failed: {self._reason}: try again in {left_s:.0f} s"
+            )
 
     def _pause(self, reason: str) -> None:
         self._reason = reason

@@ -57,6 +57,7 @@ class WorkerPool:
         function: Callable[[*Ts], T],
         *args: *Ts,
         limits: Limits | None = None,
+        check: Callable[[], None] | None = None,
     ) -> T:
         """Call ``function(*args)`` in a worker and return its result. Cancelling the call kills the worker.
 
@@ -65,9 +66,10 @@ class WorkerPool:
             deadline_s: seconds after which a running task is killed. Waiting does not count.
             function: a function of a module; it, its arguments and its result are pickled.
             limits: of this task; None takes the pool's.
+            check: called when the task's turn has come; the task is not run if it raises.
 
         Raises:
-            PeraxisError: as `function` raised it.
+            PeraxisError: as `function` or `check` raised it.
             WorkerTimeout: the task was killed at its deadline.
             WorkerDied: it reached a limit of memory or processor time, or crashed.
             QueueFull: too many tasks of the share wait.
@@ -77,6 +79,8 @@ class WorkerPool:
         limits = limits or self._limits
         task = pack_task(function, args, limits)
         async with self._limiter.seat(share):
+            if check is not None:
+                check()
             worker = await self._take(share)
             try:
                 async with asyncio.timeout(deadline_s):

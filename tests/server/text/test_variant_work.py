@@ -58,3 +58,17 @@ def test_pauses_double_and_end_with_the_first_success() -> None:
         await pool.close()
 
     asyncio.run(test())
+
+
+def test_work_that_waited_when_a_worker_was_killed_is_refused_as_well() -> None:
+    async def test() -> None:
+        pool = WorkerPool(1, WORK_LIMITS)
+        work = VariantWork(pool, "t", "t/v@1", Clock())
+        outcomes = await asyncio.gather(*(work.run(kill_itself) for _ in range(5)), return_exceptions=True)
+        assert [str(outcome).rpartition(": ")[2] for outcome in outcomes] == [
+            "send less text, or upload it repaired",
+            *["try again in 1 s"] * 4,
+        ]
+        await pool.close()
+
+    asyncio.run(test())

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from server.api.request_events import RequestEvents
 from server.protocol.events import DoneEvent, Event, FinishEvent, FinishReason, Timings, TokenEvent
 from server.protocol.request import Request
@@ -16,8 +18,7 @@ from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
 from server.text.variant_text import VariantText
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredText:
+class ScoredText(Struct, frozen=True):
     """One token as log-probabilities show it."""
 
     token_id: int
@@ -25,8 +26,7 @@ class ScoredText:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TextToken:
+class TextToken(Struct, frozen=True):
     """One token and the text that became visible with it.
 
     `text` is empty while the token may be part of an incomplete character or of a stop string.
@@ -39,8 +39,7 @@ class TextToken:
     top: tuple[ScoredText, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEnd:
+class SequenceEnd(Struct, frozen=True):
     """The end of one sequence; `text` was held back until now."""
 
     index: int
@@ -113,8 +112,10 @@ class TextOutputs:
         tokens = [
             token for sequence in changed.values() for token in sequence.tokens if token.logprob is not None
         ]
+        if not tokens:
+            return {}
         ids = {token.token_id for token in tokens} | {id_ for token in tokens for id_, _ in token.top}
-        return dict(zip(ids, await self._text.decode_each(list(ids)), strict=True)) if ids else {}
+        return dict(zip(ids, await self._text.decode_each(list(ids)), strict=True))
 
     def _outputs(
         self, index: int, sequence: _Sequence, decoded: NewText, texts: dict[int, str]

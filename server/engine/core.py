@@ -261,7 +261,8 @@ class EngineCore:
                 self._kv_cache.cache_full_pages(sequence)
         if not ready:
             return
-        last = LastLogits(logits[[row for row, _ in ready]])
+        # Usually every row belongs to a sequence that has all its tokens.
+        last = LastLogits(logits if len(ready) == len(logits) else logits[[row for row, _ in ready]])
         for index, (_, sequence) in enumerate(ready):
             # Its request may have failed just now with another of its sequences.
             state = self._requests.get(sequence.request_id)

@@ -52,6 +52,11 @@ class AttentionMetadata:
         first_rows: list[int] = []
         for chunk in chunks:
             first_rows.append(len(slot_mapping))
+            if chunk.num_tokens == 1:
+                # A step that decodes has hundreds of these.
+                slot = chunk.pages[chunk.start // page_tokens] * page_tokens + chunk.start % page_tokens
+                slot_mapping.append(slot)
+                continue
             slot_mapping += [
                 chunk.pages[position // page_tokens] * page_tokens + position % page_tokens
                 for position in range(chunk.start, chunk.start + chunk.num_tokens)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from server.text.decoding.incremental import NewText, NewTokens, Window
 from server.text.decoding.stops import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleText:
+class VisibleText(Struct, frozen=True):
     """Text that some new tokens made visible.
 
     Args:

@@ -15,6 +15,8 @@ class StopMatcher:
 
         A stop string is never shown, nor is the text behind it.
         """
+        if not self._stop:
+            return text, False
         self._held += text
         found = [position for stop in self._stop if (position := self._held.find(stop)) >= 0]
         if found:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
-# Steps of the engine and streams of other requests come first.
+# Of a worker that requests wait for. Steps of the engine and streams of other requests come first.
 NICENESS = 5
 
 
@@ -31,7 +31,7 @@ class Limits:
     cpu_s: float
 
 
-def set_up_process(parent_pid: int) -> None:
+def set_up_process(parent_pid: int, niceness: int) -> None:
     """Make this process end with its parent, and keep it from terminals, core files and the engine's processor time.
 
     The kernel sends SIGKILL when the thread that started this process ends, which also ends a worker in a loop.
@@ -42,7 +42,7 @@ def set_up_process(parent_pid: int) -> None:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICENESS)
+    os.nice(niceness)
 
 
 def allow(limits: Limits) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from server.errors import Draining, WorkerDied, WorkerTimeout
 from server.workers.fair_limiter import FairLimiter
-from server.workers.limits import Limits
+from server.workers.limits import NICENESS, Limits
 from server.workers.worker_main import Reply
 from server.workers.worker_process import WorkerProcess, pack_task
 
@@ -34,12 +34,16 @@ class WorkerPool:
         num_workers: tasks that run at a time. One share has at most half of them.
         limits: of each task, unless its call has others.
         modules: modules that a worker imports before its first task.
+        niceness: of the workers, above that of this process.
     """
 
-    def __init__(self, num_workers: int, limits: Limits, modules: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, num_workers: int, limits: Limits, modules: tuple[str, ...] = (), niceness: int = NICENESS
+    ) -> None:
         self._num_workers = num_workers
         self._limits = limits
         self._modules = modules
+        self._niceness = niceness
         self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING)
         # The shares that each worker served lately: it may have their tokenizers loaded.
         self._workers: dict[WorkerProcess, deque[Hashable]] = {}
@@ -133,7 +137,7 @@ class WorkerPool:
         self._check_open()
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
-        worker = await WorkerProcess.start(self._modules, Path(self._scratch.name))
+        worker = await WorkerProcess.start(self._modules, Path(self._scratch.name), self._niceness)
         self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
         if self._closed:
             self._discard(worker)

@@ -1,7 +1,7 @@
 """The body of a worker process: runs one task after the other until its parent closes the pipe.
 
-Started by `worker_process.py` as ``python -m server.workers.worker_main PARENT_PID [MODULE ...]``. A message in either
-direction is a pickle behind its length. Imports no module of the parent's program.
+Started by `worker_process.py` as ``python -m server.workers.worker_main PARENT_PID NICENESS [MODULE ...]``. A message
+in either direction is a pickle behind its length. Imports no module of the parent's program.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Reply:
     value: Any
 
 
-def main(parent_pid: int, modules: list[str]) -> None:
+def main(parent_pid: int, niceness: int, modules: list[str]) -> None:
     """Import `modules`, send an empty message, then run tasks until the parent closes the pipe."""
-    set_up_process(parent_pid)
+    set_up_process(parent_pid, niceness)
     for module in modules:
         importlib.import_module(module)
     tasks, replies = _take_streams()
@@ -101,4 +101,4 @@ if __name__ == "__main__":
     # Under the name by which the parent unpickles `Reply`.
     from server.workers import worker_main
 
-    worker_main.main(int(sys.argv[1]), sys.argv[2:])
+    worker_main.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -36,11 +36,12 @@ class WorkerProcess:
         self._is_last = False
 
     @classmethod
-    async def start(cls, modules: tuple[str, ...], directory: Path) -> Self:
+    async def start(cls, modules: tuple[str, ...], directory: Path, niceness: int) -> Self:
         """Start a process that has imported `modules`.
 
         Args:
             directory: where the process gets a directory for its temporary files.
+            niceness: what is added to the niceness of this process.
 
         Raises:
             WorkerDied: it ended before it was ready, or was not ready after `START_S`.
@@ -48,7 +49,8 @@ class WorkerProcess:
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         scratch = Path(tempfile.mkdtemp(dir=directory))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "server.workers.worker_main", str(os.getpid()), *modules),
+            *(sys.executable, "-P", "-m", "server.workers.worker_main"),
+            *(str(os.getpid()), str(niceness), *modules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": path, "TMPDIR": str(scratch)},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
+from deltastore.thread_priority import NICENESS
 from server.errors import Draining, WorkerDied, WorkerTimeout
 from server.text.variant_work import LOAD_LIMITS, LOAD_S
 from server.workers.limits import Limits
@@ -53,7 +54,7 @@ class ArtifactChecks:
 
     def __init__(self, base_dir: Path) -> None:
         self._base_dir = base_dir
-        self._pool = WorkerPool(NUM_WORKERS, Limits(MEMORY_BYTES, CHECK_S), MODULES)
+        self._pool = WorkerPool(NUM_WORKERS, Limits(MEMORY_BYTES, CHECK_S), MODULES, NICENESS)
         self._preparing: asyncio.Task[None] | None = None
 
     def prepare(self) -> None:

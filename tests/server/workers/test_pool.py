@@ -225,6 +225,17 @@ def test_warm_starts_no_more_workers_than_it_is_asked_for() -> None:
     with_pool(test)
 
 
+def test_workers_have_the_niceness_of_their_pool_above_their_parent_s() -> None:
+    async def test() -> None:
+        pool = WorkerPool(1, LIMITS, niceness=7)
+        await pool.warm()
+        (worker,) = workers_of(os.getpid())
+        assert worker.nice() == min(19, os.nice(0) + 7)
+        await pool.close()
+
+    asyncio.run(test())
+
+
 def test_a_worker_imports_the_named_modules_and_not_its_parent_s_program() -> None:
     async def test() -> None:
         pool = WorkerPool(1, LIMITS, modules=("colorsys",))

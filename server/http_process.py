@@ -44,7 +44,7 @@ from server.protocol.control import (
     SupervisorMessage,
 )
 from server.protocol.messages import EngineFacts
-from server.protocol.processes import HttpProcessConfig
+from server.protocol.processes import HttpProcessConfig, check_version
 from server.settings import Settings
 
 
@@ -52,6 +52,7 @@ def main() -> int:
     """Serve until SIGTERM. Return the exit code."""
     config = json.decode(sys.stdin.buffer.read(), type=HttpProcessConfig)
     die_with_parent(config.parent_id)
+    check_version(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(config.identity)
     run_event_loop(_run(config))

@@ -6,6 +6,7 @@ Engine thread only. A client that is gone has its requests cancelled by the engi
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from server.protocol.events import DoneEvent, ErrorEvent, Event
 from server.protocol.messages import EngineMessage, Outputs, Refused
 
 log = logging.getLogger(__name__)
+
+# Between two looks at whether to stop refusing clients.
+LOOK_S = 0.1
 
 
 @dataclass(slots=True)
@@ -83,10 +87,15 @@ class Clients:
         return lost
 
 
-def refuse_clients(socket: EngineSocket, error: PeraxisError, wait_s: float) -> None:
-    """Answer the clients' first messages with an error, because the base could not be loaded."""
+def refuse_clients(
+    socket: EngineSocket, error: PeraxisError, wait_s: float, stopping: threading.Event
+) -> None:
+    """Answer the clients' first messages with an error, because the base could not be loaded.
+
+    Returns `wait_s` after the last message, or when `stopping` is set.
+    """
     clients, end = Clients(socket), time.monotonic() + wait_s
-    while (left := end - time.monotonic()) > 0:
-        for identity, _ in socket.receive(left):
+    while not stopping.is_set() and time.monotonic() < end:
+        for identity, _ in socket.receive(LOOK_S):
             clients.send(identity, Refused(error))
             end = time.monotonic()

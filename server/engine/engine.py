@@ -101,7 +101,10 @@ class Engine:
     def _refuse_rest(self, error: PeraxisError) -> None:
         """Answer requests and calls that have come and will not be read any more."""
         for identity, raw in self._socket.receive(0.0):
-            message = decode_client_message(raw)
+            try:
+                message = decode_client_message(raw)
+            except PeraxisError:
+                continue
             if isinstance(message, Submit):
                 self._clients.open_request(identity, message.request.id)
                 self._clients.add_event(identity, message.request.id, ErrorEvent(error))

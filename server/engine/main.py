@@ -23,7 +23,7 @@ from server.imports import without_collection
 from server.log import configure_logging
 from server.metrics.engine import EngineMetrics
 from server.process_tree import die_with_parent
-from server.protocol.processes import EngineConfig
+from server.protocol.processes import EngineConfig, check_version
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def main() -> int:
     """Load the base and serve clients until SIGTERM. Return the exit code."""
     config = json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     die_with_parent(config.parent_id)
+    check_version(config)
     configure_logging("engine")
     stopping = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,7 +66,7 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
         return 0
     except PeraxisError as error:
         log.error("the engine cannot start: %s", error)
-        refuse_clients(socket, error, REFUSE_S)
+        refuse_clients(socket, error, REFUSE_S, stopping)
         return CANNOT_START
     finally:
         socket.close()

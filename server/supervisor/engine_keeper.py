@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.frontend.engine_client import EngineClient
@@ -49,8 +50,9 @@ class EngineKeeper:
         self._on_engine = on_engine
         self._restarts = Restarts("the engine", settings.max_restarts)
         self._num_started = 0
-        # What a new engine is to pin.
+        # What a new engine is to pin, and whether the engine that runs has pinned all of it.
         self._pins: tuple[VersionRecord, ...] = ()
+        self._has_pinned = False
 
     async def run(self) -> None:
         """Keep an engine running until cancelled; then end it.
@@ -62,6 +64,7 @@ class EngineKeeper:
             try:
                 code = await self._run_one()
             finally:
+                self._remember_pins()
                 self._on_engine(None)
                 self.client.disconnect()
             self._restarts.count_death(code)
@@ -69,6 +72,7 @@ class EngineKeeper:
     async def _run_one(self) -> int:
         """Start an engine and return its exit code when it has ended; kill it when cancelled."""
         self._num_started += 1
+        self._has_pinned = False
         address = f"ipc://{self._directory}/engine-{self._num_started}"
         config = EngineConfig(self._settings.model_dump_json(), address, os.getpid())
         process = await ChildProcess.start("server.engine.main", config)
@@ -105,8 +109,9 @@ class EngineKeeper:
         pins_checked_at = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
-            if all(pin.done() for pin in pinning):
-                self._pins = self.client.pinned
+            # The engine tells its pins after it has answered the calls, so they are read one look later.
+            self._remember_pins()
+            self._has_pinned = all(pin.done() for pin in pinning)
             now = time.monotonic()
             if now - self.client.last_beat_at > self._settings.step_timeout:
                 log.error(
@@ -118,10 +123,18 @@ class EngineKeeper:
                 pins_checked_at = now
                 await self._unpin_deleted()
 
+    def _remember_pins(self) -> None:
+        if self._has_pinned:
+            self._pins = self.client.pinned
+
     async def _unpin_deleted(self) -> None:
         """Unpin versions that were deleted, by this server or by another one on the same registry."""
         pinned = self.client.pinned
-        exist = await asyncio.to_thread(lambda: [self._registry.is_live(record) for record in pinned])
+        try:
+            exist = await asyncio.to_thread(lambda: [self._registry.is_live(record) for record in pinned])
+        except PeraxisError as error:
+            log.warning("pinned versions are not checked: %s", error)
+            return
         for record, exists in zip(pinned, exist, strict=True):
             if not exists:
                 for action in ("unpin", "unload"):

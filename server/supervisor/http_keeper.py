@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from server.control_link import ControlLink, supervisor_end
 from server.errors import NotServable
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 PING_S = 5.0
 # Without an answer to a Ping, after which an HTTP process counts as hung.
 HUNG_S = 30.0
+# The same for the first answer, which waits for imports that a cold or busy disk delays.
+START_S = 180.0
 
 
 @dataclass(slots=True, eq=False)
@@ -49,15 +53,28 @@ class _HttpProcess:
     process: ChildProcess
     link: ControlLink[HttpProcessMessage]
     serving: bool = False
-    answered_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    # The time of the loop at which it counts as hung.
+    hung_at: float = field(default_factory=lambda: asyncio.get_running_loop().time() + START_S)
     calls: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPlaces:
+    """The places that HTTP processes use.
+
+    Args:
+        sockets: listening sockets, the public port's first, then the admin port's if there is one.
+        scratch: holds a directory per process for its temporary files.
+    """
+
+    sockets: list[socket.socket]
+    scratch: Path
 
 
 class HttpKeeper:
     """Runs `--http-workers` HTTP processes; starts a new one for each that dies.
 
     Args:
-        sockets: listening sockets, the public port's first, then the admin port's if there is one.
         engine: is told of processes that have died.
         metrics: is told of starts and ends, and answers scrapes.
         on_serving: called whenever a process serves for the first time.
@@ -66,13 +83,13 @@ class HttpKeeper:
     def __init__(
         self,
         settings: Settings,
-        sockets: list[socket.socket],
+        places: HttpPlaces,
         engine: EngineClient,
         metrics: ProcessMetrics,
         on_serving: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._sockets = sockets
+        self._places = places
         self._engine = engine
         self._metrics = metrics
         self._on_serving = on_serving
@@ -146,6 +163,7 @@ class HttpKeeper:
                 await running.process.wait()
                 self._metrics.aggregator.ended(running.identity)
                 self._engine.report_gone(running.identity.encode())
+                await asyncio.to_thread(shutil.rmtree, self._scratch_of(running.identity), ignore_errors=True)
             if not self._draining:
                 self._restarts.count_death(code)
 
@@ -153,12 +171,17 @@ class HttpKeeper:
         ours, theirs = socket.socketpair()
         with theirs:
             identity = next(self._identities)
-            descriptors = [listening.fileno() for listening in self._sockets]
+            descriptors = [listening.fileno() for listening in self._places.sockets]
             config = HttpProcessConfig(
                 self._settings.model_dump_json(), identity, os.getpid(), theirs.fileno(), descriptors
             )
+            scratch = self._scratch_of(identity)
+            scratch.mkdir()
             process = await ChildProcess.start(
-                "server.http_process", config, pass_fds=(theirs.fileno(), *descriptors)
+                "server.http_process",
+                config,
+                pass_fds=(theirs.fileno(), *descriptors),
+                environment={"TMPDIR": str(scratch)},
             )
         running = _HttpProcess(identity, process, await supervisor_end(ours))
         self._processes[identity] = running
@@ -181,16 +204,16 @@ class HttpKeeper:
 
     async def _ping(self, running: _HttpProcess) -> None:
         loop = asyncio.get_running_loop()
-        while loop.time() - running.answered_at < HUNG_S:
+        while loop.time() < running.hung_at:
             running.link.send(Ping())
             await asyncio.sleep(PING_S)
-        log.error("%s has not answered for %g s: it is killed", running.identity, HUNG_S)
+        log.error("%s does not answer: it is killed", running.identity)
         running.process.kill()
 
     def _handle(self, running: _HttpProcess, message: HttpProcessMessage) -> None:
         match message:
             case Pong():
-                running.answered_at = asyncio.get_running_loop().time()
+                running.hung_at = asyncio.get_running_loop().time() + HUNG_S
             case CannotServe(reason):
                 raise NotServable(reason)
             case Serving():
@@ -208,6 +231,9 @@ class HttpKeeper:
 
     async def _send_exposition(self, running: _HttpProcess, call_id: int, is_ready: bool) -> None:
         running.link.send(Exposition(call_id, await self._metrics.exposition(self.snapshots, is_ready)))
+
+    def _scratch_of(self, identity: str) -> Path:
+        return self._places.scratch / identity
 
     def _engine_message(self) -> SupervisorMessage:
         return EngineLost() if self._engine_address is None else EngineStarted(self._engine_address)

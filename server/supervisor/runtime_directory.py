@@ -1,4 +1,4 @@
-"""The directory of a running server's sockets, which other users cannot enter."""
+"""Directories of a running server, which other users cannot enter: one for its sockets, one for temporary files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,36 @@ YOUNG_S = 60.0
 
 @contextmanager
 def runtime_directory() -> Iterator[Path]:
-    """Make the directory and remove it at the end; remove those of servers that were killed, too.
+    """Make the directory of sockets and remove it at the end; remove those of servers that were killed, too.
 
     Raises:
         SettingsError: it cannot be made, as on a full disk.
     """
     # The path of a Unix socket has at most 107 bytes, which TMPDIR may exceed.
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+    with _locked_directory(parent, "sockets", "XDG_RUNTIME_DIR") as directory:
+        yield directory
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make the directory of temporary files, which may be large, as `runtime_directory` makes that of sockets.
+
+    Raises:
+        SettingsError: it cannot be made.
+    """
+    with _locked_directory(Path(tempfile.gettempdir()), "temporary files", "TMPDIR") as directory:
+        yield directory
+
+
+@contextmanager
+def _locked_directory(parent: Path, purpose: str, variable: str) -> Iterator[Path]:
     _remove_stale(parent)
     try:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
         raise SettingsError(
-            f"no directory for sockets can be made in {parent}: {error.strerror}: set XDG_RUNTIME_DIR to another one"
+            f"no directory for {purpose} can be made in {parent}: {error.strerror}: set {variable} to another one"
         ) from error
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:

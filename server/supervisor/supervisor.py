@@ -14,9 +14,9 @@ from server.frontend.listen import listening_sockets, url_of
 from server.log import configure_logging
 from server.settings import Settings
 from server.supervisor.engine_keeper import EngineKeeper
-from server.supervisor.http_keeper import HttpKeeper
+from server.supervisor.http_keeper import HttpKeeper, HttpPlaces
 from server.supervisor.process_metrics import ENGINE, ProcessMetrics
-from server.supervisor.runtime_directory import runtime_directory
+from server.supervisor.runtime_directory import runtime_directory, scratch_directory
 from server.supervisor.signals import first_of, first_signal
 
 # How much longer than `shutdown_timeout` HTTP processes may take to send their last bytes.
@@ -30,13 +30,17 @@ def supervise(settings: Settings) -> int:
         PeraxisError: a port is taken, the base cannot be loaded, or processes die one after the other.
     """
     configure_logging("supervisor")
-    with listening_sockets(settings) as sockets, runtime_directory() as directory:
-        return asyncio.run(_supervise(settings, sockets, directory))
+    with (
+        listening_sockets(settings) as sockets,
+        runtime_directory() as runtime,
+        scratch_directory() as scratch,
+    ):
+        return asyncio.run(_supervise(settings, sockets, runtime, scratch))
 
 
-async def _supervise(settings: Settings, sockets: list[socket.socket], directory: Path) -> int:
+async def _supervise(settings: Settings, sockets: list[socket.socket], runtime: Path, scratch: Path) -> int:
     stopped = first_signal()
-    supervisor = Supervisor(settings, sockets, directory)
+    supervisor = Supervisor(settings, sockets, runtime, scratch)
     running = asyncio.create_task(supervisor.run())
     try:
         await first_of(running, stopped)
@@ -52,14 +56,18 @@ async def _supervise(settings: Settings, sockets: list[socket.socket], directory
 class Supervisor:
     """Connects the keepers of the engine and of the HTTP processes."""
 
-    def __init__(self, settings: Settings, sockets: list[socket.socket], directory: Path) -> None:
+    def __init__(
+        self, settings: Settings, sockets: list[socket.socket], runtime: Path, scratch: Path
+    ) -> None:
         self._settings = settings
         self._url = url_of(sockets[0])
         self._is_announced = False
         registry = Registry(settings.registry)
-        self._engine = EngineKeeper(settings, registry, directory, self._on_engine)
+        self._engine = EngineKeeper(settings, registry, runtime, self._on_engine)
         self._metrics = ProcessMetrics(registry, self._engine.client)
-        self._http = HttpKeeper(settings, sockets, self._engine.client, self._metrics, self._on_serving)
+        self._http = HttpKeeper(
+            settings, HttpPlaces(sockets, scratch), self._engine.client, self._metrics, self._on_serving
+        )
         self._tasks = [asyncio.create_task(keeper.run()) for keeper in (self._engine, self._http)]
 
     async def run(self) -> None:

@@ -1,0 +1,107 @@
+"""Servers that cannot start say why in one line, quickly, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server.supervisor.runtime_directory import PREFIX, YOUNG_S, runtime_directory
+from tests.server.helpers.live_server import (
+    ROOT,
+    WAIT_S,
+    Artifacts,
+    clean_environment,
+    eventually,
+    live_server,
+    serve_command,
+)
+
+
+def failed_start(base: Path, directory: Path, **environment: str) -> tuple[int, str]:
+    """Start a server that cannot serve; return its exit code and its last line."""
+    command = serve_command(
+        "--base", base, "--registry", directory / "registry", "--port", 0, "--dtype", "float32"
+    )
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**clean_environment(), "TMPDIR": str(directory), **environment},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not list(directory.glob(f"{PREFIX}*"))
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_a_base_whose_weights_are_damaged_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
+    base = shutil.copytree(artifacts.base, tmp_path / "base")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, line = failed_start(base, tmp_path)
+    assert code == 1
+    assert line.startswith("error: ")
+    assert "model.safetensors" in line
+
+
+def test_a_base_without_a_tokenizer_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
+    base = shutil.copytree(artifacts.base, tmp_path / "base")
+    for path in base.glob("tokenizer*"):
+        path.unlink()
+    code, line = failed_start(base, tmp_path)
+    assert code == 1
+    assert line.startswith("error: ")
+    assert "tokenizer" in line
+
+
+def test_a_runtime_directory_that_is_a_file_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, line = failed_start(artifacts.base, tmp_path, XDG_RUNTIME_DIR=str(tmp_path / "file"))
+    assert code == 2
+    assert "set XDG_RUNTIME_DIR to another one" in line
+
+
+def test_directories_of_servers_that_were_killed_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    stale = tmp_path / f"{PREFIX}stale"
+    stale.mkdir()
+    old = time.time() - 2 * YOUNG_S
+    os.utime(stale, (old, old))
+    with runtime_directory() as first:
+        os.utime(first, (old, old))
+        with runtime_directory() as second:
+            assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_the_base_loads_ends_all_processes(
+    artifacts: Artifacts, tmp_path: Path, signal_number: int, code: int
+) -> None:
+    command = serve_command("--base", artifacts.base, "--registry", tmp_path / "registry", "--port", 0)
+    with subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL) as starting:
+        server = psutil.Process(starting.pid)
+        assert eventually(lambda: len(server.children()) == 2)
+        children = server.children()
+        starting.send_signal(signal_number)
+        assert starting.wait(WAIT_S) == code
+    assert eventually(lambda: not [each for each in children if each.is_running()])
+
+
+def test_an_inline_engine_serves_until_a_signal(artifacts: Artifacts, tmp_path: Path) -> None:
+    with live_server(artifacts.base, tmp_path / "registry", "--engine", "inline") as server:
+        assert server.upload("plain", artifacts.plain).status_code == 201
+        assert server.token_ids("plain", max_new_tokens=4)
+        assert "peraxis_ready 1.0" in server.client.get("/metrics").text
+        assert server.stop() == 0

@@ -69,9 +69,12 @@ class Service:
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload")
         self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
         self._text: TextService | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     async def start(self, base: Base) -> None:
-        """Load the tokenizer of the engine's base and start the workers for those of tenants.
+        """Load the tokenizer of the engine's base, and begin to start the workers for those of tenants.
+
+        The service is ready before the workers are: a task that comes earlier starts one itself.
 
         Raises:
             NotServable: the base's tokenizer cannot be loaded.
@@ -81,7 +84,7 @@ class Service:
         self._text = await asyncio.to_thread(
             TextService, self.settings.base, self.registry, pool, embedding, num_embeddings
         )
-        await pool.warm()
+        self._warming = asyncio.create_task(self._warm())
 
     @property
     def text(self) -> TextService:
@@ -105,6 +108,12 @@ class Service:
         self.engine.check_ready()
         _ = self.text
 
+    async def _warm(self) -> None:
+        try:
+            await self._text_workers.warm()
+        except PeraxisError as error:
+            log.warning("the workers for tenants' tokenizers start with the first tasks: %s", error)
+
     async def exposition(self) -> bytes:
         """Return the metrics of all processes in Prometheus' text format."""
         try:
@@ -121,6 +130,9 @@ class Service:
             await asyncio.sleep(POLL_S)
         self.engine.disconnect(Draining("the server has shut down: send the request again"))
         await self.artifact_checks.close()
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait({self._warming})
         await self._text_workers.close()
         if self._text is not None:
             self._text.close()

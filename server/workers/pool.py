@@ -145,7 +145,8 @@ class WorkerPool:
         return worker
 
     def _give_back(self, worker: WorkerProcess) -> None:
-        if worker.is_usable and not self._closed:
+        # There is one too many if a task came while `warm` started them.
+        if worker.is_usable and not self._closed and len(self._workers) <= self._num_workers:
             self._idle.append(worker)
         else:
             self._discard(worker)

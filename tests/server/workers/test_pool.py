@@ -225,6 +225,20 @@ def test_warm_starts_no_more_workers_than_it_is_asked_for() -> None:
     with_pool(test)
 
 
+def test_a_task_that_comes_while_all_workers_start_leaves_no_worker_too_many() -> None:
+    async def test(pool: WorkerPool) -> None:
+        warming = asyncio.create_task(pool.warm())
+        # The workers are being started, and none is idle yet.
+        await asyncio.sleep(0)
+        await pool.run("a", WAIT_S, tasks.pid_of_worker)
+        await warming
+        async with asyncio.timeout(WAIT_S):
+            while len(workers_of(os.getpid())) > 2:
+                await asyncio.sleep(0.01)
+
+    with_pool(test)
+
+
 def test_workers_have_the_niceness_of_their_pool_above_their_parent_s() -> None:
     async def test() -> None:
         pool = WorkerPool(1, LIMITS, niceness=7)

@@ -206,9 +206,9 @@ def test_no_process_outlives_its_server(
     artifacts: Artifacts, tmp_path: Path, signal_number: int, code: int
 ) -> None:
     with live_server(artifacts.base, tmp_path / "registry", "--shutdown-timeout", 1) as server:
-        alive = processes(server)
-        workers = processes(server, WORKER)
-        assert workers
+        # They start after the server is ready.
+        assert eventually(lambda: processes(server, WORKER))
+        alive, workers = processes(server), processes(server, WORKER)
         # As busy with a tenant's input: these read no pipe and handle no signal.
         for worker in workers:
             worker.suspend()

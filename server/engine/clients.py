@@ -68,7 +68,7 @@ class Clients:
         try:
             self._socket.send(identity, encode(message))
         except ClientLost:
-            log.warning("client %s is gone or reads nothing", identity.decode(errors="replace"))
+            log.info("client %s is gone or reads nothing", identity.decode(errors="replace"))
             self._lost.append(identity)
 
     def broadcast(self, message: EngineMessage) -> None:

@@ -1,6 +1,7 @@
 """The engine's clients: their open requests, and the events that the next message will bring them.
 
-Engine thread only. A client that is gone has its requests cancelled by the engine.
+Engine thread only. A client that is gone has its requests cancelled by the engine. One that reads nothing has its
+events kept, which its open requests bound; the supervisor kills a process that stays so.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +17,7 @@ from deltastore.errors import PeraxisError
 from server.engine.engine_socket import ClientLost, EngineSocket
 from server.protocol.codec import encode
 from server.protocol.events import DoneEvent, ErrorEvent, Event
-from server.protocol.messages import EngineMessage, Outputs, Refused
+from server.protocol.messages import Beat, EngineMessage, Outputs, Refused
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class _Client:
 
     request_ids: set[str] = field(default_factory=set)
     events: list[tuple[str, Event]] = field(default_factory=list)  # not yet sent
+    unsent: deque[EngineMessage] = field(default_factory=deque)  # for which ZeroMQ had no room
 
 
 class Clients:
@@ -57,19 +60,33 @@ class Clients:
             client.request_ids.discard(request_id)
 
     def send_events(self) -> None:
-        """Send each client the events since the last call, in one message."""
+        """Send each client the events since the last call, in one message, after all that was sent before."""
         for identity, client in list(self._clients.items()):
-            if client.events:
+            while client.unsent and self._deliver(identity, client.unsent[0]):
+                client.unsent.popleft()
+            if client.events and not client.unsent:
                 events, client.events = client.events, []
                 self.send(identity, Outputs(tuple(events)))
 
     def send(self, identity: bytes, message: EngineMessage) -> None:
-        """Send one client a message."""
+        """Send one client a message, or keep it until there is room for it."""
+        client = self._clients.get(identity)
+        if client is None:
+            self._deliver(identity, message)
+        elif isinstance(message, Beat):
+            # A sign of life tells nothing later.
+            self._deliver(identity, message)
+        elif client.unsent or not self._deliver(identity, message):
+            client.unsent.append(message)
+
+    def _deliver(self, identity: bytes, message: EngineMessage) -> bool:
+        """Return whether ZeroMQ had room for a message; a client that is gone takes any."""
         try:
-            self._socket.send(identity, encode(message))
+            return self._socket.send(identity, encode(message))
         except ClientLost:
-            log.info("client %s is gone or reads nothing", identity.decode(errors="replace"))
+            log.info("client %s is gone", identity.decode(errors="replace"))
             self._lost.append(identity)
+            return True
 
     def broadcast(self, message: EngineMessage) -> None:
         """Send every client a message."""

@@ -10,14 +10,14 @@ import zmq
 from server.errors import EngineFailed
 from server.protocol.messages import MAX_MESSAGE_BYTES
 
-# Messages that wait for a client that does not read; a client that is further behind counts as gone.
+# Messages that wait in ZeroMQ for a client that does not read.
 MAX_WAITING_MESSAGES = 10_000
 # How long the last messages may take to leave after `close`.
 LINGER_MS = 1000
 
 
 class ClientLost(Exception):
-    """A message cannot be delivered: its client is gone, or reads nothing."""
+    """A message cannot be delivered: its client is gone."""
 
 
 class EngineSocket:
@@ -59,18 +59,21 @@ class EngineSocket:
                 received.append((frames[0], frames[1]))
         return received
 
-    def send(self, identity: bytes, raw: bytes) -> None:
-        """Send to one client without waiting.
+    def send(self, identity: bytes, raw: bytes) -> bool:
+        """Send to one client without waiting. Return False if `MAX_WAITING_MESSAGES` wait for it already.
 
         Raises:
-            ClientLost: the client is gone, or `MAX_WAITING_MESSAGES` wait for it.
+            ClientLost: the client is gone.
         """
         try:
             self._socket.send_multipart([identity, raw], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
         except zmq.ZMQError as error:
-            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+            if error.errno != errno.EHOSTUNREACH:
                 raise
             raise ClientLost(identity) from error
+        return True
 
     def wake(self) -> None:
         """End the wait in `receive`: the engine has something to do although no message came."""

@@ -1,0 +1,83 @@
+"""Clients that are slow get every event in order; clients that are gone are noted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from server.engine import engine_socket
+from server.engine.clients import Clients
+from server.engine.engine_socket import EngineSocket
+from server.protocol.codec import decode_engine_message
+from server.protocol.events import TokenEvent
+from server.protocol.messages import Beat, CallDone, Outputs
+
+NUM_EVENTS = 2000
+NAME = b"slow"
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def address() -> str:
+    return f"inproc://clients-{next(_numbers)}"
+
+
+@pytest.fixture
+def socket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineSocket]:
+    """A socket with room for a few messages."""
+    monkeypatch.setattr(engine_socket, "MAX_WAITING_MESSAGES", 5)
+    bound = EngineSocket(address)
+    yield bound
+    bound.close()
+
+
+@pytest.fixture
+def client(address: str, socket: EngineSocket) -> Iterator[zmq.Socket[bytes]]:
+    """A connected client that the engine has heard of."""
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    with dealer:
+        dealer.setsockopt(zmq.IDENTITY, NAME)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.set_hwm(5)
+        dealer.connect(address)
+        dealer.send(b"hello")
+        assert socket.receive(10.0)
+        yield dealer
+
+
+def test_a_client_that_reads_nothing_gets_all_events_when_it_reads_again(
+    socket: EngineSocket, client: zmq.Socket[bytes]
+) -> None:
+    clients = Clients(socket)
+    clients.add(NAME)
+    for number in range(NUM_EVENTS):
+        clients.add_event(NAME, "request", TokenEvent(0, number))
+        clients.send_events()
+        clients.broadcast(Beat())
+    clients.send(NAME, CallDone(1, None))
+    tokens: list[int] = []
+    done = False
+    while not done or len(tokens) < NUM_EVENTS:
+        clients.send_events()
+        # ZeroMQ may notice only a moment later that there is room again.
+        if not client.poll(10):
+            continue
+        message = decode_engine_message(client.recv())
+        if isinstance(message, Outputs):
+            tokens += [event.token_id for _, event in message.events if isinstance(event, TokenEvent)]
+        done = done or isinstance(message, CallDone)
+    assert tokens == list(range(NUM_EVENTS))
+    assert clients.take_lost() == []
+
+
+def test_a_client_that_is_gone_is_noted_and_its_requests_are_returned(socket: EngineSocket) -> None:
+    clients = Clients(socket)
+    clients.add(b"gone")
+    clients.open_request(b"gone", "request")
+    clients.add_event(b"gone", "request", TokenEvent(0, 1))
+    clients.send_events()
+    assert clients.take_lost() == [b"gone"]
+    assert set(clients.remove(b"gone")) == {"request"}

@@ -61,11 +61,13 @@ class WorkerProcess:
                 await worker._receive()
         except TimeoutError as error:
             worker.kill()
+            await worker.wait()
             raise WorkerDied(f"a worker process was not ready after {START_S:g} s: try again") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerDied(f"a worker process did not start: it {await worker._end()}") from error
         except asyncio.CancelledError:
             worker.kill()
+            await worker.wait()
             raise
         return worker
 

@@ -12,10 +12,13 @@ ABSENT = ("numba", "llvmlite")
 if __name__ == "__main__":
     # An entry of None makes Python refuse the import.
     sys.modules.update(dict.fromkeys(ABSENT))  # type: ignore[arg-type]
+    from server import kernels
     from server.kernels import onebit_reference
     from server.model import attention
 
     sys.modules["server.kernels.onebit_cpu"] = onebit_reference
+    # `prepare` would compile kernels for the CPU.
+    setattr(kernels, "prepare", lambda *_: None)  # noqa: B010
     setattr(attention, "_single_token_kernel", lambda device_type: None)  # noqa: B010
     from bench.gpu.__main__ import main
 

@@ -42,6 +42,7 @@ class HttpApp:
     client: httpx.AsyncClient
     metrics: LocalMetrics
     settings: Settings
+    is_started: bool = False
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[None]:
@@ -53,7 +54,10 @@ class HttpApp:
         self.service.engine.connect(address)
         try:
             facts = await self.service.engine.welcomed
-            await self.service.start(facts.base)
+            # Once, as an HTTP process does, whatever the number of engines.
+            if not self.is_started:
+                await self.service.start(facts.base)
+                self.is_started = True
             yield
         finally:
             self.service.engine.disconnect()

@@ -49,6 +49,7 @@ class WorkerPool:
         self._workers: dict[WorkerProcess, deque[Hashable]] = {}
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
+        self._starting: set[asyncio.Task[WorkerProcess]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         # Made for the first worker. A worker that is killed cannot remove its temporary files.
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -115,6 +116,9 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill the workers; running and waiting tasks raise Draining. Returns when all workers have ended."""
         self._closed = True
+        for starting in self._starting:
+            starting.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
         for worker in list(self._workers):
             self._discard(worker)
         await asyncio.gather(*self._ending)
@@ -137,11 +141,21 @@ class WorkerPool:
         self._check_open()
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
-        worker = await WorkerProcess.start(self._modules, Path(self._scratch.name), self._niceness)
+        starting = asyncio.create_task(self._start_in(Path(self._scratch.name)))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        try:
+            return await starting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            # `close` cancels starts, not their callers.
+            if task is not None and not task.cancelling():
+                self._check_open()
+            raise
+
+    async def _start_in(self, directory: Path) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._modules, directory, self._niceness)
         self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
-        if self._closed:
-            self._discard(worker)
-        self._check_open()
         return worker
 
     def _give_back(self, worker: WorkerProcess) -> None:

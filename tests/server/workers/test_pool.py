@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,8 +55,10 @@ async def until_exists(path: Path) -> None:
 
 async def until_gone(pid: int) -> None:
     """Wait until a process has ended; a zombie has."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        await asyncio.sleep(0.002)
+    # It may end between two looks.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -283,6 +286,20 @@ def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:
         assert [type(result) for result in results] == [Draining, Draining]
 
     with_pool(test, num_workers=1)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
+    async def test(pool: WorkerPool) -> None:
+        asked = [asyncio.create_task(pool.run(share, WAIT_S, tasks.add, 2, 3)) for share in "ab"]
+        while not workers_of(os.getpid()):
+            await asyncio.sleep(0.001)
+        await pool.close()
+        assert not workers_of(os.getpid())
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(result) for result in results] == [Draining, Draining]
+
+    with_pool(test, loop=loop)
 
 
 PARENT = """

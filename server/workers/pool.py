@@ -49,7 +49,7 @@ class WorkerPool:
         self._workers: dict[WorkerProcess, deque[Hashable]] = {}
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
-        self._starting: set[asyncio.Task[WorkerProcess]] = set()
+        self._spawning: set[asyncio.Task[WorkerProcess]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         # Made for the first worker. A worker that is killed cannot remove its temporary files.
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -116,9 +116,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill the workers; running and waiting tasks raise Draining. Returns when all workers have ended."""
         self._closed = True
-        for starting in self._starting:
-            starting.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._spawning, return_exceptions=True)
         for worker in list(self._workers):
             self._discard(worker)
         await asyncio.gather(*self._ending)
@@ -139,24 +137,41 @@ class WorkerPool:
 
     async def _start(self) -> WorkerProcess:
         self._check_open()
+        worker = await self._spawn()
+        try:
+            await worker.ready()
+        except WorkerDied:
+            self._discard(worker)
+            self._check_open()
+            raise
+        except asyncio.CancelledError:
+            self._discard(worker)
+            raise
+        return worker
+
+    async def _spawn(self) -> WorkerProcess:
+        """Start a process and remember it, also when the caller is cancelled; `close` ends all it remembers."""
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
-        starting = asyncio.create_task(self._start_in(Path(self._scratch.name)))
-        self._starting.add(starting)
-        starting.add_done_callback(self._starting.discard)
+        spawning = asyncio.create_task(
+            WorkerProcess.spawn(self._modules, Path(self._scratch.name), self._niceness)
+        )
+        self._spawning.add(spawning)
+        spawning.add_done_callback(self._on_spawned)
         try:
-            return await starting
+            return await asyncio.shield(spawning)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            # `close` cancels starts, not their callers.
-            if task is not None and not task.cancelling():
-                self._check_open()
+            spawning.add_done_callback(self._discard_spawned)
             raise
 
-    async def _start_in(self, directory: Path) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._modules, directory, self._niceness)
-        self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
-        return worker
+    def _on_spawned(self, spawning: asyncio.Task[WorkerProcess]) -> None:
+        self._spawning.discard(spawning)
+        if not spawning.cancelled() and spawning.exception() is None:
+            self._workers[spawning.result()] = deque(maxlen=MAX_REMEMBERED)
+
+    def _discard_spawned(self, spawning: asyncio.Task[WorkerProcess]) -> None:
+        if not spawning.cancelled() and spawning.exception() is None:
+            self._discard(spawning.result())
 
     def _give_back(self, worker: WorkerProcess) -> None:
         # There is one too many if a task came while `warm` started them.

@@ -36,15 +36,12 @@ class WorkerProcess:
         self._is_last = False
 
     @classmethod
-    async def start(cls, modules: tuple[str, ...], directory: Path, niceness: int) -> Self:
-        """Start a process that has imported `modules`.
+    async def spawn(cls, modules: tuple[str, ...], directory: Path, niceness: int) -> Self:
+        """Start a process, which imports `modules`. Must not be cancelled: asyncio would leave its pipes open.
 
         Args:
             directory: where the process gets a directory for its temporary files.
             niceness: what is added to the niceness of this process.
-
-        Raises:
-            WorkerDied: it ended before it was ready, or was not ready after `START_S`.
         """
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         scratch = Path(tempfile.mkdtemp(dir=directory))
@@ -55,21 +52,21 @@ class WorkerProcess:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": path, "TMPDIR": str(scratch)},
         )
-        worker = cls(process, scratch)
+        return cls(process, scratch)
+
+    async def ready(self) -> None:
+        """Wait until the process takes tasks.
+
+        Raises:
+            WorkerDied: it ended before it was ready, or was not ready after `START_S`.
+        """
         try:
             async with asyncio.timeout(START_S):
-                await worker._receive()
+                await self._receive()
         except TimeoutError as error:
-            worker.kill()
-            await worker.wait()
             raise WorkerDied(f"a worker process was not ready after {START_S:g} s: try again") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise WorkerDied(f"a worker process did not start: it {await worker._end()}") from error
-        except asyncio.CancelledError:
-            worker.kill()
-            await worker.wait()
-            raise
-        return worker
+            raise WorkerDied(f"a worker process did not start: it {await self._end()}") from error
 
     @property
     def is_usable(self) -> bool:

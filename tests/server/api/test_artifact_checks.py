@@ -87,7 +87,7 @@ def test_a_check_waits_for_its_prepared_worker_and_starts_no_other(artifacts: Ar
         assert await checks.check("default", artifacts.plain, 1, base, GIGABYTE) == facts
         return facts
 
-    with patch.object(WorkerProcess, "start", wraps=WorkerProcess.start) as started:
+    with patch.object(WorkerProcess, "spawn", wraps=WorkerProcess.spawn) as started:
         run(artifacts.base, prepare_and_check)
     assert started.call_count == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -46,6 +47,8 @@ def with_pool(
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(body())
     assert not workers_of(os.getpid())
+    # A process that was not waited for warns here, and not in a later test.
+    gc.collect()
 
 
 async def until_exists(path: Path) -> None:
@@ -300,6 +303,21 @@ def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
         assert [type(result) for result in results] == [Draining, Draining]
 
     with_pool(test, loop=loop)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("num_started", range(4))
+def test_closing_waits_for_workers_whose_start_was_cancelled(loop: Any, num_started: int) -> None:
+    async def test(pool: WorkerPool) -> None:
+        warming = asyncio.create_task(pool.warm())
+        while len(workers_of(os.getpid())) < num_started:
+            await asyncio.sleep(0.001)
+        warming.cancel()
+        await asyncio.wait({warming})
+        await pool.close()
+        assert not workers_of(os.getpid())
+
+    with_pool(test, num_workers=3, loop=loop)
 
 
 PARENT = """

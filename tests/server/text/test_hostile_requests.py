@@ -1,4 +1,4 @@
-"""Hostile tokenizers, templates and prompts at requests: each costs its own variant, and nobody else's request."""
+"""Hostile tokenizers, templates and prompts at requests: each fails its own requests and no other variant's."""
 
 from __future__ import annotations
 

@@ -108,6 +108,17 @@ def distinct(trees: Iterable[Tree]) -> list[Tree]:
     return list({tuple(sorted(tree.items())): tree for tree in trees}.values())
 
 
+def assert_survives(storage: VolatileStorage, step: str, base: Path, before: View, after: View) -> None:
+    """Check every disk that a power loss during a finished step may leave, and those of one after it."""
+    found = (tree for n, moment in enumerate(storage.moments) for tree in survivors(moment, 10 * n))
+    for tree in distinct(found):
+        rebuild(base, tree)
+        assert_whole(base / "registry", step, [before, after], after)
+    for tree in distinct(survivors(storage.now(), 0)):
+        rebuild(base, tree)
+        assert_whole(base / "registry", step, [after], after)
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_after_a_power_loss_the_registry_is_as_before_the_step_or_as_after_it(
     step: str, world: Path, scratch: Path
@@ -118,13 +129,7 @@ def test_after_a_power_loss_the_registry_is_as_before_the_step_or_as_after_it(
     storage = VolatileStorage(base)
     STEPS[step](Registry(base / "registry", storage))
     assert len(storage.moments) > 5
-    found = (tree for n, moment in enumerate(storage.moments) for tree in survivors(moment, 10 * n))
-    for tree in distinct(found):
-        rebuild(base, tree)
-        assert_whole(base / "registry", step, [before, after], after)
-    for tree in distinct(survivors(storage.now(), 0)):
-        rebuild(base, tree)
-        assert_whole(base / "registry", step, [after], after)
+    assert_survives(storage, step, base, before, after)
 
 
 def test_a_registry_that_is_just_being_made_survives_a_power_loss(scratch: Path) -> None:
@@ -248,13 +253,7 @@ def test_on_a_full_disk_a_step_with_a_reserve_survives_a_power_loss(
     storage = FullStorage(base)
     STEPS[step](Registry(base / "registry", storage))
     assert "truncate" in storage.calls
-    found = (tree for n, moment in enumerate(storage.moments) for tree in survivors(moment, 10 * n))
-    for tree in distinct(found):
-        rebuild(base, tree)
-        assert_whole(base / "registry", step, [before, after], after)
-    for tree in distinct(survivors(storage.now(), 0)):
-        rebuild(base, tree)
-        assert_whole(base / "registry", step, [after], after)
+    assert_survives(storage, step, base, before, after)
 
 
 @pytest.mark.parametrize("step", RESERVED)

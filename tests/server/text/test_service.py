@@ -39,6 +39,19 @@ def own_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return files_of(make_tokenizer(2, CHAT_TEMPLATE), tmp_path_factory.mktemp("own"))
 
 
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The digests of the variants whose files have been read."""
+    digests: list[str] = []
+
+    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
+        digests.append(of.digest)
+        return read_files(registry, of)
+
+    monkeypatch.setattr(staging, "read_files", counted)
+    return digests
+
+
 def test_a_variant_without_files_has_the_base_s_text(texts: Texts) -> None:
     record = texts.publish({})
 
@@ -100,16 +113,9 @@ def test_a_variant_without_a_template_has_none_though_its_base_has(texts: Texts,
 
 
 def test_twenty_first_requests_read_the_variant_once(
-    texts: Texts, own_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    texts: Texts, own_files: dict[str, bytes], reads: list[str]
 ) -> None:
     record = texts.publish(own_files)
-    reads: list[str] = []
-
-    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
-        reads.append(of.digest)
-        return read_files(registry, of)
-
-    monkeypatch.setattr(staging, "read_files", counted)
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         async def first_request() -> list[int]:
@@ -181,17 +187,10 @@ def test_a_cancelled_first_request_leaves_the_others_their_result(
 
 
 def test_facts_of_many_variants_are_kept_within_a_bound_of_bytes(
-    texts: Texts, monkeypatch: pytest.MonkeyPatch
+    texts: Texts, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [texts.publish({"chat_template.jinja": b"x" * 100_000 + b"%d" % number}) for number in range(4)]
     monkeypatch.setattr(service_module, "CACHE_BYTES", 1_000_000)
-    reads: list[str] = []
-
-    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
-        reads.append(of.digest)
-        return read_files(registry, of)
-
-    monkeypatch.setattr(staging, "read_files", counted)
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         for record in (*records, records[-1], records[0]):

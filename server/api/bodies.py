@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from deltastore.errors import shown
 from server.errors import InvalidRequest, QueueFull, RequestTimeout
 
+JSON = "application/json"
 # Of one JSON body.
 MAX_BYTES = 8 << 20
 # Of all JSON bodies that are being read, beyond the first `FREE_BYTES` of each: small requests are always read.
@@ -83,6 +84,11 @@ def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
     return parse
 
 
+def media_type_of(request: Request) -> str:
+    """Return the media type of the body, without its parameters; empty if none is given."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def timed_chunks(request: Request, total_s: float | None = None) -> AsyncGenerator[bytes, None]:
     """Yield the body in chunks as they arrive. Only the time that is spent waiting for the client counts.
 
@@ -116,8 +122,8 @@ async def timed_chunks(request: Request, total_s: float | None = None) -> AsyncG
 
 
 def _check_headers(request: Request) -> None:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    media_type = media_type_of(request)
+    if media_type != JSON:
         raise InvalidRequest(
             f"the body has {f'type {media_type}' if media_type else 'no type'}: "
             "send one JSON object as application/json",

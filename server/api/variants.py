@@ -21,6 +21,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
+from server.api.artifacts.publishing import Destination, publication_document
 from server.api.artifacts.uploads import receive_upload
 from server.api.bodies import json_body
 from server.api.json_replies import JsonReply
@@ -43,16 +44,9 @@ async def upload(
     request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Publish the body as the next version: 201, or 200 if the variant has these bytes already."""
-    publication = await receive_upload(request, service, tenant, query.name, activate=query.activate)
-    record = publication.record
-    reply = {
-        "name": record.name,
-        "version": record.version,
-        "digest": f"sha256:{record.digest}",
-        "size_bytes": record.size_bytes,
-        "active": publication.active_version == record.version,
-    }
-    return JsonReply(reply, 201 if publication.created else 200)
+    destination = Destination(tenant, query.name, query.activate)
+    publication = await receive_upload(request, service, destination)
+    return JsonReply(publication_document(publication), 201 if publication.created else 200)
 
 
 @router.get("")

@@ -1,51 +1,43 @@
-"""Receive one upload: stream the body to disk, check the artifact, publish it. Memory use does not grow with its size.
+"""Receive one upload: the artifact in the body of a request, raw or as a form's file.
 
-The functions stand in the order in which an upload runs through them. The registry owns the files.
+`publishing.py` writes, checks and publishes what arrives. The functions stand in the order in which an upload runs
+through them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import binascii
-import re
+import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from types import TracebackType
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
 
-import anyio
 from fastapi import Request
 
-from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
-from deltastore.format.header import check_prefix
+from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry import Publication
-from deltastore.registry.records import ArtifactFacts, check_names
-from deltastore.registry.uploads import SealedUpload, Upload
+from deltastore.registry.records import check_names
+from deltastore.registry.uploads import SealedUpload
+from server.api.artifacts.content_digest import HEADER, expected_sha256
 from server.api.artifacts.multipart import file_of_form
-from server.api.bodies import timed_chunks
-from server.api.errors import failure_of
+from server.api.artifacts.publishing import Destination, check, counted, gathered, publish, sealed_upload
+from server.api.bodies import media_type_of, timed_chunks
 from server.api.request_events import while_connected
 from server.api.service import Service
 from server.errors import InvalidRequest, QueueFull
 from server.tenants import Tenant
 
-# Bytes that are gathered before a thread writes them.
-WRITE_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
+
 # Bytes that a multipart body may have beside its file.
 FORM_OVERHEAD_BYTES = 64 << 10
-# The bytes at the beginning of an artifact that tell it from most other files.
-PREFIX_BYTES = 9
 # Uploads of one tenant at a time. Each keeps up to 2 MB in memory.
 MAX_UPLOADS_PER_TENANT = 16
 FORM = "multipart/form-data"
-DIGEST_HEADER = "Content-Digest"
-SHA256_MEMBER = re.compile(r"\s*sha-256=:([A-Za-z0-9+/=]*):\s*")
 
 
-async def receive_upload(
-    request: Request, service: Service, tenant: Tenant, name: str, *, activate: bool
-) -> Publication:
+async def receive_upload(request: Request, service: Service, destination: Destination) -> Publication:
     """Publish the request's body as the next version of a variant, and count the outcome.
 
     Raises:
@@ -55,111 +47,30 @@ async def receive_upload(
         StorageFull: the registry's disk is full.
         QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way.
     """
-    outcomes = service.metrics.uploads_total
-    try:
-        check_names(tenant.name, name)
-        expected = _expected_digest(request)
-        _check_headers(request, service.settings.max_upload_bytes)
-        # Refuse while no base was ever loaded: without one, no artifact can be checked.
-        _ = service.engine.facts
-        with _one_more(service.num_uploads, tenant):
-            publication = await _receive(request, service, tenant, name, expected, activate)
-    except BaseException as error:
-        rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500
-        outcomes.labels(result="rejected" if rejected else "failed").inc()
-        raise
-    outcomes.labels(result="created" if publication.created else "duplicate").inc()
-    return publication
+    return await counted(service, _receive(request, service, destination))
 
 
-def _expected_digest(request: Request) -> str | None:
-    """Return the SHA-256 in `Content-Digest` as hex, or None without it; raise InvalidRequest if it is malformed."""
-    header = request.headers.get(DIGEST_HEADER)
-    if header is None:
-        return None
-    found = next(filter(None, map(SHA256_MEMBER.fullmatch, header.split(","))), None)
-    try:
-        digest = base64.b64decode(found[1], validate=True) if found else b""
-    except binascii.Error:
-        digest = b""
-    if len(digest) != 32:
-        raise InvalidRequest(
-            f"{DIGEST_HEADER} must hold sha-256=:BASE64:, the artifact's SHA-256", DIGEST_HEADER
-        )
-    return digest.hex()
-
-
-@contextmanager
-def _one_more(num_uploads: Counter[str], tenant: Tenant) -> Iterator[None]:
-    """Count an upload of a tenant inside the block; raise QueueFull if it has too many under way."""
-    if num_uploads[tenant.name] >= MAX_UPLOADS_PER_TENANT:
-        raise QueueFull(
-            f"{MAX_UPLOADS_PER_TENANT} uploads are under way: send this one when another has ended"
-        )
-    num_uploads[tenant.name] += 1
-    try:
-        yield
-    finally:
-        num_uploads[tenant.name] -= 1
-
-
-async def _receive(
-    request: Request, service: Service, tenant: Tenant, name: str, expected_digest: str | None, activate: bool
-) -> Publication:
+async def _receive(request: Request, service: Service, destination: Destination) -> Publication:
     """Write, check and publish the body. Leaving early removes what was written."""
-    async with _open_upload(service) as upload:
-        service.artifact_checks.prepare()
-        await _write_body(request, service, upload)
-        sealed = await service.run_in_background(upload.seal)
-        _check_digest(sealed, expected_digest)
-        facts = await while_connected(request, _check(service, tenant, sealed))
-        return await service.run_in_background(
-            service.registry.publish, sealed, facts, tenant=tenant.name, name=name, activate=activate
-        )
-
-
-@asynccontextmanager
-async def _open_upload(service: Service) -> AsyncIterator[Upload]:
-    """Open the registry's upload and remove its partial file on a thread: unlinking gigabytes takes long."""
-    opened = service.registry.open_upload(service.settings.max_upload_bytes)
-    upload = await service.run_in_background(opened.__enter__)
-    try:
-        yield upload
-    finally:
-        await service.run_in_background(upload.__exit__, None, None, None)
-
-
-async def _write_body(request: Request, service: Service, upload: Upload) -> None:
-    chunks = _artifact_bytes(request, service.settings.max_upload_bytes)
-    async with aclosing(chunks), WriteBehind(service, upload) as writer:
-        async for chunk in chunks:
-            await writer.write(chunk)
-
-
-async def _artifact_bytes(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
-    """Yield the artifact in chunks of `WRITE_BYTES` or more, from a raw or a multipart body; the last may be less."""
-    is_form = _media_type(request) == FORM
-    max_bytes = max_bytes if is_form else int(request.headers.get("content-length", max_bytes))
-    gathered, is_begun = bytearray(), False
-    async with aclosing(timed_chunks(request)) as body:
-        async for chunk in file_of_form(body, request.headers["content-type"]) if is_form else body:
-            gathered += chunk
-            if not is_begun and len(gathered) >= PREFIX_BYTES:
-                is_begun = True
-                check_prefix(bytes(gathered[:PREFIX_BYTES]), max_bytes)
-            if len(gathered) >= WRITE_BYTES:
-                yield bytes(gathered)
-                gathered.clear()
-    if gathered:
-        yield bytes(gathered)
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    check_names(destination.tenant.name, destination.name)
+    expected = expected_sha256(request)
+    max_bytes = service.settings.max_upload_bytes
+    _check_headers(request, max_bytes)
+    # Refuse while no base was ever loaded: without one, no artifact can be checked.
+    _ = service.engine.facts
+    # A form's content is more than its file, so it has a digest of its own.
+    form_hash = hashlib.sha256() if media_type_of(request) == FORM else None
+    pieces = _artifact_bytes(request, form_hash)
+    length = max_bytes if form_hash else int(request.headers.get("content-length", max_bytes))
+    with _one_more(service.num_uploads, destination.tenant):
+        async with aclosing(pieces), sealed_upload(service, gathered(pieces, length)) as sealed:
+            _check_digest(sealed, form_hash, expected)
+            facts = await while_connected(request, check(service, destination, sealed))
+            return await publish(service, destination, sealed, facts)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    media_type = _media_type(request)
+    media_type = media_type_of(request)
     if media_type not in ("", "application/octet-stream", FORM):
         raise InvalidRequest(
             f"an artifact cannot be sent as {media_type}: set Content-Type to application/octet-stream, "
@@ -180,51 +91,40 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         )
 
 
-class WriteBehind:
-    """Write and hash each chunk on a thread while the next one arrives.
-
-    Leaving the `async with` block waits for the last write, even when the block is cancelled. Afterwards nothing writes
-    to the upload.
-    """
-
-    def __init__(self, service: Service, upload: Upload) -> None:
-        self._service = service
-        self._upload = upload
-        self._writing: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> WriteBehind:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._writing is None:
-            return
-        with anyio.CancelScope(shield=True):
-            await asyncio.gather(self._writing, return_exceptions=True)
-        if error is None:
-            self._writing.result()
-
-    async def write(self, chunk: bytes) -> None:
-        """Start to write a chunk once the previous one is written; raise the error of the previous write."""
-        if self._writing is not None:
-            await asyncio.shield(self._writing)
-        self._writing = asyncio.create_task(self._write(chunk))
-
-    async def _write(self, chunk: bytes) -> None:
-        await self._service.run_in_background(self._upload.write, chunk)
-        self._service.metrics.upload_bytes_total.inc(len(chunk))
-
-
-def _check_digest(sealed: SealedUpload, expected: str | None) -> None:
-    if expected is not None and sealed.digest != expected:
-        raise ArtifactError(
-            f"the upload has SHA-256 {sealed.digest}, and its {DIGEST_HEADER} is {expected}: send it again"
+@contextmanager
+def _one_more(num_uploads: Counter[str], tenant: Tenant) -> Iterator[None]:
+    """Count an upload of a tenant inside the block; raise QueueFull if it has too many under way."""
+    if num_uploads[tenant.name] >= MAX_UPLOADS_PER_TENANT:
+        raise QueueFull(
+            f"{MAX_UPLOADS_PER_TENANT} uploads are under way: send this one when another has ended"
         )
+    num_uploads[tenant.name] += 1
+    try:
+        yield
+    finally:
+        num_uploads[tenant.name] -= 1
 
 
-async def _check(service: Service, tenant: Tenant, sealed: SealedUpload) -> ArtifactFacts:
-    engine = service.engine.facts
-    return await service.artifact_checks.check(
-        tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes
-    )
+async def _artifact_bytes(request: Request, form_hash: Hash | None) -> AsyncGenerator[bytes, None]:
+    """Yield the artifact as it arrives: the body, or with `form_hash`, which hashes the whole body, a form's file."""
+    async with aclosing(timed_chunks(request)) as body:
+        if form_hash is None:
+            async for chunk in body:
+                yield chunk
+            return
+        hashed = _hashed(body, form_hash)
+        async with aclosing(hashed):
+            async for chunk in file_of_form(hashed, request.headers["content-type"]):
+                yield chunk
+
+
+async def _hashed(body: AsyncGenerator[bytes, None], running: Hash) -> AsyncGenerator[bytes, None]:
+    async for chunk in body:
+        running.update(chunk)
+        yield chunk
+
+
+def _check_digest(sealed: SealedUpload, form_hash: Hash | None, expected: str | None) -> None:
+    found = form_hash.hexdigest() if form_hash else sealed.digest
+    if expected is not None and found != expected:
+        raise ArtifactError(f"the upload has SHA-256 {found}, and its {HEADER} is {expected}: send it again")

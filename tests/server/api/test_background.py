@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from deltastore.registry.uploads import Upload
-from server.api.artifacts.uploads import WriteBehind
+from server.api.artifacts.publishing import WriteBehind
 from server.api.background import BackgroundThreads
 from tests.server.helpers.http_app import make_service, settings_of
 

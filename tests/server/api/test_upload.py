@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import socket
@@ -31,11 +30,6 @@ OCTETS = {"Content-Type": "application/octet-stream"}
 
 def send(server: LiveServer, name: str, content: Any, headers: dict[str, str] = OCTETS) -> httpx.Response:
     return server.client.post("/variants", params={"name": name}, content=content, headers=headers)
-
-
-def digest_header(content: bytes) -> dict[str, str]:
-    digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-    return {**OCTETS, "Content-Digest": f"sha-512=:AAAA:, sha-256=:{digest}:"}
 
 
 def partial_files(server: LiveServer) -> list[str]:
@@ -93,24 +87,6 @@ def test_a_version_may_arrive_without_becoming_active(server: LiveServer, artifa
     reply = server.upload("quiet", artifacts.third, activate="false")
     assert (reply.status_code, reply.json()["version"], reply.json()["active"]) == (201, 2, False)
     assert server.generate("quiet", max_new_tokens=1).json()["version"] == 1
-
-
-def test_a_matching_content_digest_is_accepted(server: LiveServer, artifacts: Artifacts) -> None:
-    content = artifacts.plain.read_bytes()
-    assert send(server, "digested", content, digest_header(content)).status_code == 201
-
-
-def test_another_content_digest_is_refused(server: LiveServer, artifacts: Artifacts) -> None:
-    reply = send(server, "corrupted", artifacts.plain.read_bytes(), digest_header(b"other bytes"))
-    assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_artifact")
-    assert is_absent(server, "corrupted")
-
-
-@pytest.mark.parametrize("header", ["sha-256=abc", "sha-256=:abc:", "sha-256=:AAAA:", "md5=:AAAA:", ""])
-def test_a_content_digest_that_cannot_be_read_is_refused(server: LiveServer, header: str) -> None:
-    reply = send(server, "undigested", b"x", {**OCTETS, "Content-Digest": header})
-    error = error_of(reply)
-    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_request", "Content-Digest")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""Publish a stream of bytes as a variant's next version: write, check, publish. Memory use does not grow with it.
+
+The functions stand in the order in which a publication runs through them. The registry owns the files. Knows neither
+HTTP nor the origin of the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import anyio
+
+from deltastore.errors import PeraxisError
+from deltastore.format.header import check_prefix
+from deltastore.registry import Publication
+from deltastore.registry.records import ArtifactFacts
+from deltastore.registry.uploads import SealedUpload, Upload
+from server.api.errors import failure_of
+from server.api.service import Service
+from server.tenants import Tenant
+
+# Bytes that are gathered before a thread writes them.
+WRITE_BYTES = 1 << 20
+# The bytes at the beginning of an artifact that tell it from most other files.
+PREFIX_BYTES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The variant that an artifact becomes a version of."""
+
+    tenant: Tenant
+    name: str
+    activate: bool  # the new version becomes the active one
+
+
+async def counted(service: Service, publishing: Awaitable[Publication]) -> Publication:
+    """Await a publication and count its outcome."""
+    outcomes = service.metrics.uploads_total
+    try:
+        publication = await publishing
+    except BaseException as error:
+        rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500
+        outcomes.labels(result="rejected" if rejected else "failed").inc()
+        raise
+    outcomes.labels(result="created" if publication.created else "duplicate").inc()
+    return publication
+
+
+async def gathered(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the artifact in chunks of `WRITE_BYTES` or more; the last may be less.
+
+    Raises:
+        ArtifactError: its first bytes show that it is none, or that it has more than `max_bytes`.
+    """
+    chunk, is_begun = bytearray(), False
+    async for piece in pieces:
+        chunk += piece
+        if not is_begun and len(chunk) >= PREFIX_BYTES:
+            is_begun = True
+            check_prefix(bytes(chunk[:PREFIX_BYTES]), max_bytes)
+        if len(chunk) >= WRITE_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    if chunk:
+        yield bytes(chunk)
+
+
+@asynccontextmanager
+async def sealed_upload(service: Service, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[SealedUpload]:
+    """Write the chunks to the registry and yield the complete upload. Leaving the block removes it unless published."""
+    async with _open_upload(service) as upload:
+        service.artifact_checks.prepare()
+        async with aclosing(chunks), WriteBehind(service, upload) as writer:
+            async for chunk in chunks:
+                await writer.write(chunk)
+        yield await service.run_in_background(upload.seal)
+
+
+async def check(service: Service, destination: Destination, sealed: SealedUpload) -> ArtifactFacts:
+    """Check that this server can serve an upload; raises as `ArtifactChecks.check` does."""
+    engine = service.engine.facts
+    return await service.artifact_checks.check(
+        destination.tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes
+    )
+
+
+async def publish(
+    service: Service, destination: Destination, sealed: SealedUpload, facts: ArtifactFacts
+) -> Publication:
+    """Publish an upload in one atomic step. A cancelled caller still waits until it has ended."""
+    return await service.run_in_background(
+        service.registry.publish,
+        sealed,
+        facts,
+        tenant=destination.tenant.name,
+        name=destination.name,
+        activate=destination.activate,
+    )
+
+
+def publication_document(publication: Publication) -> dict[str, Any]:
+    """Return the JSON document that a publication is answered with."""
+    record = publication.record
+    return {
+        "name": record.name,
+        "version": record.version,
+        "digest": f"sha256:{record.digest}",
+        "size_bytes": record.size_bytes,
+        "active": publication.active_version == record.version,
+    }
+
+
+@asynccontextmanager
+async def _open_upload(service: Service) -> AsyncIterator[Upload]:
+    """Open the registry's upload and remove its partial file on a thread: unlinking gigabytes takes long."""
+    opened = service.registry.open_upload(service.settings.max_upload_bytes)
+    upload = await service.run_in_background(opened.__enter__)
+    try:
+        yield upload
+    finally:
+        await service.run_in_background(upload.__exit__, None, None, None)
+
+
+class WriteBehind:
+    """Write and hash each chunk on a thread while the next one arrives.
+
+    Leaving the `async with` block waits for the last write, even when the block is cancelled. Afterwards nothing writes
+    to the upload.
+    """
+
+    def __init__(self, service: Service, upload: Upload) -> None:
+        self._service = service
+        self._upload = upload
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> WriteBehind:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writing is None:
+            return
+        with anyio.CancelScope(shield=True):
+            await asyncio.gather(self._writing, return_exceptions=True)
+        if error is None:
+            self._writing.result()
+
+    async def write(self, chunk: bytes) -> None:
+        """Start to write a chunk once the previous one is written; raise the error of the previous write."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        self._writing = asyncio.create_task(self._write(chunk))
+
+    async def _write(self, chunk: bytes) -> None:
+        await self._service.run_in_background(self._upload.write, chunk)
+        self._service.metrics.upload_bytes_total.inc(len(chunk))

@@ -223,3 +223,4 @@ class Residency:
         )
         self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pinned)
         self._metrics.slots(len(self._entries), len(self._pinned), len(self._resident))
+        self._metrics.pinned(self._pinned)

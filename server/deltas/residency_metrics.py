@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Collection
 
 from deltastore.errors import ArtifactError, PeraxisError, VariantNotFound, VariantQuarantined
 from deltastore.loader import LoadReport
@@ -25,6 +26,8 @@ class ResidencyMetrics:
         self._lock = threading.Lock()
         self._labels: dict[tuple[str, str], str] = {}  # of the metrics, by digest and level
         self._counts: Counter[tuple[str, str]] = Counter()  # digests by label and level
+        self._names: dict[tuple[str, str], str] = {}  # of variants, by digest and level
+        self._pinned: frozenset[str] = frozenset()  # digests
 
     def loaded(self, record: VersionRecord, report: LoadReport) -> None:
         """Count a delta that was loaded into its slot."""
@@ -48,6 +51,8 @@ class ResidencyMetrics:
             self._labels[record.digest, level] = label
             self._counts[label, level] += 1
             self._metrics.variant_resident.labels(variant=label, level=level).set(1)
+            self._names[record.digest, level] = record.name
+            self._show_adapters()
 
     def evicted(self, record: VersionRecord, level: str, reason: str) -> None:
         """Count a delta that left a level. Remove its variant's series if no other version of it is there."""
@@ -58,6 +63,15 @@ class ResidencyMetrics:
             if not self._counts[label, level]:
                 del self._counts[label, level]
                 self._metrics.variant_resident.remove(label, level)
+            del self._names[record.digest, level]
+            self._show_adapters()
+
+    def pinned(self, digests: Collection[str]) -> None:
+        """Take note of the pinned deltas."""
+        if self._pinned != digests:
+            with self._lock:
+                self._pinned = frozenset(digests)
+                self._show_adapters()
 
     def slots(self, num_used: int, num_pinned: int, num_resident: int) -> None:
         """Set the gauges of slots."""
@@ -69,3 +83,10 @@ class ResidencyMetrics:
         """Set the gauges of the host cache."""
         self._metrics.variants_resident.labels(level="host").set(num_resident)
         self._metrics.host_cache_bytes.set(num_bytes)
+
+    def _show_adapters(self) -> None:
+        """Show the names of variants in memory, each at its best level, under vLLM's metric."""
+        levels = {name: level for (_, level), name in self._names.items() if level == "host"}
+        levels |= {name: level for (_, level), name in self._names.items() if level == "device"}
+        pinned = {name for (digest, _), name in self._names.items() if digest in self._pinned}
+        self._metrics.vllm.show_adapters(levels, pinned)

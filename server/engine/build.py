@@ -150,6 +150,7 @@ def _report_memory(
         model.max_positions,
     )
     metrics.slots.set(len(slots))
+    metrics.vllm.show_sizes(len(slots), attention.page_tokens, kv_cache.num_pages)
     used = {"slots": len(slots) * slot_bytes, "kv": kv_bytes, "base": model.weight_bytes}
     for kind, num_bytes in used.items():
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)

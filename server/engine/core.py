@@ -81,6 +81,7 @@ class EngineCore:
         state = RequestState(request, on_event, lookup, submitted_at)
         self._requests[request.id] = state
         self._waiting.add(state)
+        self._telemetry.waits(request)
         self._telemetry.delta_lookup(request, lookup)
         if request.record is not None:
             self._residency.retain(request.record)
@@ -185,6 +186,7 @@ class EngineCore:
             if state.started_at is None:
                 state.started_at = began
                 self._waiting.remove(state)
+                self._telemetry.runs(state.request)
         for computed, logits in self._forward(batch) if batch else ():
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
@@ -336,6 +338,7 @@ class EngineCore:
         del self._requests[state.request.id]
         if state.request.digest is not None:
             self._residency.forget(state.request.digest)
+        self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
 

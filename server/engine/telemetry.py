@@ -25,6 +25,9 @@ class Telemetry:
         self._num_waiting_for_capacity = by_reason.labels(reason="capacity")
         # Tokens that are not counted yet, by kind, the request's tenant, and the variant's tenant and name.
         self._num_tokens: Counter[tuple[str, str, str, str | None]] = Counter()
+        # Requests of each variant's name that wait, and those that run.
+        self._waiting: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
 
     def rejected(self, request: Request, error: PeraxisError) -> None:
         """Count a request that was not admitted."""
@@ -34,6 +37,25 @@ class Telemetry:
         """Count where a request's delta was when the engine took it in: device, host or disk."""
         if request.record is not None:
             self._metrics.variant_lookups_total.labels(result=lookup).inc()
+
+    def waits(self, request: Request) -> None:
+        """Take note of an admitted request."""
+        if request.name is not None:
+            self._waiting[request.name] += 1
+            self._show_variants()
+
+    def runs(self, request: Request) -> None:
+        """Take note that a waiting request has its first step."""
+        if request.name is not None:
+            _subtract_one(self._waiting, request.name)
+            self._running[request.name] += 1
+            self._show_variants()
+
+    def ended(self, request: Request, *, has_run: bool) -> None:
+        """Take note that a request is over."""
+        if request.name is not None:
+            _subtract_one(self._running if has_run else self._waiting, request.name)
+            self._show_variants()
 
     def queues(self, num_running: int, num_waiting: int, num_loading: int) -> None:
         """Set the numbers of requests; `num_loading` of the waiting ones wait for their delta."""
@@ -80,6 +102,9 @@ class Telemetry:
         self._count_tokens()
         self._metrics.finished(_owner_of(request), request.name, reason, total_s)
 
+    def _show_variants(self) -> None:
+        self._metrics.vllm.show_requests(self._running, self._waiting)
+
     def _count_tokens(self) -> None:
         metrics = self._metrics
         for (kind, tenant, owner, name), number in self._num_tokens.items():
@@ -93,3 +118,9 @@ class Telemetry:
 def _owner_of(request: Request) -> str:
     """Return the tenant whose variant the request uses, which may be public; the request's own for the base."""
     return request.tenant if request.record is None else request.record.tenant
+
+
+def _subtract_one(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -20,6 +20,7 @@ from server.metrics.labels import (
     WAIT_REASONS,
 )
 from server.metrics.requests import RequestMetrics
+from server.metrics.vllm_names import VllmMetrics
 
 
 class EngineMetrics(RequestMetrics):
@@ -32,6 +33,7 @@ class EngineMetrics(RequestMetrics):
         self._define_requests()
         self._define_tokens()
         self._define_steps()
+        self.vllm = VllmMetrics(registry)
 
     def forget_variants(self, labels: Iterable[str]) -> None:
         """Remove the series of deleted variants, so that other variants can have a label. Takes 40 µs per label."""

@@ -17,6 +17,7 @@ from server.metrics.aggregator import Aggregator
 from server.metrics.labels import variant_label
 from server.metrics.service import service_families
 from server.metrics.snapshot import Family, Series, Snapshot
+from server.metrics.vllm_names import vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -45,7 +46,7 @@ def scrape(aggregator: Aggregator, registry: Registry, *, is_ready: bool) -> Scr
     aggregator.forget_variants(deleted)
     service = service_families(usage, variants, labels, is_ready=is_ready)
     families = aggregator.merged(without_variants=deleted).families
-    return Scrape(render(Snapshot((*families, *service))), deleted)
+    return Scrape(render(Snapshot((*families, *vllm_families(families), *service))), deleted)
 
 
 def render(snapshot: Snapshot) -> bytes:

@@ -256,6 +256,29 @@ def test_metrics_show_which_deltas_are_at_which_level(harness: ResidencyHarness)
     assert harness.metric("host_cache_bytes") == 2 * 24576
 
 
+def loaded_adapters(harness: ResidencyHarness) -> set[tuple[str, str, str]]:
+    """Return the name, level and pin of each adapter under vLLM's metric."""
+    return {
+        (sample.labels["adapter_name"], sample.labels["level"], sample.labels["pinned"])
+        for family in harness.metrics.collect()
+        if family.name == "vllm:lora_adapter_loaded"
+        for sample in family.samples
+    }
+
+
+def test_routers_see_each_adapter_in_memory_once_at_its_best_level(harness: ResidencyHarness) -> None:
+    records = [harness.publish(f"v{seed}", seed) for seed in range(4)]
+    for record in records:
+        harness.load(record)
+    harness.residency.pin(records[1].digest)
+    on_gpu = {("v2", "gpu", "false"), ("v3", "gpu", "false")}
+    assert loaded_adapters(harness) == {("v0", "cpu", "false"), ("v1", "gpu", "true"), *on_gpu}
+    harness.residency.unpin(records[1].digest)
+    for record in records[:2]:
+        harness.residency.evict(record.digest, "unload")
+    assert loaded_adapters(harness) == on_gpu
+
+
 def test_closing_lets_the_running_load_end_and_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tokens are counted by tenant and variant when a step or a request ends."""
+"""Tokens are counted when a step or a request ends; variants with requests are shown under vLLM's metric."""
 
 from __future__ import annotations
 
@@ -68,3 +68,34 @@ def test_tokens_are_counted_before_their_request_is_answered(
     assert counts(registry) == [2, 0, 2, 2]
     label = {"variant": "owner/v", "finish_reason": "stop"}
     assert registry.get_sample_value("peraxis_variant_requests_total", label) == 1
+
+
+def adapters_with_requests(registry: CollectorRegistry) -> list[tuple[str, str]]:
+    """Return the labels of running and of waiting adapters, a pair per series."""
+    return [
+        (sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"])
+        for family in registry.collect()
+        if family.name == "vllm:lora_requests_info"
+        for sample in family.samples
+    ]
+
+
+def test_a_variant_is_shown_as_waiting_then_running_until_its_last_request_ends(
+    telemetry: Telemetry, registry: CollectorRegistry
+) -> None:
+    for _ in range(2):
+        telemetry.waits(ON_VARIANT)
+    assert adapters_with_requests(registry) == [("", "v")]
+    telemetry.runs(ON_VARIANT)
+    assert adapters_with_requests(registry) == [("v", "v")]
+    telemetry.ended(ON_VARIANT, has_run=False)
+    assert adapters_with_requests(registry) == [("v", "")]
+    telemetry.ended(ON_VARIANT, has_run=True)
+    assert adapters_with_requests(registry) == [("", "")]
+
+
+def test_the_base_is_no_adapter(telemetry: Telemetry, registry: CollectorRegistry) -> None:
+    telemetry.waits(ON_BASE)
+    telemetry.runs(ON_BASE)
+    telemetry.ended(ON_BASE, has_run=True)
+    assert adapters_with_requests(registry) == []

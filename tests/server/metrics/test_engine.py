@@ -10,6 +10,7 @@ from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.labels import FINISH_REASONS, MAX_LABEL_VALUES
 from server.metrics.snapshot import take_snapshot
+from server.metrics.vllm_names import VLLM_PREFIX
 
 
 @pytest.fixture
@@ -27,7 +28,11 @@ def test_an_attribute_has_its_metrics_name(kind: type[MetricSet]) -> None:
     metrics = kind(CollectorRegistry())
     for family in take_snapshot(metrics.registry).families:
         name = family.name.removeprefix(PREFIX)
-        assert hasattr(metrics, f"{name}_total" if family.type == "counter" else name)
+        if name.startswith(VLLM_PREFIX):
+            assert isinstance(metrics, EngineMetrics)
+            assert hasattr(metrics.vllm, name.removeprefix(VLLM_PREFIX))
+        else:
+            assert hasattr(metrics, f"{name}_total" if family.type == "counter" else name)
 
 
 def test_latency_buckets_include_the_slo_bounds() -> None:

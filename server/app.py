@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from server.api import bodies, errors, generate, health, models, variants
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
+from server.api.openai import completions
 from server.api.service import Service
 from server.frontend.web_server import WebServer, make_connections
 
@@ -18,7 +19,7 @@ from server.frontend.web_server import WebServer, make_connections
 def create_app(service: Service) -> FastAPI:
     """Return the application of the public port."""
     app = _application(service)
-    for module in (generate, variants, models, health):
+    for module in (generate, completions, variants, models, health):
         app.include_router(module.router)
     if service.settings.admin_port is None:
         app.include_router(health.metrics_router)

@@ -27,6 +27,7 @@ JSON_S = 120.0
 SLOW_S = 30.0
 SLOW_BYTES = 120 << 10
 
+MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
@@ -149,6 +150,8 @@ def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
         ) from error
     except UnicodeDecodeError as error:
         raise InvalidRequest("the body is not in UTF-8: encode it so") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply: send a flatter one") from error
 
 
 def invalid(message: str) -> InvalidRequest:
@@ -159,6 +162,9 @@ def invalid(message: str) -> InvalidRequest:
             f"{shown(name)}{f' in {path}' if path else ''} is not a field of this call: remove it",
             _first_name(path) or name[:80],
         )
+    if missing := MISSING_FIELD.fullmatch(message):
+        name, path = missing[1], missing[2] or ""
+        return InvalidRequest(f"{path}{path and '.'}{name} is missing: give it", _first_name(path) or name)
     if located := AT.fullmatch(message):
         return InvalidRequest(f"{located[2]}: {located[1]}", _first_name(located[2]))
     return InvalidRequest(message)

@@ -29,4 +29,9 @@ def encode(document: Any) -> bytes:
 
 def server_sent_event(name: str, document: Any) -> bytes:
     """Return one server-sent event with a JSON document."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode(document))
+    return b"event: %s\n%s" % (name.encode(), unnamed_event(document))
+
+
+def unnamed_event(document: Any) -> bytes:
+    """Return one server-sent event that has a JSON document and no name, as those of OpenAI's API."""
+    return b"data: %s\n\n" % encode(document)

@@ -26,7 +26,13 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=0, le=10_000_000)]
+MinProbability = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+NumSequences = Annotated[int, Meta(ge=1, le=128)]
 
 
 class Query(BaseModel):
@@ -61,15 +67,15 @@ class GenerateBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    top_k: TopK | None = None
+    min_p: MinProbability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     stop: StopString | StopStrings | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    logprobs: NumLogprobs | None = None
+    n: NumSequences = 1
     stream: bool = False
 
     def __post_init__(self) -> None:
@@ -82,10 +88,15 @@ class GenerateBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given."""
-        given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
-        if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        return given
+        return sampling_of(self, SAMPLING_FIELDS, self.stop)
+
+
+def sampling_of(body: Struct, names: tuple[str, ...], stop: str | list[str] | None) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that a body sets: those of `names`, and stop strings."""
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if stop is not None:
+        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return given
 
 
 class ActivateBody(Struct, frozen=True, forbid_unknown_fields=True):

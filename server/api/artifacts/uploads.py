@@ -22,7 +22,7 @@ from server.api.artifacts.content_digest import HEADER, expected_sha256
 from server.api.artifacts.multipart import file_of_form
 from server.api.artifacts.publishing import Destination, check, counted, gathered, publish, sealed_upload
 from server.api.bodies import media_type_of, timed_chunks
-from server.api.request_events import while_connected
+from server.api.outputs.request_events import while_connected
 from server.api.service import Service
 from server.errors import InvalidRequest, QueueFull
 from server.tenants import Tenant

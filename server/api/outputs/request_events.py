@@ -1,4 +1,4 @@
-"""The events of a submitted request on the event loop; leaving early cancels the request."""
+"""The events of submitted requests on the event loop; leaving early cancels the requests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import TypeVar
 
 import fastapi
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from server.errors import EngineRestarted, RequestTimeout
 from server.frontend.engine_client import EngineClient
 from server.metrics.frontend import FrontendMetrics
-from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.events import ErrorEvent, Event, TokenEvent
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
@@ -29,25 +30,30 @@ T = TypeVar("T")
 
 
 class RequestEvents:
-    """One request, to be submitted under `request_id`, and its events. Event loop only.
+    """The engine's requests of one HTTP request, and their events. Event loop only.
 
-    Always call `cancel` last; it does nothing after the end.
+    A request that fails ends the others. Always call `cancel` last; it does nothing after the end.
     """
 
     def __init__(self, engine: EngineClient, metrics: FrontendMetrics, http_request_id: str) -> None:
-        # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
-        self.request_id = f"{http_request_id}-{secrets.token_hex(8)}"
+        self._http_request_id = http_request_id
         self._engine = engine
         self._metrics = metrics
-        self._events: list[Event] = []
+        self._request_ids: list[str] = []
+        self._events: list[tuple[int, Event]] = []
         self._arrived = asyncio.Event()
         self._num_unread = 0
-        self._ended = False
+
+    def new_request_id(self) -> str:
+        """Return the id of one more request."""
+        # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
+        return f"{self._http_request_id}-{secrets.token_hex(8)}"
 
     def submit(self, request: Request) -> None:
-        """Submit the request; raises what `EngineClient.submit` does."""
-        self._engine.submit(request, self._on_event)
-        self._request, self._submitted_at = request, time.monotonic()
+        """Submit a request; raises what `EngineClient.submit` does."""
+        on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
+        self._engine.submit(request, on_event)
+        self._request_ids.append(request.id)
         log.debug(
             "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
             request.id,
@@ -58,46 +64,50 @@ class RequestEvents:
             request.sampling_params.max_new_tokens,
         )
 
-    async def take(self) -> list[Event]:
-        """Wait for events and return all that have come, none of them an ErrorEvent; raise the error of one."""
+    async def take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all that have come, none of them an ErrorEvent; raise the error of one.
+
+        Each stands behind the number of its request, in order of submission.
+        """
         await self._arrived.wait()
         events, self._events = self._events, []
         self._arrived.clear()
         self._num_unread = 0
-        if isinstance(events[-1], ErrorEvent):
-            raise events[-1].error
+        _, last = events[-1]
+        if isinstance(last, ErrorEvent):
+            raise last.error
         return events
 
-    def stop_sequence(self, index: int) -> None:
-        """End one sequence, whose text holds a stop string."""
-        self._engine.stop_sequence(self.request_id, index)
+    def stop_sequence(self, number: int, index: int) -> None:
+        """End one sequence of a request, whose text holds a stop string."""
+        self._engine.stop_sequence(self._request_ids[number], index)
 
     def cancel(self) -> None:
-        """Stop the engine's work for this request; no effect after its end or if it was not submitted."""
-        if not self._ended:
-            self._engine.cancel(self.request_id)
+        """Stop the engine's work for the requests; no effect on those that have ended."""
+        for request_id in self._request_ids:
+            self._engine.cancel(request_id)
 
-    def _on_event(self, event: Event) -> None:
+    def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
         if isinstance(event, TokenEvent):
             self._num_unread += 1 + len(event.top)
             if self._num_unread > MAX_UNREAD:
-                self.cancel()
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
-        self._ended = isinstance(event, DoneEvent | ErrorEvent)
-        if isinstance(event, ErrorEvent) and isinstance(event.error, EngineRestarted):
-            self._count_as_lost()
-        self._events.append(event)
+        if isinstance(event, ErrorEvent):
+            if isinstance(event.error, EngineRestarted):
+                self._count_as_lost(request, submitted_at)
+            # No event follows, so that an error is the last one.
+            self.cancel()
+        self._events.append((number, event))
         self._arrived.set()
 
-    def _count_as_lost(self) -> None:
-        """Count the request, which its engine cannot count any more."""
-        request = self._request
+    def _count_as_lost(self, request: Request, submitted_at: float) -> None:
+        """Count a request that its engine cannot count any more."""
         owner = request.tenant if request.record is None else request.record.tenant
-        self._metrics.finished(owner, request.name, "error", time.monotonic() - self._submitted_at)
+        self._metrics.finished(owner, request.name, "error", time.monotonic() - submitted_at)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a request; cancels it when the client disconnects, even before the first byte."""
+    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte."""
 
     def __init__(self, events: RequestEvents, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         super().__init__(content, headers=headers, media_type="text/event-stream")

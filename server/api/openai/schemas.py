@@ -1,0 +1,187 @@
+"""Bodies of OpenAI's API. Fields that the API lacks are ignored, as OpenAI's clients expect. Knows no HTTP.
+
+A field of the API that would change the output and that this server lacks is refused by name, unless its value asks
+for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from server.api.schemas import (
+    MAX_MESSAGES,
+    MinProbability,
+    NumLogprobs,
+    NumSequences,
+    Probability,
+    RepetitionPenalty,
+    Role,
+    StopString,
+    StopStrings,
+    Temperature,
+    TopK,
+    sampling_of,
+)
+from server.errors import InvalidRequest
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
+# Values of refused fields that ask for nothing.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=200)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+NumTokens = Annotated[int, Meta(ge=0, le=10_000_000)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(Struct, frozen=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class OpenAIBody(Struct, frozen=True, kw_only=True):
+    """Fields that both routes have. Those of `SAMPLING_FIELDS` take the variant's defaults if they are not given.
+
+    `top_k`, `min_p` and `repetition_penalty` are vLLM's.
+    """
+
+    model: ModelName
+    max_tokens: NumTokens | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: MinProbability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    n: NumSequences | None = None
+    stop: StopString | StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+
+    def __post_init__(self) -> None:
+        for name, neutral in NEUTRAL.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in neutral:
+                raise InvalidRequest(f"{name} is not supported by this server: leave it out", name)
+
+    @property
+    def includes_usage(self) -> bool:
+        """True if a stream ends with the number of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of `SamplingParams` that were given, without lengths and log-probabilities."""
+        return sampling_of(self, SAMPLING_FIELDS, self.stop)
+
+
+class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
+    """The body of `POST /v1/completions`."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    best_of: Any = None
+    suffix: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of is not supported by this server: leave it out", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens must be at least 1 without echo", "max_tokens")
+        if isinstance(self.prompt, list) and len(set(map(type, self.prompt))) != 1:
+            raise InvalidRequest(
+                "prompt must be a text, a list of texts, a list of token ids or a list of such lists, and not empty",
+                "prompt",
+            )
+
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Return each prompt as a text or as token ids."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return (prompt,)
+        prompts: Sequence[str | Sequence[int]] = prompt
+        return prompts
+
+
+class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
+    """One part of a message's content."""
+
+    text: str
+
+
+class ChatMessage(Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: Role
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+    def __post_init__(self) -> None:
+        if self.tool_calls or self.function_call:
+            raise InvalidRequest("tool calls in messages are not supported by this server", "messages")
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it. Parts of its content are lines, as in vLLM."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+
+
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.num_new_tokens == 0:
+            raise InvalidRequest(f"{self.length_field} must be at least 1", self.length_field)
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def length_field(self) -> str:
+        """The client's field of `num_new_tokens`; `max_completion_tokens` replaced `max_tokens` in OpenAI's API."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -1,0 +1,128 @@
+"""Answer a call, whole or as server-sent events. Each route that generates gives its own JSON.
+
+Owns the life of a call between its parsed body and its last byte. Knows no field of any reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import fastapi
+from fastapi.responses import Response
+
+from deltastore.errors import PeraxisError
+from server.api.errors import error_body, http_request_id_of
+from server.api.json_replies import JsonReply
+from server.api.outputs.request_events import EventStream, RequestEvents, while_connected
+from server.api.outputs.text_outputs import SequenceEnd, TextToken
+from server.api.service import Service
+from server.api.submission import MAX_LOGPROBS, GenerationCall, Submission, submit
+from server.errors import InvalidRequest
+from server.protocol.events import FinishReason
+
+
+@dataclass(slots=True)
+class WholeSequence:
+    """One sequence of a whole reply, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TextToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class ReplyFormat(Protocol):
+    """The JSON of one route's reply to one call."""
+
+    def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
+        """Return the document of a whole reply."""
+
+    def begin(self) -> bytes:
+        """Return the server-sent events before the first output, which is at hand."""
+
+    def part(self, output: TextToken | SequenceEnd) -> bytes:
+        """Return the events of one output; none for text that is held back."""
+
+    def end(self) -> bytes:
+        """Return the last events of a stream whose sequences have all ended."""
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """Return the last events of a stream that failed.
+
+        Args:
+            error: the document that the error has as a reply of its own.
+        """
+
+
+async def answer(
+    request: fastapi.Request,
+    service: Service,
+    call: GenerationCall,
+    format_of: Callable[[Submission], ReplyFormat],
+) -> Response:
+    """Submit a call and answer it. The engine's work ends when the client leaves.
+
+    Raises:
+        PeraxisError: as `submit` does, or because a request failed before the first byte of its reply.
+    """
+    http_request_id = http_request_id_of(request)
+    events = RequestEvents(service.engine, service.metrics, http_request_id)
+    try:
+        submission = await while_connected(request, submit(service, call, events))
+        replies = format_of(submission)
+        if not call.stream:
+            sequences = await while_connected(request, _gather(submission))
+            return JsonReply(replies.whole(sequences), headers=submission.headers())
+        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
+        first = await while_connected(request, submission.outputs.take())
+    except BaseException:
+        events.cancel()
+        raise
+    content = _stream(submission, replies, first, http_request_id)
+    headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return EventStream(events, content, headers)
+
+
+async def _gather(submission: Submission) -> list[WholeSequence]:
+    """Return all sequences, once they have ended.
+
+    Raises:
+        InvalidRequest: the reply would hold too many log-probabilities.
+    """
+    outputs = submission.outputs
+    num_sequences = len(submission.requests) * submission.sampling_params.n
+    sequences = [WholeSequence() for _ in range(num_sequences)]
+    num_logprobs = 0
+    while taken := await outputs.take():
+        for output in taken:
+            sequence = sequences[output.index]
+            sequence.texts.append(output.text)
+            if isinstance(output, SequenceEnd):
+                sequence.finish_reason = output.reason
+            else:
+                sequence.tokens.append(output)
+                num_logprobs += 0 if output.scored is None else 1 + len(output.top)
+        if num_logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"the reply holds more than {MAX_LOGPROBS} log-probabilities: stream it, or ask for fewer",
+                "logprobs",
+            )
+    return sequences
+
+
+async def _stream(
+    submission: Submission, replies: ReplyFormat, first: list[TextToken | SequenceEnd], http_request_id: str
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a call. What came at once leaves at once."""
+    try:
+        yield replies.begin() + b"".join(map(replies.part, first))
+        while taken := await submission.outputs.take():
+            yield b"".join(map(replies.part, taken))
+        yield replies.end()
+    except PeraxisError as error:
+        yield replies.failed(error_body(error, http_request_id))

@@ -1,0 +1,214 @@
+"""Submit a call to the engine: resolve its version, tokenize its prompts, choose its sampling parameters.
+
+Every route that generates tokens goes through here. Knows no route's JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.api.outputs.request_events import RequestEvents
+from server.api.outputs.text_outputs import TextOutputs
+from server.api.schemas import BASE, Reference
+from server.api.service import Service
+from server.errors import InvalidRequest
+from server.protocol.request import Request
+from server.protocol.sampling_params import SamplingParams
+from server.tenants import Tenant
+from server.text.variant_text import VariantText
+
+# Of one call. Each sequence has state in three processes, and all of them are answered together.
+MAX_SEQUENCES = 1024
+# Log-probabilities that one reply may hold, those of the likeliest tokens included: about 300 MB in memory.
+MAX_LOGPROBS = 1 << 20
+# Of all prompts that one reply repeats.
+MAX_ECHO_CHARS = 16 << 20
+DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the variant's chat template."""
+
+    messages: list[dict[str, Any]]
+
+
+Prompt = str | Sequence[int] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """A call of a route that generates, in terms that all of them share.
+
+    Args:
+        sampling: fields of `SamplingParams` that the client set; others take the variant's defaults.
+        default_new_tokens: most new tokens when neither the client nor the variant's generation config sets them;
+            None is as many as fit.
+        length_field: the route's name of `max_new_tokens`, for errors.
+        echo: the reply repeats the prompts.
+    """
+
+    tenant: Tenant
+    reference: Reference
+    prompts: Sequence[Prompt]
+    sampling: Mapping[str, Any]
+    stream: bool
+    default_new_tokens: int | None = DEFAULT_NEW_TOKENS
+    length_field: str = "max_new_tokens"
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """The requests of a call in the engine, one per prompt in its order, and their text."""
+
+    requests: Sequence[Request]
+    outputs: TextOutputs
+    echoes: Sequence[str]  # the text of each prompt, if the reply repeats it
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Those of the first request; others differ in `max_new_tokens` alone."""
+        return self.requests[0].sampling_params
+
+    @property
+    def record(self) -> VersionRecord | None:
+        """The version that answers; None is the base."""
+        return self.requests[0].record
+
+    @property
+    def variant(self) -> str:
+        """The variant's name as the client wrote it, without a version."""
+        return self.requests[0].name or BASE
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that name the version; the base has no version and no digest."""
+        return version_headers(self.variant, self.record)
+
+
+async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
+    """Resolve the version, tokenize every prompt, then submit a request for each.
+
+    Raises:
+        Draining, QueueFull, EngineRestarted: the server does not admit requests now.
+        VariantNotFound, VariantQuarantined: the version cannot be served.
+        InvalidRequest: the call has too many sequences, or a prompt is too long or cannot be tokenized.
+    """
+    with _counting_refusals(service, call.tenant):
+        service.check_ready()
+        _check_number(call, service.settings.max_queue)
+    record = await resolved(service, call.tenant, call.reference)
+    with _counting_refusals(service, call.tenant):
+        text = await service.text.of(record, call.tenant.name)
+        max_tokens = service.engine.facts.max_model_len
+        requests, echoes = [], []
+        for prompt in call.prompts:
+            # Short prompts are tokenized on the event loop, which others need between them.
+            await asyncio.sleep(0)
+            ids = await _encoded(text, prompt, max_tokens)
+            params = _sampling_params(call, text, len(ids), max_tokens)
+            id_, name = events.new_request_id(), call.reference.name
+            requests.append(Request(id_, call.tenant.name, name, record, ids, text.num_embeddings, params))
+            if call.echo:
+                echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
+        _check_echoes(requests, echoes)
+        for request in requests:
+            events.submit(request)
+    return Submission(requests, TextOutputs(events, requests, text), echoes)
+
+
+async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:
+    """Return the version that a client names, or None for the base; raises VariantNotFound."""
+    if reference.name is None:
+        return None
+    return await run_in_threadpool(service.registry.resolve, tenant.name, reference.name, reference.version)
+
+
+def version_headers(variant: str, record: VersionRecord | None) -> dict[str, str]:
+    """Return the headers that name a version."""
+    headers = {"X-Peraxis-Variant": variant}
+    if record is not None:
+        headers |= {"X-Peraxis-Version": str(record.version), "X-Peraxis-Digest": f"sha256:{record.digest}"}
+    return headers
+
+
+@contextmanager
+def _counting_refusals(service: Service, tenant: Tenant) -> Iterator[None]:
+    """Count a call that is refused inside the block."""
+    try:
+        yield
+    except PeraxisError as error:
+        service.metrics.rejected(tenant.name, error)
+        raise
+
+
+def _check_number(call: GenerationCall, max_prompts: int) -> None:
+    """Refuse a call of so many requests that the engine's queue could never hold them."""
+    num_prompts, n = len(call.prompts), call.sampling.get("n", 1)
+    if num_prompts > max_prompts or num_prompts * n > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"the call has {num_prompts} prompts with {n} sequences each, more than the {max_prompts} prompts and "
+            f"{MAX_SEQUENCES} sequences of one call: send several calls",
+            "prompt",
+        )
+
+
+def _check_echoes(requests: Sequence[Request], echoes: Sequence[str]) -> None:
+    """Refuse a call whose prompts alone would make its reply too large."""
+    params = requests[0].sampling_params
+    if params.prompt_logprobs is not None:
+        num_tokens = params.n * sum(len(request.prompt_ids) for request in requests)
+        if num_tokens * (1 + params.prompt_logprobs) > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"the reply would hold more than {MAX_LOGPROBS} log-probabilities: send fewer prompts",
+                "logprobs",
+            )
+    if params.n * sum(map(len, echoes)) > MAX_ECHO_CHARS:
+        raise InvalidRequest(
+            f"the reply would repeat more than {MAX_ECHO_CHARS} characters: send fewer prompts", "echo"
+        )
+
+
+async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(await text.encode(prompt, max_tokens))
+    if isinstance(prompt, Conversation):
+        return tuple(await text.render_chat(prompt.messages, max_tokens))
+    if len(prompt) > max_tokens:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, more than the {max_tokens} that fit: shorten it", "prompt"
+        )
+    return tuple(prompt)
+
+
+def _sampling_params(
+    call: GenerationCall, text: VariantText, num_prompt: int, max_tokens: int
+) -> SamplingParams:
+    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits.
+
+    Raises:
+        InvalidRequest: the prompt and the new tokens that the call asks for do not fit.
+    """
+    num_new, num_left = call.sampling.get("max_new_tokens"), max_tokens - num_prompt
+    if num_new is not None and num_new > num_left:
+        raise InvalidRequest(
+            f"{num_prompt} prompt tokens and {num_new} new ones are {num_prompt + num_new}, more than the "
+            f"{max_tokens} that fit: shorten the prompt or lower {call.length_field}",
+            call.length_field if num_left > 0 else "prompt",
+        )
+    defaults = dict(text.generation_defaults)
+    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or num_left
+    defaults["max_new_tokens"] = max(1, min(default_new, num_left))
+    return SamplingParams(**{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids)

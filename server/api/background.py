@@ -10,17 +10,22 @@ from typing import ParamSpec, TypeVar
 
 import anyio
 
-from deltastore.thread_priority import lower_thread_priority
+from deltastore.thread_priority import NICENESS, lower_thread_priority
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class BackgroundThreads:
-    """A number of threads that computing threads of the process and of its neighbours have priority over."""
+    """A number of threads that computing threads of the process and of its neighbours have priority over.
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, name, initializer=lower_thread_priority)
+    Args:
+        niceness: of the threads, above that of the process.
+    """
+
+    def __init__(self, num_threads: int, name: str, niceness: int = NICENESS) -> None:
+        lower = partial(lower_thread_priority, niceness)
+        self._threads = ThreadPoolExecutor(num_threads, name, initializer=lower)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function on one of the threads. A cancelled caller still waits until it has ended."""

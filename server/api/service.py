@@ -18,6 +18,7 @@ from fastapi import Depends, Request
 from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
+from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
 from server.api.background import BackgroundThreads
 from server.errors import Draining, QueueFull
@@ -66,7 +67,7 @@ class Service:
         self.draining = False
         self.downloads = BackgroundThreads(DOWNLOAD_THREADS, "download")
         self._exposition = exposition
-        self._background = BackgroundThreads(UPLOAD_THREADS, "upload")
+        self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
         self._text: TextService | None = None
         self._warming: asyncio.Task[None] | None = None

@@ -40,6 +40,8 @@ NEW_TOKENS = 200
 READY_S = 60.0
 # Between a ready server and the next kill, at most.
 MAX_PAUSE_S = 1.0
+POLL_S = 0.1
+REFUSED_S = 0.5  # until a client whose stream was lost asks again
 # Connections that are asked, so that every HTTP process is.
 NUM_ASKED = 8
 
@@ -96,12 +98,17 @@ def measure(directory: Path, num_kills: int, chance: random.Random) -> Outcome:
     command = serve_command(base, directory / "registry", "--http-workers", 2, "--max-restarts", 1000)
     environment = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
     shared_before = set(os.listdir("/dev/shm"))
-    with serving(command, environment) as server:
+    # Each request has a connection of its own, so that every HTTP process is asked.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with (
+        serving(command, environment) as server,
+        httpx.Client(base_url=server.url, timeout=CALL_S, limits=limits) as client,
+    ):
         expected = expected_texts(server)
-        with under_load(server, expected, found):
+        with under_load(client, expected, found):
             for _ in range(num_kills):
                 time.sleep(chance.random() * MAX_PAUSE_S)
-                kill_one(server, found, chance)
+                kill_one(server, client, found, chance)
         descendants = psutil.Process(server.process.pid).children(recursive=True)
     found.leaked += [name for each in descendants if (name := part_name(each))]
     found.leaked += sorted(set(os.listdir("/dev/shm")) - shared_before)
@@ -116,22 +123,22 @@ def expected_texts(server: Server) -> dict[str, str]:
 
 
 @contextmanager
-def under_load(server: Server, expected: dict[str, str], found: Outcome) -> Iterator[None]:
+def under_load(client: httpx.Client, expected: dict[str, str], found: Outcome) -> Iterator[None]:
     """Keep `NUM_CLIENTS` streams running within the block."""
     stopped, lock = threading.Event(), threading.Lock()
 
-    def client(number: int) -> None:
+    def ask(number: int) -> None:
         chance = random.Random(number)
         while not stopped.is_set():
             prompt = chance.choice(sorted(expected))
-            outcome = stream_outcome(server.url, prompt, expected[prompt])
+            outcome = stream_outcome(client, prompt, expected[prompt])
             with lock:
                 found.streams[outcome] += 1
             if outcome not in ("identical", "differing"):
-                time.sleep(0.1)
+                time.sleep(REFUSED_S)
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        running = [pool.submit(client, number) for number in range(NUM_CLIENTS)]
+        running = [pool.submit(ask, number) for number in range(NUM_CLIENTS)]
         try:
             yield
         finally:
@@ -140,13 +147,13 @@ def under_load(server: Server, expected: dict[str, str], found: Outcome) -> Iter
         each.result()
 
 
-def stream_outcome(url: str, prompt: str, expected: str) -> str:
+def stream_outcome(client: httpx.Client, prompt: str, expected: str) -> str:
     """Stream one answer and compare it."""
     body = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "temperature": 0, "stream": True}
     texts: list[str] = []
     event = ""
     try:
-        with httpx.stream("POST", f"{url}/generate", json=body, timeout=CALL_S) as reply:
+        with client.stream("POST", "/generate", json=body) as reply:
             if reply.is_error:
                 return f"refused with {reply.status_code}"
             for line in reply.iter_lines():
@@ -163,7 +170,7 @@ def stream_outcome(url: str, prompt: str, expected: str) -> str:
     return "identical" if event == "done" and "".join(texts) == expected else "differing"
 
 
-def kill_one(server: Server, found: Outcome, chance: random.Random) -> None:
+def kill_one(server: Server, client: httpx.Client, found: Outcome, chance: random.Random) -> None:
     """Kill a random process and wait until the server is ready again.
 
     Raises:
@@ -180,10 +187,10 @@ def kill_one(server: Server, found: Outcome, chance: random.Random) -> None:
     while killed.is_running() and killed.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     num_before = len(alive)
-    while not is_ready(server, part, num_before):
+    while not is_ready(server, client, part, num_before):
         if time.perf_counter() - start > READY_S:
             raise RuntimeError(f"the server is not ready {READY_S:g} s after a kill of {part}")
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     found.ready_s[part].append(time.perf_counter() - start)
 
 
@@ -197,12 +204,12 @@ def part_name(process: psutil.Process) -> str:
     return ""
 
 
-def is_ready(server: Server, part: str, num_processes: int) -> bool:
+def is_ready(server: Server, client: httpx.Client, part: str, num_processes: int) -> bool:
     """Return whether every HTTP process is ready; workers are started again only when they are needed."""
     if part != "workers" and [part_name(each) for each in descendants_of(server)].count(part) < num_processes:
         return False
     try:
-        return all(httpx.get(f"{server.url}/ready").status_code == 200 for _ in range(NUM_ASKED))
+        return all(client.get("/ready").status_code == 200 for _ in range(NUM_ASKED))
     except httpx.TransportError:
         return False
 

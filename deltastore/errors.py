@@ -71,6 +71,10 @@ class VariantNotFound(PeraxisError):
     """No such variant or version exists, or the caller may not use it."""
 
 
+class PublicNameTaken(PeraxisError):
+    """A variant cannot become public, because another tenant's public variant has its name."""
+
+
 class VariantQuarantined(PeraxisError):
     """The version's stored object was found corrupt and is not served."""
 

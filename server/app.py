@@ -6,9 +6,9 @@ import asyncio
 import socket
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
-from server.api import bodies, errors, generate, health, models, variants
+from server.api import access, bodies, errors, generate, health, keys, models, variants
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.openai import completions
@@ -22,14 +22,14 @@ def create_app(service: Service) -> FastAPI:
     for module in (generate, completions, variants, models, health):
         app.include_router(module.router)
     if service.settings.admin_port is None:
-        app.include_router(health.metrics_router)
+        _include_administration(app)
     return app
 
 
 def create_admin_app(service: Service) -> FastAPI:
-    """Return the application of the admin port, which serves only `/metrics`."""
+    """Return the application of the admin port, which serves only `/metrics` and `/keys`."""
     app = _application(service)
-    app.include_router(health.metrics_router)
+    _include_administration(app)
     return app
 
 
@@ -55,6 +55,11 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
     await asyncio.gather(*serving)
 
 
+def _include_administration(app: FastAPI) -> None:
+    for router in (health.metrics_router, keys.router):
+        app.include_router(router)
+
+
 def _application(service: Service) -> FastAPI:
     # A redirect to a path without its last slash would make a client send an upload twice.
     # FastAPI's documentation pages load their assets from a CDN.
@@ -64,6 +69,7 @@ def _application(service: Service) -> FastAPI:
         redirect_slashes=False,
         openapi_url=None,
         default_response_class=JsonReply,
+        dependencies=[Depends(access.authorize)],
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)

@@ -71,7 +71,19 @@ def serve(
             help="Deaths of the engine, or of HTTP processes, within a minute before the server gives up."
         ),
     ] = None,
-    auth: Annotated[str | None, typer.Option(help="none: all requests belong to one tenant.")] = None,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            help="keys: each request needs an API key; none: all belong to one tenant, with every right."
+        ),
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-unauthenticated",
+            help="Take --auth none on an address that other machines reach: anyone there may change every variant.",
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings by name.")] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its source, and exit.")

@@ -47,3 +47,15 @@ class WorkerTimeout(PeraxisError):
 
 class WorkerDied(PeraxisError):
     """A worker process that ended during its work: it used too much memory or processor time, or crashed."""
+
+
+class InvalidApiKey(PeraxisError):
+    """The request has no API key, or one that is wrong, revoked or expired."""
+
+
+class Forbidden(PeraxisError):
+    """The caller's key does not allow what the request asks."""
+
+
+class KeyNotFound(PeraxisError):
+    """There is no API key with this id."""

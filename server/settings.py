@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import tomllib
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from pydantic import (
     DirectoryPath,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_settings import (
@@ -78,16 +78,20 @@ class Settings(BaseModel):
     step_timeout: Seconds = 120.0
     # Deaths of the engine, or of HTTP processes, within a minute before the server gives up.
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 4
-    auth: Literal["none"] = "none"
+    # "keys" asks for an API key of the registry. "none" gives every request to one tenant, with every role.
+    auth: Literal["none", "keys"] = "none"
+    # Serve without keys on an address that other machines reach.
+    allow_unauthenticated: bool = False
 
-    @field_validator("auth", mode="before")
-    @classmethod
-    def _only_without_keys(cls, value: object) -> object:
-        if value != "none":
+    @model_validator(mode="after")
+    def _without_keys_only_this_machine_is_served(self) -> Settings:
+        if self.auth == "none" and not self.allow_unauthenticated and not _is_loopback(self.host):
             raise ValueError(
-                "this version has no API keys yet: take 'none', and authenticate callers in a proxy before the server"
+                f"host {self.host} may be reached from other machines and auth is none, so that anyone there could use "
+                "and delete every variant: take --auth keys or --host 127.0.0.1, or --allow-unauthenticated "
+                "if something before the server authenticates its callers"
             )
-        return value
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Settings:
@@ -179,6 +183,16 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Loade
     return LoadedSettings(settings, origins)
 
 
+def _is_loopback(host: str) -> bool:
+    """True for `localhost` and addresses of the loopback interface. Another name may mean any address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _flag_name(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
@@ -219,6 +233,8 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> str:
 
 
 def _as_toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, (int, float)):
         return str(value)
     # A JSON string is a valid TOML string. A SecretStr masks itself.

@@ -32,7 +32,7 @@ ROOMS = (
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/deltas", "server/engine", "server/engine/scheduling",
     "server/frontend", "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
-    "server/text", "server/text/decoding", "server/workers",
+    "server/tenants", "server/text", "server/text/decoding", "server/workers",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 

@@ -23,6 +23,9 @@ RESERVED = ("base", "other")
 MAX_FIDELITY_BYTES = 1 << 20
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
+# A private variant is its tenant's alone; every tenant may use a public one.
+Visibility = Literal["private", "public"]
+
 T = TypeVar("T")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Size = Annotated[int, Field(ge=0)]

@@ -20,6 +20,8 @@ from deltastore.errors import RegistryError, StorageFull
 
 TEMPORARY = ".tmp"
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of files that other users may read, within the umask.
+MODE = 0o666
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if SYNC_FILE_RANGE is not None:
@@ -33,13 +35,17 @@ class Storage:
     def make_dir(self, path: Path) -> None:
         os.mkdir(path)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, mode: int = MODE) -> int:
         """Create a file and open it for reading and writing. Raises FileExistsError if the name is taken."""
-        return os.open(path, FLAGS | os.O_EXCL, 0o666)
+        return os.open(path, FLAGS | os.O_EXCL, mode)
 
     def open_lock(self, path: Path) -> int:
         """Open the empty file of a lock, created if missing. It needs no sync, because it holds no data."""
-        return os.open(path, FLAGS, 0o666)
+        return os.open(path, FLAGS, MODE)
+
+    def open_log(self, path: Path, mode: int) -> int:
+        """Open a file to append to it and to read it, created if missing."""
+        return os.open(path, FLAGS | os.O_APPEND, mode)
 
     def open_again(self, path: Path) -> int:
         """Open an existing file to overwrite it from its beginning. Changes nothing on disk."""
@@ -89,10 +95,10 @@ class Storage:
         self.fsync_dir(path.parent)
 
     @contextlib.contextmanager
-    def temporary(self, directory: Path, data: bytes) -> Iterator[Path]:
+    def temporary(self, directory: Path, data: bytes, mode: int = MODE) -> Iterator[Path]:
         """Write `data` durably to a file with a temporary name, which is removed after the block."""
         path = directory / f".{secrets.token_hex(8)}{TEMPORARY}"
-        fd = self.create(path)
+        fd = self.create(path, mode)
         try:
             try:
                 self.write(fd, memoryview(data))
@@ -104,10 +110,22 @@ class Storage:
             with contextlib.suppress(FileNotFoundError):  # the block may have renamed it
                 self.unlink(path)
 
-    def replace(self, path: Path, data: bytes) -> None:
+    def replace(self, path: Path, data: bytes, mode: int = MODE) -> None:
         """Replace a file's contents in one atomic step that is durable on return."""
-        with self.temporary(path.parent, data) as temporary:
+        with self.temporary(path.parent, data, mode) as temporary:
             self.rename(temporary, path)
+        self.fsync_dir(path.parent)
+
+    def append(self, path: Path, lines: bytes, mode: int) -> None:
+        """Append whole lines to a file in one durable write. A line that a crash cut short is ended first."""
+        fd = self.open_log(path, mode)
+        try:
+            end = os.fstat(fd).st_size
+            is_cut = end > 0 and os.pread(fd, 1, end - 1) != b"\n"
+            self.write(fd, memoryview(b"\n" + lines if is_cut else lines))
+            self.fsync(fd)
+        finally:
+            os.close(fd)
         self.fsync_dir(path.parent)
 
     @contextlib.contextmanager

@@ -22,13 +22,24 @@ from deltastore.errors import (
     BaseMismatch,
     CorruptObject,
     PeraxisError,
+    PublicNameTaken,
     StorageFull,
     UsageError,
     VariantNotFound,
     VariantQuarantined,
 )
 from server.api.json_replies import JsonReply
-from server.errors import Draining, EngineRestarted, InvalidRequest, LoadTimeout, QueueFull, RequestTimeout
+from server.errors import (
+    Draining,
+    EngineRestarted,
+    Forbidden,
+    InvalidApiKey,
+    InvalidRequest,
+    KeyNotFound,
+    LoadTimeout,
+    QueueFull,
+    RequestTimeout,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +57,8 @@ class Failure:
     retry_after_s: int | None = None
     # The rest of the request is not read.
     closes_connection: bool = False
+    # The client is told how to authenticate itself.
+    wants_key: bool = False
 
 
 UNEXPECTED = Failure(500, "internal_error", "server_error")
@@ -53,6 +66,10 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     VariantNotFound: Failure(404, "model_not_found"),
     InvalidRequest: Failure(400, "invalid_request"),
     UsageError: Failure(400, "invalid_request"),
+    InvalidApiKey: Failure(401, "invalid_api_key", wants_key=True),
+    Forbidden: Failure(403, "forbidden"),
+    KeyNotFound: Failure(404, "key_not_found"),
+    PublicNameTaken: Failure(409, "name_taken"),
     ArtifactError: Failure(400, "invalid_artifact"),
     BaseMismatch: Failure(409, "base_mismatch"),
     ArtifactTooLarge: Failure(413, "too_large"),
@@ -158,8 +175,9 @@ def _reply(
 ) -> Response:
     retry = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
     closing = {"Connection": "close"} if failure.closes_connection else {}
+    challenge = {"WWW-Authenticate": "Bearer"} if failure.wants_key else {}
     return JsonReply(
         document,
         status_code=failure.status,
-        headers={**retry, **closing, **(headers or {})},
+        headers={**retry, **closing, **challenge, **(headers or {})},
     )

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from deltastore.registry.records import PUBLIC, VersionRecord
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, ServiceDep, TenantDep
-from server.tenants import Tenant
+from server.tenants.tenant import Tenant
 
 OWNER_OF_BASE = "peraxis"
 

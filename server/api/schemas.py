@@ -15,12 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry.records import NAME
+from server.tenants.tenant import Role as KeyRole
 
 MAX_MESSAGES = 4096
 SAMPLING_FIELDS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logprobs", "n",
 )  # fmt: skip
 BASE = "base"  # names the base in requests; reserved, so no variant has it
+MAX_EXPIRY_S = 100 * 366 * 86400
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -41,17 +43,26 @@ class Query(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class GenerateQuery(Query):
+class TenantQuery(Query):
+    # The tenant that an administrator acts for; `service.tenant_of` reads it.
+    tenant: str | None = None
+
+
+class GenerateQuery(TenantQuery):
     variant: str | None = None  # NAME or NAME@VERSION; None is the base
 
 
-class UploadQuery(Query):
+class UploadQuery(TenantQuery):
     name: Annotated[str, Field(pattern=NAME.pattern)]
     activate: bool = True
 
 
-class VersionQuery(Query):
+class VersionQuery(TenantQuery):
     version: Annotated[int, Field(ge=1, lt=1_000_000_000)] | None = None
+
+
+class KeysQuery(Query):
+    tenant: str | None = None  # None: the keys of all tenants
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +112,14 @@ def sampling_of(body: Struct, names: tuple[str, ...], stop: str | list[str] | No
 
 class ActivateBody(Struct, frozen=True, forbid_unknown_fields=True):
     active: Annotated[int, Meta(ge=1, lt=1_000_000_000)]
+
+
+class KeyBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /keys`."""
+
+    tenant: str
+    roles: Annotated[tuple[KeyRole, ...], Meta(min_length=1, max_length=3)]
+    expires_in_s: Annotated[int, Meta(ge=1, le=MAX_EXPIRY_S)] | None = None  # None: never
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,20 @@ from typing import Annotated, ParamSpec, TypeVar
 from fastapi import Depends, Request
 
 from deltastore.base.base import Base
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, shown
 from deltastore.registry import Registry
+from deltastore.registry.records import is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
 from server.api.background import BackgroundThreads
-from server.errors import Draining, QueueFull
+from server.api.errors import http_request_id_of
+from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.frontend.engine_client import EngineClient
 from server.metrics.frontend import FrontendMetrics
 from server.settings import Settings
-from server.tenants import DEFAULT_TENANT, Tenant
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from server.tenants.tenant import Caller, Tenant
 from server.text.service import TextService, text_pool
 
 log = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class Service:
     ) -> None:
         self.settings = settings
         self.registry = registry
+        self.keys = KeyStore(registry.root)
+        self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
         self.started_at = time.time()  # seconds since 1970
@@ -152,13 +158,36 @@ async def admitting_service(service: Annotated[Service, Depends(service_of)]) ->
     return service
 
 
-async def tenant_of(request: Request) -> Tenant:
-    """Return the tenant of a request. The middleware counts the reply under its name."""
-    request.scope["state"]["tenant"] = DEFAULT_TENANT.name
-    return DEFAULT_TENANT
+async def caller_of(request: Request) -> Caller:
+    """Return the caller of a request, which `access.authorize` has found."""
+    caller = request.scope["state"]["caller"]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def tenant_of(request: Request, caller: Annotated[Caller, Depends(caller_of)]) -> Tenant:
+    """Return the tenant that a request acts for: the caller's, or the one that an administrator names in `?tenant=`."""
+    name = request.query_params.get("tenant", caller.tenant.name)
+    if not is_name(name):
+        raise InvalidRequest(f"tenant: {shown(name)} is not the name of a tenant", "tenant")
+    tenant = Tenant(name)
+    if tenant != caller.tenant and not caller.has("admin"):
+        raise Forbidden("only a key with the role admin acts for other tenants: leave `tenant` out")
+    return tenant
+
+
+async def auditor_of(
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    caller: Annotated[Caller, Depends(caller_of)],
+) -> Auditor:
+    """Return the author of a request's audit lines."""
+    return Auditor(service.audit_log, caller.key_id, http_request_id_of(request))
 
 
 # AnyService also serves requests during shutdown; ServiceDep refuses them with Draining.
 AnyService = Annotated[Service, Depends(service_of)]
 ServiceDep = Annotated[Service, Depends(admitting_service)]
+CallerDep = Annotated[Caller, Depends(caller_of)]
 TenantDep = Annotated[Tenant, Depends(tenant_of)]
+AuditorDep = Annotated[Auditor, Depends(auditor_of)]

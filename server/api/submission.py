@@ -22,7 +22,7 @@ from server.api.service import Service
 from server.errors import InvalidRequest
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
-from server.tenants import Tenant
+from server.tenants.tenant import Tenant
 from server.text.variant_text import VariantText
 
 # Of one call. Each sequence has state in three processes, and all of them are answered together.

@@ -28,7 +28,7 @@ from server.api.json_replies import JsonReply
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
 from server.api.service import Service, ServiceDep, TenantDep
 from server.protocol.messages import DeltaState, LoadAction
-from server.tenants import Tenant
+from server.tenants.tenant import Tenant
 
 # How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
 OUTCOME_S = 1.0

@@ -42,7 +42,15 @@ def test_an_unknown_host_is_named(
     capsys: pytest.CaptureFixture[str], artifacts: Artifacts, tmp_path: Path
 ) -> None:
     code, line = failed(
-        capsys, "--base", artifacts.base, "--registry", tmp_path / "r", "--host", "no.such.invalid"
+        capsys,
+        "--base",
+        artifacts.base,
+        "--registry",
+        tmp_path / "r",
+        "--host",
+        "no.such.invalid",
+        "--auth",
+        "keys",
     )
     assert code == 2
     assert "cannot listen on no.such.invalid:8000" in line

@@ -64,7 +64,10 @@ def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"device": "tpu"}, "device (from --device): input should be 'auto', 'cpu' or 'cuda', got 'tpu'"),
         ({"dtype": "int8"}, "dtype (from --dtype): input should be 'auto', 'bfloat16'"),
         ({"base": Path("/no/such/base")}, "base (from --base): path does not point to a directory"),
-        ({"auth": "keys"}, "auth (from --auth): this version has no API keys yet: take 'none'"),
+        ({"auth": "tokens"}, "auth (from --auth): input should be 'none' or 'keys', got 'tokens'"),
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 may be reached from other machines and auth is none"),
+        ({"host": "::"}, "take --auth keys or --host 127.0.0.1, or --allow-unauthenticated"),
+        ({"host": "gpu-7"}, "host gpu-7 may be reached from other machines"),
         ({"port": 9, "admin_port": 9}, "port and admin_port are both 9: give each its own"),
         ({"prot": 9}, "prot (from --prot) is not a setting"),
     ],
@@ -105,11 +108,23 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_printed_settings_are_a_configuration_file_of_the_same_settings(tmp_path: Path) -> None:
-    first = loaded(tmp_path, max_upload_gb=0.5, host='odd "host"')
+    first = loaded(tmp_path, max_upload_gb=0.5, host='odd "host"', allow_unauthenticated=True)
     config = tmp_path / "printed.toml"
     config.write_text(first.describe())
     assert tomllib.loads(config.read_text())["max_upload_gb"] == 0.5
     assert load_settings({}, config).settings == first.settings
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_an_address_of_this_machine_alone_needs_no_keys(tmp_path: Path, host: str) -> None:
+    assert loaded(tmp_path, host=host).settings.auth == "none"
+
+
+@pytest.mark.parametrize("flags", [{"auth": "keys"}, {"allow_unauthenticated": True}], ids=str)
+def test_any_address_is_served_with_keys_or_when_the_operator_insists(
+    tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    assert loaded(tmp_path, host="0.0.0.0", **flags).settings.host == "0.0.0.0"
 
 
 def test_gigabytes_are_decimal(tmp_path: Path) -> None:

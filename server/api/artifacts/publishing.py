@@ -22,7 +22,7 @@ from deltastore.registry.records import ArtifactFacts
 from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import failure_of
 from server.api.service import Service
-from server.tenants import Tenant
+from server.tenants.tenant import Tenant
 
 # Bytes that are gathered before a thread writes them.
 WRITE_BYTES = 1 << 20

@@ -25,7 +25,7 @@ from server.api.bodies import media_type_of, timed_chunks
 from server.api.outputs.request_events import while_connected
 from server.api.service import Service
 from server.errors import InvalidRequest, QueueFull
-from server.tenants import Tenant
+from server.tenants.tenant import Tenant
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash

@@ -20,7 +20,7 @@ from pathlib import Path
 from deltastore.errors import VariantNotFound
 from deltastore.registry import Publication, Registry
 from deltastore.registry.records import ArtifactFacts
-from deltastore.registry.storage import Storage
+from deltastore.registry.storage import MODE, Storage
 
 FACTS = ArtifactFacts(
     data_start=4096, device_bytes=1000, base_fingerprint="ab" * 32, method="both", fidelity={"kl": 0.5}
@@ -47,9 +47,9 @@ class SteppedStorage(Storage):
         self.step("make_dir")
         super().make_dir(path)
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, mode: int = MODE) -> int:
         self.step("create")
-        return super().create(path)
+        return super().create(path, mode)
 
     def open_lock(self, path: Path) -> int:
         self.step("open_lock")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from deltastore.registry.storage import MODE
 from tests.deltastore.helpers.crash_storage import SteppedStorage
 
 Tree = dict[Path, bytes | None]  # None is a directory
@@ -90,8 +91,8 @@ class VolatileStorage(SteppedStorage):
         self.durable[path] = {}
         self.pending.append((path.parent, {path.name: -1}))
 
-    def create(self, path: Path) -> int:
-        fd = super().create(path)
+    def create(self, path: Path, mode: int = MODE) -> int:
+        fd = super().create(path, mode)
         self._begin(path, fd)
         return fd
 

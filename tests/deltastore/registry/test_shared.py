@@ -12,7 +12,7 @@ import pytest
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
-from deltastore.registry.storage import Storage
+from deltastore.registry.storage import MODE, Storage
 from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -150,8 +150,8 @@ def test_an_upload_whose_file_was_collected_before_it_was_locked_begins_again(ro
     collected: list[int] = []
 
     class CollectedStorage(Storage):
-        def create(self, path: Path) -> int:
-            fd = super().create(path)
+        def create(self, path: Path, mode: int = MODE) -> int:
+            fd = super().create(path, mode)
             if path.suffix == ".part" and not collected:
                 collected.append(Registry(root).gc().num_partials)
             return fd

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from deltastore.registry import Registry
-from server.tenants import DEFAULT_TENANT
+from server.tenants.tenant import DEFAULT_TENANT
 from tests.server.helpers.live_server import (
     MAX_MODEL_LEN,
     Artifacts,

@@ -1,0 +1,73 @@
+"""The role that each route needs, and the one place that asks for it. Knows no route's work.
+
+`authorize` is a dependency of every application, so it runs before a route reads its parameters or its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from fastapi import Request
+
+from server.api.service import AnyService, Service
+from server.errors import Forbidden, InvalidApiKey
+from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
+
+# "any": a valid key, whatever its roles. None: no key. A request for a route that is not listed fails.
+ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
+    ("GET", "/health"): None,
+    ("GET", "/ready"): None,
+    # Metrics show the names of all tenants and variants.
+    ("GET", "/metrics"): "admin",
+    ("POST", "/generate"): "inference",
+    ("POST", "/v1/completions"): "inference",
+    ("GET", "/v1/models"): "any",
+    ("GET", "/v1/models/{model_id}"): "any",
+    ("POST", "/variants"): "publish",
+    ("GET", "/variants"): "any",
+    ("GET", "/variants/{name}"): "any",
+    ("PATCH", "/variants/{name}"): "publish",
+    ("DELETE", "/variants/{name}"): "publish",
+    ("POST", "/variants/{name}/load"): "publish",
+    ("POST", "/variants/{name}/unload"): "publish",
+    ("POST", "/variants/{name}/pin"): "publish",
+    ("POST", "/variants/{name}/unpin"): "publish",
+    # A key that an application uses for inference must not give away the weights.
+    ("GET", "/variants/{name}/artifact"): "publish",
+    ("POST", "/keys"): "admin",
+    ("GET", "/keys"): "admin",
+    ("DELETE", "/keys/{key_id}"): "admin",
+}
+
+
+async def authorize(request: Request, service: AnyService) -> None:
+    """Find the caller of a request and check that its key has the role of the route.
+
+    Raises:
+        InvalidApiKey: the route needs a key, and the request has none that is valid.
+        Forbidden: the key does not have the route's role.
+    """
+    needed = ROLES[request.method, request.scope["route"].path]
+    if needed is None:
+        return
+    caller = await _caller_of(request, service)
+    # The middleware counts the reply under the tenant's name.
+    request.scope["state"].update(caller=caller, tenant=caller.tenant.name)
+    if needed != "any" and not caller.has(needed):
+        raise Forbidden(f"this call needs a key with the role {needed}: ask the operator for one")
+
+
+async def _caller_of(request: Request, service: Service) -> Caller:
+    if service.settings.auth == "none":
+        return UNAUTHENTICATED
+    given = set(request.headers.getlist("x-api-key"))
+    for value in request.headers.getlist("authorization"):
+        scheme, _, credentials = value.partition(" ")
+        # Credentials of another scheme are no key, and never pass as one.
+        given.add(credentials.strip() if scheme.lower() == "bearer" else "")
+    if not given:
+        raise InvalidApiKey("this call needs an API key: send it as `Authorization: Bearer KEY`")
+    if len(given) > 1:
+        raise InvalidApiKey("the request has several API keys that differ: send one")
+    return await service.keys.caller(given.pop())

@@ -1,0 +1,61 @@
+"""`/keys`: make, list and revoke API keys of any tenant. A key is in one reply only, that of its making."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from server.api.bodies import json_body
+from server.api.json_replies import JsonReply
+from server.api.schemas import KeyBody, KeysQuery
+from server.api.service import AuditorDep, ServiceDep
+from server.tenants.audit import Auditor
+from server.tenants.keys import KeyRecord, KeyStore, NewKey
+
+router = APIRouter(prefix="/keys")
+
+
+@router.post("")
+async def create_key(
+    body: Annotated[KeyBody, Depends(json_body(KeyBody))], service: ServiceDep, auditor: AuditorDep
+) -> Response:
+    """Make a key: 201 with its text, which is never shown again."""
+    made = await run_in_threadpool(_create, service.keys, auditor, body)
+    reply = {"key": made.text, **_document(made.id, made.record)}
+    return JsonReply(reply, 201, headers={"Cache-Control": "no-store"})
+
+
+@router.get("")
+async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> dict[str, Any]:
+    """List every key, or one tenant's, oldest first, without its text."""
+    records = await run_in_threadpool(service.keys.records, query.tenant)
+    return {"keys": [_document(key_id, record) for key_id, record in records.items()]}
+
+
+@router.delete("/{key_id}")
+async def revoke_key(key_id: str, service: ServiceDep, auditor: AuditorDep) -> dict[str, Any]:
+    """Revoke a key. Every server on the registry refuses it within a second."""
+    await run_in_threadpool(service.keys.revoke, auditor, key_id)
+    return {"id": key_id, "revoked": True}
+
+
+def _create(keys: KeyStore, auditor: Auditor, body: KeyBody) -> NewKey:
+    expires_at = None
+    if body.expires_in_s is not None:
+        expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=body.expires_in_s)
+    return keys.create(auditor, body.tenant, body.roles, expires_at)
+
+
+def _document(key_id: str, record: KeyRecord) -> dict[str, Any]:
+    expires_at = record.expires_at
+    return {
+        "id": key_id,
+        "tenant": record.tenant,
+        "roles": record.roles,
+        "created_at": record.created_at.isoformat(),
+        "expires_at": None if expires_at is None else expires_at.isoformat(),
+    }

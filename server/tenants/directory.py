@@ -1,0 +1,174 @@
+"""A directory of small JSON records, one file each, that every server on a registry reads again when it has changed.
+
+Owns reading, watching and atomic writing. Must not know what the records mean. Files have mode 0600. A file is replaced
+by rename or removed, never overwritten in place, so the directory's modification time tells of every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from deltastore.registry.storage import Storage, explained
+
+log = logging.getLogger(__name__)
+
+# The age at which records are looked at again before they are used.
+FRESH_S = 0.5
+# Clocks of file systems are coarse: a second change in the same tick leaves the modification time as it was. A
+# directory is read again until its last change is older than this.
+SETTLED_NS = 2_000_000_000
+MAX_BYTES = 64 << 10
+DIRECTORY = "tenants"
+SUFFIX = ".json"
+MODE = 0o600
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class FileVersion(NamedTuple):
+    """The identity of a file's contents, without reading them."""
+
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+
+class RecordDirectory(Generic[R]):
+    """The valid records of one directory by name: the file `NAME.json` holds the record `NAME`.
+
+    A file that is damaged, half-written, too large or unreadable is left out and logged, and read again when it
+    changes. Methods raise RegistryError or StorageFull if the disk fails.
+
+    Args:
+        root: the registry.
+        name: of the directory below `tenants/`; it need not exist.
+        kind: the type of the records.
+        pattern: matches the names of records; no name may lead out of the directory. Other files are ignored.
+        storage: changes the files.
+    """
+
+    def __init__(
+        self, root: Path, name: str, kind: type[R], pattern: re.Pattern[str], storage: Storage
+    ) -> None:
+        self._root = root
+        self._path = root / DIRECTORY / name
+        self._pattern = pattern
+        self._storage = storage
+        self._decoder = msgspec.json.Decoder(kind)
+        self._records: Mapping[str, R] = {}
+        # Of the files, the damaged ones included.
+        self._versions: dict[str, FileVersion] = {}
+        # The directory's modification time, once no change can hide behind it.
+        self._settled_ns: int | None = None
+        self._read_at = float("-inf")
+        self._refreshing = asyncio.Lock()
+        self._reading = threading.Lock()
+        # Its own: tenants' work can fill the pools that requests share.
+        self._thread = ThreadPoolExecutor(1, f"tenants-{name}")
+
+    async def current(self) -> Mapping[str, R]:
+        """Return all records as they were at most `FRESH_S` ago. Event loop only; files are read on a thread."""
+        if time.monotonic() - self._read_at > FRESH_S:
+            async with self._refreshing:
+                # Not again for those that waited for the lock.
+                if time.monotonic() - self._read_at > FRESH_S:
+                    await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
+        return self._records
+
+    def read(self) -> Mapping[str, R]:
+        """Read the files that have changed, and return all records as they are now."""
+        with self._reading, explained(self._root):
+            begun = time.monotonic()
+            modified_ns = self._modified_ns()
+            if modified_ns is None:
+                self._records, self._versions, self._settled_ns = {}, {}, None
+            elif modified_ns != self._settled_ns:
+                self._read_changed()
+                is_whole = len(self._records) == len(self._versions)
+                is_settled = time.time_ns() - modified_ns > SETTLED_NS
+                self._settled_ns = modified_ns if is_whole and is_settled else None
+            self._read_at = begun
+            return self._records
+
+    def write(self, name: str, record: R) -> None:
+        """Write or replace a record in one atomic step that is durable on return."""
+        with explained(self._root):
+            self._storage.make_dirs(self._path)
+            self._storage.replace(self._path / f"{name}{SUFFIX}", msgspec.json.encode(record), MODE)
+
+    def remove(self, name: str) -> bool:
+        """Remove a record, durably. Return False if there is none."""
+        with explained(self._root):
+            try:
+                self._storage.unlink(self._path / f"{name}{SUFFIX}")
+                is_removed = True
+            except FileNotFoundError:
+                is_removed = False
+            # Also without a file: the process that removed it may have died before its sync.
+            if self._path.is_dir():
+                self._storage.fsync_dir(self._path)
+            return is_removed
+
+    def _modified_ns(self) -> int | None:
+        try:
+            return os.stat(self._path).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _read_changed(self) -> None:
+        versions = self._scan()
+        records = {}
+        for name, version in versions.items():
+            is_known = version == self._versions.get(name)
+            record = self._records.get(name) if is_known else None
+            # A file that could not be read is tried again, and logged once.
+            record = record or self._read_file(name, is_logged=is_known)
+            if record is not None:
+                records[name] = record
+        self._records, self._versions = records, versions
+
+    def _scan(self) -> dict[str, FileVersion]:
+        """Return the version of every regular file whose name is a record's. Opening another kind may block."""
+        versions = {}
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                name = entry.name.removesuffix(SUFFIX)
+                if name == entry.name or not self._pattern.fullmatch(name):
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    versions[name] = FileVersion(
+                        status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+                    )
+        return versions
+
+    def _read_file(self, name: str, *, is_logged: bool) -> R | None:
+        path = self._path / f"{name}{SUFFIX}"
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+            if len(raw) > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            return self._decoder.decode(raw)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            if not is_logged:
+                log.error("%s is left out: %s: restore or remove it", path, error)
+            return None

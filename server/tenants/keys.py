@@ -1,0 +1,138 @@
+"""API keys: made once, stored hashed in `REGISTRY/tenants/keys/<id>.json`, looked up for every request.
+
+Must not know HTTP or routes. A secret has 256 random bits, so its plain SHA-256 cannot be reversed by guessing: a slow
+hash such as scrypt would add nothing but its time to each request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from deltastore.errors import UsageError
+from deltastore.registry.records import PUBLIC, is_name
+from deltastore.registry.storage import Storage
+from server.errors import InvalidApiKey, KeyNotFound
+from server.tenants.audit import Auditor, Change
+from server.tenants.directory import RecordDirectory
+from server.tenants.tenant import Caller, Role, Tenant
+
+KEY_ID = re.compile(r"[0-9a-f]{12}")
+KEY = re.compile(rf"pxk_({KEY_ID.pattern})_([0-9a-f]{{64}})")
+ID_BYTES, SECRET_BYTES = 6, 32
+# Compared with the secret of an unknown key, so that its refusal takes as long as that of a known one.
+NO_SECRET = "0" * 64
+
+Moment = Annotated[datetime, Meta(tz=True)]
+
+
+class KeyRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """One key as it is stored, without its secret."""
+
+    tenant: str
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1)]
+    secret_sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    created_at: Moment
+    expires_at: Moment | None = None
+
+    def __post_init__(self) -> None:
+        if not is_name(self.tenant):
+            raise ValueError(f"{self.tenant!r} is not the name of a tenant")
+
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A key that was just made; `text` is what its owner sends, and is kept nowhere."""
+
+    id: str
+    text: str
+    record: KeyRecord
+
+
+class KeyStore:
+    """The keys of a registry. Another server's or command's change is seen within a second.
+
+    Methods raise RegistryError or StorageFull if the disk fails.
+    """
+
+    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+        self._directory = RecordDirectory(root, "keys", KeyRecord, KEY_ID, storage or Storage())
+
+    async def caller(self, text: str) -> Caller:
+        """Return the caller that a key authenticates. Event loop only; takes microseconds.
+
+        Raises:
+            InvalidApiKey: the key is malformed, unknown, revoked or expired.
+        """
+        parts = KEY.fullmatch(text)
+        key_id, secret = parts.groups() if parts else ("", "")
+        record = (await self._directory.current()).get(key_id)
+        expected = NO_SECRET if record is None else record.secret_sha256
+        is_same = hmac.compare_digest(_sha256(secret), expected)
+        if record is None or not is_same:
+            raise InvalidApiKey("the API key is not valid here: check it, or ask the operator for a new one")
+        if record.is_expired():
+            raise InvalidApiKey(f"the API key {key_id} has expired: ask the operator for a new one")
+        return Caller(Tenant(record.tenant), frozenset(record.roles), key_id)
+
+    def create(
+        self, auditor: Auditor, tenant: str, roles: Collection[Role], expires_at: datetime | None = None
+    ) -> NewKey:
+        """Make and store a key, and audit it.
+
+        Raises:
+            UsageError: the tenant's name is not allowed, there is no role, or `expires_at` is past or has no time zone.
+        """
+        if not is_name(tenant) or tenant == PUBLIC:
+            raise UsageError(
+                f"tenant name {tenant!r} is not allowed: take 1 to 64 letters, digits, '.', '_' or '-', "
+                f"the first of them a letter or a digit, and not {PUBLIC!r}"
+            )
+        if not roles:
+            raise UsageError("a key needs a role: give inference, publish or admin")
+        now = datetime.now(UTC)
+        if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
+            raise UsageError(
+                f"a key cannot expire at {expires_at.isoformat()}: give a moment to come, with its time zone"
+            )
+        key_id, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
+        record = KeyRecord(
+            tenant, tuple(sorted(set(roles))), _sha256(secret), now.replace(microsecond=0), expires_at
+        )
+        self._directory.write(key_id, record)
+        auditor.write(Change("create_key", tenant, subject_key_id=key_id, roles=record.roles))
+        return NewKey(key_id, f"pxk_{key_id}_{secret}", record)
+
+    def revoke(self, auditor: Auditor, key_id: str) -> None:
+        """Remove a key, and audit it; every server refuses it within a second.
+
+        Raises:
+            KeyNotFound: there is no such key.
+        """
+        # The file of a damaged record can be removed, too.
+        record = self._directory.read().get(key_id)
+        if not KEY_ID.fullmatch(key_id) or not self._directory.remove(key_id):
+            raise KeyNotFound(f"there is no key {key_id[:64]!r}: list the keys for their ids")
+        auditor.write(Change("revoke_key", None if record is None else record.tenant, subject_key_id=key_id))
+
+    def records(self, tenant: str | None = None) -> dict[str, KeyRecord]:
+        """Return the keys by id, oldest first; with `tenant`, only that tenant's."""
+        records = self._directory.read().items()
+        found = [(key_id, record) for key_id, record in records if tenant in (None, record.tenant)]
+        return dict(sorted(found, key=lambda item: (item[1].created_at, item[0])))
+
+
+def _sha256(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,0 +1,36 @@
+"""A tenant, and the caller of a request: a tenant with the roles of its key. Knows no HTTP, no file and no limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+# `inference` sends requests for tokens, `publish` changes the tenant's variants, `admin` does both for any tenant and
+# changes keys.
+Role = Literal["inference", "publish", "admin"]
+ALL_ROLES: frozenset[Role] = frozenset(get_args(Role))
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The owner of a request and of the variants that it may use and change."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request."""
+
+    tenant: Tenant
+    roles: frozenset[Role]
+    key_id: str | None  # None with `--auth none`
+
+    def has(self, role: Role) -> bool:
+        """True if the caller has a role; `admin` includes the others."""
+        return role in self.roles or "admin" in self.roles
+
+
+# With `--auth none`, every request belongs to this tenant and has every role.
+DEFAULT_TENANT = Tenant("default")
+UNAUTHENTICATED = Caller(DEFAULT_TENANT, ALL_ROLES, None)

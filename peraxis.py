@@ -21,8 +21,16 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from deltastore.errors import PeraxisError, UsageError
+from deltastore.errors import PeraxisError
 from deltastore.memory import is_out_of_memory
+
+
+@dataclass(frozen=True, slots=True)
+class OtherForm:
+    """A second form of a command, which runs when `option` is among its arguments."""
+
+    option: str
+    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,13 @@ class CommandEntry:
     panel: str
     help: str
     is_group: bool = False
+    other_form: OtherForm | None = None
 
 
 TERMINATED = 128 + signal.SIGTERM
 
 DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
+REMOTE = "Talk to a running server"
 COMMANDS: Mapping[str, CommandEntry] = {
     "compress": CommandEntry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
     "merge": CommandEntry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
@@ -54,6 +64,22 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "registry": CommandEntry(
         "deltastore.registry.cli", SERVICE, "List, clean and check a registry on disk.", True
     ),
+    "push": CommandEntry("client.push", REMOTE, "Publish an artifact as the next version of a variant."),
+    "ls": CommandEntry("client.variants", REMOTE, "List the registered variants."),
+    "ps": CommandEntry("client.variants", REMOTE, "List the versions that are in memory or have requests."),
+    "show": CommandEntry("client.variants", REMOTE, "Show one variant and its versions."),
+    "chat": CommandEntry("client.chat.cli", REMOTE, "Talk to a variant, or to two side by side."),
+    "promote": CommandEntry("client.variants", REMOTE, "Make a version the active one."),
+    "rollback": CommandEntry(
+        "client.variants", REMOTE, "Make the version below the active one active again."
+    ),
+    "load": CommandEntry("client.residency", REMOTE, "Load a variant into a slot before a request needs it."),
+    "unload": CommandEntry(
+        "client.residency", REMOTE, "Free a variant's slot as soon as no request uses it."
+    ),
+    "pin": CommandEntry("client.residency", REMOTE, "Load a variant into a slot and never evict it."),
+    "unpin": CommandEntry("client.residency", REMOTE, "Allow the eviction of a pinned variant again."),
+    "rm": CommandEntry("client.variants", REMOTE, "Delete a variant, or one version that is not active."),
     "demo": CommandEntry("demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."),
 }
 
@@ -66,7 +92,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         entry = self.entries.get(name or "")
-        return name, command if entry is None else _load(str(name), entry), rest
+        return name, command if entry is None else _load(str(name), entry, rest), rest
 
 
 def build(commands: Mapping[str, CommandEntry] = COMMANDS) -> LazyGroup:
@@ -89,7 +115,8 @@ def build(commands: Mapping[str, CommandEntry] = COMMANDS) -> LazyGroup:
 def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) -> int:
     """Run one command line and return its exit code. An error is one line on stderr, or with `--json` a document.
 
-    Exit codes: 0 done, 1 a failed job, 2 wrong arguments, 130 interrupted, 143 terminated, or the command's own.
+    Exit codes: 0 done, 1 a failed job, 2 wrong arguments, 4 authentication, 130 interrupted, 143 terminated, or the
+    command's own.
     """
     as_json = "--json" in args
     try:
@@ -106,7 +133,7 @@ def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) ->
     except typer.Abort:
         return _report("aborted", "Abort", 1, as_json)
     except PeraxisError as error:
-        return _report(str(error), type(error).__name__, 2 if isinstance(error, UsageError) else 1, as_json)
+        return _report(str(error), type(error).__name__, error.exit_code, as_json, error.code)
     except OSError as error:
         return _report(str(error), type(error).__name__, 1, as_json)
     except (MemoryError, RuntimeError) as error:
@@ -156,8 +183,11 @@ def _memory_message(error: MemoryError | RuntimeError) -> str:
     )
 
 
-def _load(name: str, entry: CommandEntry) -> Any:
-    group = get_group(importlib.import_module(entry.module).app)
+def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
+    module, other = entry.module, entry.other_form
+    if other is not None and any(arg.partition("=")[0] == other.option for arg in args):
+        module = other.module
+    group = get_group(importlib.import_module(module).app)
     # A missing command is then reported in one line, like every other wrong argument.
     group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
@@ -176,12 +206,14 @@ def _hint(error: typer.TyperException) -> str:
     return f" (see '{context.command_path} --help')" if context is not None else ""
 
 
-def _report(message: str, kind: str, code: int, as_json: bool) -> int:
+def _report(message: str, kind: str, exit_code: int, as_json: bool, code: str | None = None) -> int:
+    """Print an error; `code` is the server's, if a server reported it. Return the exit code."""
     line = " ".join(message.split())
-    document = json.dumps({"error": {"message": line, "type": kind}}) + "\n"
+    error = {"message": line, "type": kind} | ({} if code is None else {"code": code})
+    document = json.dumps({"error": error}) + "\n"
     if not _is_printed(document if as_json else "") or not as_json:
         print(f"error: {line}", file=sys.stderr)
-    return code
+    return exit_code
 
 
 def _is_printed(text: str) -> bool:

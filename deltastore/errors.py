@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from typing import ClassVar
 
 
 class PeraxisError(Exception):
@@ -14,6 +15,11 @@ class PeraxisError(Exception):
         public: For clients of a server, if `message` names what they must not see, such as paths.
     """
 
+    # Exit code of a command that ends with this error.
+    exit_code: ClassVar[int] = 1
+    # The code of the error if a server reported it.
+    code: str | None = None
+
     def __init__(self, message: str, *, public: str | None = None) -> None:
         super().__init__(message)
         self.public = message if public is None else public
@@ -21,6 +27,8 @@ class PeraxisError(Exception):
 
 class UsageError(PeraxisError):
     """Arguments that contradict each other or lie out of range."""
+
+    exit_code = 2
 
 
 class SettingsError(UsageError):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from tqdm import tqdm
 
 from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+
+# For types alone: it imports torch, which commands that talk to a server do without.
+if TYPE_CHECKING:
+    from deltastore.base.checkpoint import Checkpoint
 
 # With the time of one update on top, no more than 10 s pass between two lines.
 LINE_INTERVAL_S = 8.0

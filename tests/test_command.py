@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peraxis import COMMANDS, CommandEntry, build, run
+from peraxis import COMMANDS, CommandEntry, OtherForm, build, run
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = '''
@@ -25,6 +25,9 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
     """Work, and fail as asked."""
     if kind == "failed":
         raise BaseMismatch("delta 'a' was made\\nfrom another base")
+    if kind == "authentication":
+        from client.errors import AuthenticationFailed
+        raise AuthenticationFailed("the key has expired", 401, "invalid_api_key")
     if kind == "usage":
         raise UsageError("two options contradict each other")
     if kind == "interrupted":
@@ -50,6 +53,15 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
         signal.raise_signal(signal.SIGTERM)
     print("done")
 '''
+OTHER_FORM = '''
+import typer
+app = typer.Typer()
+
+@app.command()
+def work(here: str = typer.Option()) -> None:
+    """Work in a second form."""
+    print(f"here: {here}")
+'''
 
 
 @pytest.fixture
@@ -67,7 +79,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Co
 def test_a_quick_answer_imports_none_of_the_packages(args: list[str]) -> None:
     program = (
         "import sys, peraxis; code = peraxis.run(sys.argv[1:]);"
-        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'compressor', 'server', 'demo'};"
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'compressor', 'server', 'client', 'demo'};"
         "sys.exit(code or ', '.join(heavy & set(sys.modules)) or 0)"
     )
     done = subprocess.run(
@@ -121,6 +133,7 @@ def test_a_group_is_mounted_with_its_own_commands(
         (["work", "failed"], 1, "delta 'a' was made from another base"),
         (["work", "unreadable"], 1, "[Errno 2] No such file or directory: 'no/such/file'"),
         (["work", "usage"], 2, "two options contradict each other"),
+        (["work", "authentication"], 4, "the key has expired"),
         (["work", "interrupted"], 130, "interrupted"),
         (["work", "terminated"], 143, "terminated"),
         (["work"], 2, "Missing argument 'kind'. (see 'peraxis work --help')"),
@@ -191,6 +204,31 @@ def test_with_json_an_error_is_one_document_on_stdout(
         "error": {"message": "delta 'a' was made from another base", "type": "BaseMismatch"}
     }
     assert captured.err == ""
+
+
+def test_with_json_the_error_of_a_server_has_its_code(
+    commands: Mapping[str, CommandEntry], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["work", "authentication", "--json"], commands) == 4
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("option", [["--here", "x"], ["--here=x"]])
+def test_an_option_may_choose_another_form_of_a_command(
+    option: list[str],
+    commands: Mapping[str, CommandEntry],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "other_form_for_test.py").write_text(OTHER_FORM)
+    monkeypatch.delitem(sys.modules, "other_form_for_test", raising=False)
+    entry = CommandEntry(
+        "mounted_for_test", "Test", "Work.", other_form=OtherForm("--here", "other_form_for_test")
+    )
+    assert run(["work", "well"], {"work": entry}) == 0
+    assert run(["work", *option], {"work": entry}) == 0
+    assert capsys.readouterr().out == "done\nhere: x\n"
 
 
 def test_a_command_may_choose_its_exit_code_without_a_message(

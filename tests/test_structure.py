@@ -16,6 +16,7 @@ PACKAGES = {
     "deltastore": set[str](),
     "compressor": {"deltastore"},
     "server": {"deltastore"},
+    "client": {"deltastore"},
     "demo": {"deltastore", "compressor"},
 }
 # The engine process and the HTTP process, the lowest layer first. Neither imports a layer of the other.
@@ -28,6 +29,7 @@ MAX_LINES = 400
 MAX_FILES = 16  # Python files of one folder, without its __init__.py
 ROOMS = (
     "bench/gpu", "bench/http", "bench/peers", "bench/quality", "bench/real",
+    "client/chat",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/deltas", "server/engine", "server/engine/scheduling",
@@ -150,6 +152,9 @@ def test_the_registry_side_of_deltastore_needs_no_torch() -> None:
         ("server.http_process", ("torch",)),
         ("server.supervisor.supervisor", ("torch", "transformers", "fastapi")),
         ("server.protocol.codec", ("torch", "transformers", "fastapi", "zmq")),
+        ("client.variants", ("torch", "numpy", "pydantic", "server", "tenacity")),
+        ("client.push", ("torch", "numpy", "pydantic", "server")),
+        ("client.chat.cli", ("torch", "numpy", "pydantic", "server")),
     ],
 )
 def test_a_process_imports_nothing_large_that_it_does_not_need(

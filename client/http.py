@@ -1,0 +1,200 @@
+"""The connection to a server: its address and key, and failed calls as exceptions. Knows no route and no command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+import msgspec
+
+from client.errors import AuthenticationFailed, NoAnswer, NoServer, ServerRefused, UnexpectedReply
+from client.output import printable
+from deltastore.errors import UsageError
+
+KEY_VARIABLE = "PERAXIS_API_KEY"
+MAX_KEY_BYTES = 4096
+CONNECT_S = 10.0
+# Calls of commands; uploads and generation wait longer.
+CALL_S = 60.0
+MAX_REASON_CHARS = 300
+
+T = TypeVar("T")
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    """The error of a refused call, as far as commands read it."""
+
+    message: str
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every error of a Peraxis server."""
+
+    error: ErrorFields
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A server's URL, and the key that goes with each call."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, url: str, key_file: Path | None) -> ServerAddress:
+        """Check a URL and read the key, from `key_file` or else from the environment.
+
+        Raises:
+            UsageError: The URL or the key cannot be used.
+        """
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UsageError(
+                f"--url {url!r} is no URL ({error}): give one such as http://host:8000"
+            ) from error
+        if parsed.userinfo:
+            raise UsageError(
+                "--url holds a user or password, which other users of this machine can see: "
+                f"give the key in {KEY_VARIABLE} or a --key-file"
+            )
+        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+            raise UsageError(f"--url {url!r} is no server's address: give one such as http://host:8000")
+        key, where = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
+        if key_file is not None:
+            with key_file.open("rb") as file:
+                key, where = file.read(MAX_KEY_BYTES + 1).decode("latin-1"), str(key_file)
+            if not key.strip():
+                raise UsageError(f"{key_file} is empty: write the key into it")
+        return cls(url.rstrip("/"), _checked_key(key.strip(), where))
+
+    def client_options(self, read_s: float = CALL_S) -> dict[str, Any]:
+        """Return the arguments of an httpx client for this server, sync or async.
+
+        Args:
+            read_s: How long it waits for the next bytes of an answer, in seconds.
+        """
+        headers = {"User-Agent": f"peraxis/{version('peraxis')}"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        timeout = httpx.Timeout(CALL_S, connect=CONNECT_S, read=read_s)
+        return {"base_url": self.url, "headers": headers, "timeout": timeout}
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Turn a failure of the connection inside the block into NoServer or NoAnswer."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NoServer(
+                f"no server answers at {self.url} ({_reason(error)}): start one with `peraxis serve`, "
+                "or give its address as --url or PERAXIS_URL"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise NoAnswer(
+                f"{self.url} did not answer in time ({_reason(error)}): see its log, or try again"
+            ) from error
+        except httpx.RequestError as error:
+            raise NoAnswer(f"the connection to {self.url} broke off ({_reason(error)}): try again") from error
+
+    def refusal(self, reply: httpx.Response) -> ServerRefused:
+        """Return the exception of an answer that is an error; its body has been read."""
+        try:
+            fields = msgspec.json.decode(reply.content, type=ErrorReply).error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            fields = ErrorFields(_unknown_error(self.url, reply))
+        message, retry_after = printable(fields.message), reply.headers.get("retry-after", "")
+        kind = ServerRefused
+        if reply.status_code == 401:
+            kind, message = AuthenticationFailed, self._unauthenticated(message)
+        elif reply.status_code == 403:
+            kind, message = AuthenticationFailed, f"{message}: ask for a key that may make this call"
+        retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+        return kind(message, reply.status_code, fields.code, retry_after_s)
+
+    def _unauthenticated(self, message: str) -> str:
+        if self.key is None:
+            return f"{self.url} asks for an API key: set {KEY_VARIABLE} or give --key-file"
+        return f"{self.url} does not accept the API key ({message}): check {KEY_VARIABLE} or --key-file"
+
+
+class RemoteServer:
+    """A server that commands call one after the other. Use as a context manager.
+
+    Args:
+        address: The server.
+        read_s: How long a call waits for the next bytes of its answer, in seconds.
+    """
+
+    def __init__(self, address: ServerAddress, read_s: float = CALL_S) -> None:
+        self.address = address
+        self._client = httpx.Client(**address.client_options(read_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def call(
+        self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None
+    ) -> bytes:
+        """Make a call with an optional JSON body; return the body of the answer.
+
+        Raises:
+            NoAnswer, ServerRefused: The call failed.
+        """
+        return self.send(method, path, params=params, json=body).content
+
+    def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Make a call with httpx's options; return the answer, which is no error. Raises as `call` does."""
+        with self.address.reached():
+            reply = self._client.request(method, path, **options)
+        # 304 answers a question; other redirections lead to other servers, which must not get the key.
+        if reply.is_success or reply.status_code == 304:
+            return reply
+        raise self.address.refusal(reply)
+
+
+def parsed(content: bytes, kind: type[T]) -> T:
+    """Parse the body of an answer.
+
+    Raises:
+        UnexpectedReply: It is not as this version of the server writes it.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnexpectedReply(
+            f"the answer is not a Peraxis server's ({printable(str(error))}): check --url, "
+            "and that server and command have the same version"
+        ) from error
+
+
+def _checked_key(key: str, where: str) -> str | None:
+    if not key:
+        return None
+    if len(key) > MAX_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(f"{where} holds no API key: a key is one word of letters, digits, '-' and '_'")
+    return key
+
+
+def _unknown_error(url: str, reply: httpx.Response) -> str:
+    if reply.is_redirect:
+        return f"{url} leads to {printable(reply.headers.get('location', ''))}: give that server as --url"
+    return f"{url} answered {reply.status_code} {printable(reply.reason_phrase)}: check --url"
+
+
+def _reason(error: httpx.RequestError) -> str:
+    # httpx has no text for some of them.
+    return printable(str(error))[:MAX_REASON_CHARS] or type(error).__name__

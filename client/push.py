@@ -1,0 +1,57 @@
+"""`peraxis push`: parse the options, hash the file, publish it, print the version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from client.artifact_file import ArtifactFile
+from client.http import RemoteServer, ServerAddress, parsed
+from client.options import DEFAULT_URL, Json, KeyFile, Url
+from client.output import print_reply, printable, size
+from client.publishing import ANSWER_S, Publishing, publish
+from client.reference import path_of
+from client.replies import UploadReply
+from deltastore.progress import byte_progress
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command()
+def push(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The variant to publish it as.")],
+    activate: Annotated[
+        bool, typer.Option("--activate/--no-activate", help="Make the new version the active one.")
+    ] = True,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
+    ] = True,
+    url: Url = DEFAULT_URL,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Publish an artifact as the next version of a variant.
+
+    Example: peraxis push tuned.safetensors --name instruct
+
+    A broken connection or a busy server is tried again. An artifact that the variant has already is not sent again.
+    """
+    address = ServerAddress.of(url, key_file)
+    # Refuse a name that cannot be one before the file is hashed.
+    path_of(name)
+    total = file.stat().st_size if file.is_file() else 0
+    with byte_progress(total, f"digest of {file.name}", progress) as bar:
+        artifact = ArtifactFile.read(file, bar.update)
+    with RemoteServer(address, ANSWER_S) as server:
+        content = publish(server, Publishing(artifact, name, activate), progress)
+    reply = parsed(content, UploadReply)
+    if as_json:
+        print_reply(content)
+        return
+    state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
+    print(
+        f"{printable(reply.name)}@{reply.version}  {size(reply.size_bytes)}  {printable(reply.digest)}  {state}"
+    )

@@ -1,0 +1,219 @@
+"""The commands of registered variants: ls, ps, show, promote, rollback and rm."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from client.http import RemoteServer, ServerAddress, parsed
+from client.options import DEFAULT_URL, Json, KeyFile, Name, Reference, Url
+from client.output import print_json, print_reply, print_table, printable, short, size
+from client.reference import parse_reference, path_of
+from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
+from deltastore.errors import PeraxisError, shown
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command()
+def ls(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """List the registered variants.
+
+    Example: peraxis ls
+    """
+    content = _call(ServerAddress.of(url, key_file), "GET", "/variants")
+    variants = parsed(content, VariantsReply).variants
+    if as_json:
+        print_reply(content)
+        return
+    head = ("NAME", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "DIGEST", "CREATED")
+    print_table(head, [_listed(variant) for variant in variants])
+
+
+@app.command()
+def ps(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """List the versions that are in memory or have requests.
+
+    Example: peraxis ps
+    """
+    content = _call(ServerAddress.of(url, key_file), "GET", "/variants")
+    resident = [
+        (variant, version)
+        for variant in parsed(content, VariantsReply).variants
+        for version in variant.versions
+        if version.is_resident
+    ]
+    if as_json:
+        found = [{"name": variant.name, **msgspec.to_builtins(version)} for variant, version in resident]
+        print_json({"resident": found})
+        return
+    head = ("NAME", "LEVEL", "PINNED", "REQUESTS", "SIZE", "DIGEST")
+    rows = [
+        (
+            f"{variant.name}@{version.version}",
+            version.level,
+            _mark(version.pinned, "pinned"),
+            str(version.num_requests),
+            size(version.device_bytes),
+            short(version.digest),
+        )
+        for variant, version in resident
+    ]
+    print_table(head, rows)
+
+
+@app.command()
+def show(name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Show one variant: its versions, and how close the active one is to its fine-tune.
+
+    Example: peraxis show instruct
+    """
+    content = _call(ServerAddress.of(url, key_file), "GET", path_of(name))
+    variant = parsed(content, VariantReply)
+    if as_json:
+        print_reply(content)
+        return
+    head = ("ACTIVE", "VERSION", "SIZE", "METHOD", "LEVEL", "PINNED", "REQUESTS", "DIGEST", "CREATED")
+    print_table(head, [_shown(version, version.version == variant.active) for version in variant.versions])
+    if (active := variant.active_version) is not None:
+        for key, value in active.fidelity.items():
+            print(f"fidelity {printable(key)}: {shown(value)}")
+
+
+@app.command()
+def promote(
+    name: Name,
+    version: Annotated[int, typer.Argument(metavar="VERSION", help="The version to make active.", min=1)],
+    url: Url = DEFAULT_URL,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Make a version the active one. Running requests keep theirs.
+
+    Example: peraxis promote instruct 3
+    """
+    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+        _activate(server, name, version, as_json)
+
+
+@app.command()
+def rollback(name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Make the version below the active one active again. Running requests keep theirs.
+
+    Example: peraxis rollback instruct
+    """
+    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+        variant = parsed(server.call("GET", path_of(name)), VariantReply)
+        _activate(server, name, version_below(variant), as_json)
+
+
+@app.command()
+def rm(
+    reference: Reference,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")] = False,
+    url: Url = DEFAULT_URL,
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Delete a variant, or one version that is not active. Asks on a terminal.
+
+    Examples: peraxis rm instruct@2; peraxis rm instruct --yes
+    """
+    name, params = parse_reference(reference)
+    path, address = path_of(name), ServerAddress.of(url, key_file)
+    everything = "" if params else " with all its versions"
+    if (
+        not yes
+        and sys.stdin.isatty()
+        and not _confirmed(f"Delete {reference}{everything} from {address.url}?")
+    ):
+        raise typer.Abort
+    content = _call(address, "DELETE", path, params)
+    deleted = parsed(content, DeletedReply)
+    if as_json:
+        print_reply(content)
+        return
+    print(f"deleted {printable(deleted.name)}: version {', '.join(map(str, deleted.deleted))}")
+
+
+def version_below(variant: VariantReply) -> int:
+    """Return the highest version below the active one.
+
+    Raises:
+        PeraxisError: There is none.
+    """
+    if variant.active is None:
+        raise PeraxisError(
+            f"variant {variant.name!r} has no active version: promote one, as in `peraxis promote NAME VERSION`"
+        )
+    below = [version.version for version in variant.versions if version.version < variant.active]
+    if not below:
+        raise PeraxisError(
+            f"variant {variant.name!r} has no version below {variant.active}, the active one: "
+            "`peraxis show` lists its versions, and `peraxis promote` chooses one"
+        )
+    return max(below)
+
+
+def _call(address: ServerAddress, method: str, path: str, params: dict[str, str] | None = None) -> bytes:
+    with RemoteServer(address) as server:
+        return server.call(method, path, params=params)
+
+
+def _activate(server: RemoteServer, name: str, version: int, as_json: bool) -> None:
+    content = server.call("PATCH", path_of(name), body={"active": version})
+    variant = parsed(content, VariantReply)
+    if as_json:
+        print_reply(content)
+        return
+    print(f"{printable(variant.name)}: version {variant.active} is active")
+
+
+def _confirmed(question: str) -> bool:
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _listed(variant: VariantReply) -> tuple[str, ...]:
+    """Return the row of a variant in `ls`; its sizes are the active version's."""
+    versions = str(len(variant.versions))
+    active = variant.active_version
+    if active is None:
+        return variant.name, "-", versions, "-", "-", "-", "-", "-"
+    return (
+        variant.name,
+        str(active.version),
+        versions,
+        size(active.size_bytes),
+        active.level,
+        _mark(active.pinned, "pinned"),
+        short(active.digest),
+        _date(active.created_at),
+    )
+
+
+def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:
+    return (
+        _mark(is_active, "active"),
+        str(version.version),
+        size(version.size_bytes),
+        version.method,
+        version.level,
+        _mark(version.pinned, "pinned"),
+        str(version.num_requests),
+        short(version.digest),
+        _date(version.created_at),
+    )
+
+
+def _mark(is_set: bool, word: str) -> str:
+    # Columns must not be empty, or tools that split lines at spaces would shift those behind.
+    return word if is_set else "-"
+
+
+def _date(created_at: str) -> str:
+    """Return an ISO 8601 time to the second."""
+    return created_at[:19]

@@ -1,0 +1,258 @@
+"""`peraxis push`: what it sends, when it sends it again, and when it sends nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client import publishing
+from client.artifact_file import ArtifactFile
+from deltastore import progress
+from deltastore.errors import ArtifactError
+from peraxis import run
+from tests.client.helpers.scripted_server import (
+    Reaction,
+    ScriptedServer,
+    answer,
+    break_off,
+    refuse,
+    scripted_server,
+    stop,
+)
+from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, LiveServer
+
+Output = pytest.CaptureFixture[str]
+ABSENT = refuse(404, "model_not_found")
+CONTENT = ARTIFACT_PREFIX + bytes(range(256)) * 20_000
+SHA256 = hashlib.sha256(CONTENT)
+VERSION = {
+    "version": 3, "digest": f"sha256:{SHA256.hexdigest()}", "size_bytes": len(CONTENT), "device_bytes": 1,
+    "method": "both", "created_at": "2026-01-02T03:04:05+00:00", "level": "disk", "pinned": False,
+    "num_requests": 0,
+}  # fmt: skip
+KNOWN = answer(
+    200, {"name": "a", "active": 2, "versions": [{**VERSION, "version": 2, "digest": "sha256:0"}, VERSION]}
+)
+CREATED = answer(
+    201, {"name": "a", "version": 1, "digest": VERSION["digest"], "size_bytes": len(CONTENT), "active": True}
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tuned.safetensors"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "FIRST_WAIT_S", 0)
+
+
+def pushed(file: Path, *reactions: Reaction, args: tuple[str, ...] = ()) -> tuple[int, ScriptedServer]:
+    """Push the file to a scripted server; return the exit code and the server."""
+    with scripted_server(*reactions) as server:
+        code = run(["push", str(file), "--name", "a", "--url", server.url, "--no-progress", *args])
+    return code, server
+
+
+def error_of(capsys: Output) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(capsys.readouterr().out)["error"]
+    return error
+
+
+def test_an_artifact_becomes_the_next_version(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    arguments = ["push", str(artifacts.plain), "--name", "pushed", "--url", server.url, "--no-progress"]
+    assert run([*arguments, "--json"]) == 0
+    reply = json.loads(capsys.readouterr().out)
+    digest = hashlib.sha256(artifacts.plain.read_bytes()).hexdigest()
+    assert reply == {
+        "name": "pushed", "version": 1, "digest": f"sha256:{digest}",
+        "size_bytes": artifacts.plain.stat().st_size, "active": True,
+    }  # fmt: skip
+    assert server.client.get("/variants/pushed").json()["active"] == 1
+
+
+def test_an_artifact_that_the_server_has_is_not_sent_again(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    arguments = ["push", str(artifacts.third), "--name", "twice", "--url", server.url, "--json"]
+    assert run(arguments) == 0
+    first, received = capsys.readouterr().out, server.metric("upload_bytes_total")
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert server.metric("upload_bytes_total") == received
+
+
+def test_with_no_activate_the_version_before_stays_active(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    for artifact, option in ((artifacts.plain, "--activate"), (artifacts.third, "--no-activate")):
+        assert run(["push", str(artifact), "--name", "kept", "--url", server.url, option]) == 0
+    assert "not active: `peraxis promote kept 2` changes that" in capsys.readouterr().out
+    assert server.client.get("/variants/kept").json()["active"] == 1
+
+
+def test_a_refused_artifact_is_one_line_with_the_servers_reason(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    assert run(["push", str(artifacts.foreign), "--name", "foreign", "--url", server.url, "--json"]) == 1
+    error = error_of(capsys)
+    assert (error["type"], error["code"]) == ("ServerRefused", "base_mismatch")
+    assert "compress the fine-tune against this base again" in error["message"]
+
+
+def test_the_request_carries_the_digest_and_the_length(file: Path) -> None:
+    code, server = pushed(file, ABSENT, CREATED)
+    assert code == 0
+    assert server.calls == ["GET /variants/a", "POST /variants?name=a&activate=true"]
+    sent = server.received[1]
+    assert sent.body == CONTENT
+    assert sent.headers["Content-Length"] == str(len(CONTENT))
+    assert sent.headers["Content-Digest"] == f"sha-256=:{base64.b64encode(SHA256.digest()).decode()}:"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        break_off(after_bytes=1_000_000),
+        break_off(),
+        refuse(503, "overloaded", Retry_After="0"),
+        refuse(500, "internal_error"),
+        answer(502, b"<html>bad gateway</html>"),
+    ],
+    ids=["broken off", "answer lost", "overloaded", "internal error", "proxy"],
+)
+def test_a_failure_that_may_pass_is_tried_again(file: Path, failure: Reaction, capsys: Output) -> None:
+    code, server = pushed(file, ABSENT, failure, ABSENT, CREATED)
+    assert code == 0
+    assert server.received[3].body == CONTENT
+    captured = capsys.readouterr()
+    assert captured.out.startswith("a@1 ")
+    assert captured.err.startswith("attempt 1 of 8 failed: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_an_upload_whose_answer_was_lost_is_found_and_not_repeated(file: Path, capsys: Output) -> None:
+    code, server = pushed(file, ABSENT, break_off(), KNOWN, answer(304), args=("--json",))
+    assert code == 0
+    assert server.calls[2:] == ["GET /variants/a", "GET /variants/a/artifact?version=3"]
+    assert server.received[3].headers["If-None-Match"] == f'"{VERSION["digest"]}"'
+    reply = json.loads(capsys.readouterr().out)
+    assert (reply["version"], reply["active"]) == (3, False)
+
+
+def test_a_version_that_is_quarantined_is_sent_again(file: Path) -> None:
+    code, server = pushed(file, KNOWN, refuse(424, "variant_quarantined"), CREATED)
+    assert code == 0
+    assert server.received[2].body == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(507, "insufficient_storage"), (400, "invalid_artifact"), (413, "too_large"), (409, "base_mismatch")],
+)
+def test_a_failure_that_does_not_pass_ends_the_push(
+    file: Path, status: int, error: str, capsys: Output
+) -> None:
+    code, server = pushed(file, ABSENT, refuse(status, error), args=("--json",))
+    assert (code, len(server.calls)) == (1, 2)
+    assert error_of(capsys)["code"] == error
+
+
+def test_a_server_that_asks_for_an_hour_is_not_waited_for(file: Path, capsys: Output) -> None:
+    code, server = pushed(file, ABSENT, refuse(429, "rate_limited", Retry_After="3600"), args=("--json",))
+    assert (code, len(server.calls)) == (1, 2)
+    assert error_of(capsys)["code"] == "rate_limited"
+
+
+def test_the_last_attempt_gives_the_error(file: Path, capsys: Output) -> None:
+    reactions = [ABSENT, break_off(after_bytes=0)] * publishing.MAX_ATTEMPTS
+    code, server = pushed(file, *reactions, args=("--json",))
+    assert (code, len(server.calls)) == (1, 2 * publishing.MAX_ATTEMPTS)
+    error = error_of(capsys)
+    assert error["type"] == "NoAnswer"
+    assert "broke off" in error["message"]
+
+
+def test_a_server_that_never_answered_is_not_tried_again(file: Path, capsys: Output) -> None:
+    with scripted_server() as server:
+        url = server.url
+    assert run(["push", str(file), "--name", "a", "--url", url, "--no-progress"]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: no server answers at {url} (")
+    assert line.count("\n") == 1
+
+
+def test_a_server_that_went_away_during_a_push_is_tried_again(
+    file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "MAX_ATTEMPTS", 3)
+    code, server = pushed(file, ABSENT, stop)
+    assert (code, len(server.calls)) == (1, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in lines] == [["attempt", "1"], ["attempt", "2"], ["error:", "no"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"PK\x03\x04 a pickle of torch", "tuned.safetensors"),
+    ],
+)
+def test_a_file_that_is_no_artifact_is_refused_before_any_call(
+    file: Path, content: bytes, message: str, capsys: Output
+) -> None:
+    file.write_bytes(content)
+    code, server = pushed(file)
+    assert (code, server.calls) == (1, [])
+    assert message in capsys.readouterr().err
+
+
+def test_a_directory_is_a_wrong_argument(tmp_path: Path, capsys: Output) -> None:
+    code, _ = pushed(tmp_path)
+    assert code == 2
+    assert "is no file: give the artifact" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [CONTENT + b"more", CONTENT[:-1]], ids=["longer", "shorter"])
+def test_a_file_that_changes_while_it_is_sent_is_an_error(file: Path, change: bytes) -> None:
+    artifact = ArtifactFile.read(file, lambda _: None)
+    file.write_bytes(change)
+    sent: list[int] = []
+    with pytest.raises(ArtifactError, match="changed while it was sent"):
+        sent.extend(map(len, artifact.blocks(lambda _: None)))
+    assert sum(sent) <= len(CONTENT)
+
+
+def test_off_a_terminal_progress_is_whole_lines(
+    file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
+    with scripted_server(ABSENT, CREATED) as server:
+        assert run(["push", str(file), "--name", "a", "--url", server.url]) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert {line.partition(":")[0] for line in lines} == {
+        "digest of tuned.safetensors",
+        "sending tuned.safetensors",
+    }
+    assert "\r" not in captured.err
+    assert captured.out.count("\n") == 1
+
+
+def test_without_progress_stderr_stays_empty(
+    file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
+    assert pushed(file, ABSENT, CREATED)[0] == 0
+    assert capsys.readouterr().err == ""

@@ -8,10 +8,10 @@ from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 
-from server.api import access, bodies, errors, generate, health, keys, models, variants
+from server.api import access, bodies, errors, generate, health, keys, models, tokens, variants
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
-from server.api.openai import completions
+from server.api.openai import chat, completions
 from server.api.service import Service
 from server.frontend.web_server import WebServer, make_connections
 
@@ -19,7 +19,7 @@ from server.frontend.web_server import WebServer, make_connections
 def create_app(service: Service) -> FastAPI:
     """Return the application of the public port."""
     app = _application(service)
-    for module in (generate, completions, variants, models, health):
+    for module in (generate, completions, chat, tokens, variants, models, health):
         app.include_router(module.router)
     if service.settings.admin_port is None:
         _include_administration(app)

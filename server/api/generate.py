@@ -14,7 +14,8 @@ from server.api.outputs.text_outputs import ScoredText, SequenceEnd, TextToken
 from server.api.replies import WholeSequence, answer
 from server.api.schemas import GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, TenantDep
-from server.api.submission import Conversation, GenerationCall, Submission
+from server.api.submission import GenerationCall, Submission
+from server.text.conversation import Conversation
 
 router = APIRouter()
 

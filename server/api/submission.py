@@ -23,6 +23,7 @@ from server.errors import InvalidRequest
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
 from server.tenants.tenant import Tenant
+from server.text.conversation import Conversation
 from server.text.variant_text import VariantText
 
 # Of one call. Each sequence has state in three processes, and all of them are answered together.
@@ -32,13 +33,6 @@ MAX_LOGPROBS = 1 << 20
 # Of all prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages for the variant's chat template."""
-
-    messages: list[dict[str, Any]]
 
 
 Prompt = str | Sequence[int] | Conversation
@@ -185,7 +179,7 @@ async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int) -> tuple[
     if isinstance(prompt, str):
         return tuple(await text.encode(prompt, max_tokens))
     if isinstance(prompt, Conversation):
-        return tuple(await text.render_chat(prompt.messages, max_tokens))
+        return tuple(await text.render_chat(prompt, max_tokens))
     if len(prompt) > max_tokens:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens, more than the {max_tokens} that fit: shorten it", "prompt"

@@ -11,13 +11,14 @@ from typing import Any
 from transformers.utils import chat_template_utils
 
 from server.errors import InvalidRequest
+from server.text.conversation import Conversation
 from server.text.failures import failures_as
 
 MAX_CHARACTERS = 8 << 20
 
 
-def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-    """Render `messages` with `template`, up to the opening of the assistant's turn.
+def render(template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:
+    """Render a conversation with `template`.
 
     Args:
         variables: further variables of the template, such as special tokens.
@@ -30,7 +31,12 @@ def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str
     ):
         # Its annotation says that it returns a string.
         render_all: Any = chat_template_utils.render_jinja_template
-        rendered, _ = render_all([messages], chat_template=template, add_generation_prompt=True, **variables)
+        rendered, _ = render_all(
+            [conversation.messages],
+            chat_template=template,
+            add_generation_prompt=conversation.add_generation_prompt,
+            **variables,
+        )
     text = str(rendered[0])
     if len(text) > MAX_CHARACTERS:
         raise InvalidRequest(

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
 from server.text.chat_template import render
+from server.text.conversation import Conversation
 from server.text.decoding.incremental import Decode, NewText, NewTokens, decode_new
 from server.text.failures import failures_as
 
@@ -25,6 +26,8 @@ SHRINKING_FACTOR = 8
 MIN_LONGEST_TOKEN = 16
 # A longer prompt is refused if its beginning alone has too many tokens.
 PROBED_CHARS_PER_TOKEN = 8
+# Text of some tokens; a real token has at most a few hundred characters.
+MAX_CHARS, MAX_CHARS_PER_TOKEN = 1 << 16, 1 << 10
 # Tokens by which the end of a beginning may differ from the same place in the whole text.
 PROBE_SLACK = 64
 
@@ -96,31 +99,51 @@ class LoadedTokenizer:
             )
         return ids
 
-    def render_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template, up to the assistant's turn.
+    def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation rendered by the chat template.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or makes too much text.
         """
         if self.chat_template is None:
             raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
-        text = render(self.chat_template, messages, self.template_variables)
-        return self.encode(text, max_tokens, False, "messages")
+        text = render(self.chat_template, conversation, self.template_variables)
+        return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
 
     def decode_each(self, ids: list[int]) -> list[str]:
         """Return the text of each token alone, without special tokens."""
         with self._decoding():
-            return [self._decode([token_id]) for token_id in ids]
+            return self._checked([self._decode([token_id]) for token_id in ids], len(ids))
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
         with self._decoding():
-            return self._decode(ids)
+            if skip_special_tokens:
+                text = self._decode(ids)
+            else:
+                text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+            return self._checked([text], len(ids))[0]
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        """Return each token as the vocabulary has it; empty for an id without a token."""
+        with self._decoding():
+            strings = self._tokenizer.convert_ids_to_tokens(ids)
+            return self._checked([string or "" for string in strings], len(ids))
 
     def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
         """Decode the new tokens of many sequences."""
         with self._decoding():
             return [decode_new(self._decode, tokens) for tokens in new]
+
+    def _checked(self, texts: list[str], num_tokens: int) -> list[str]:
+        """Return the texts of tokens; raise ArtifactError if they are longer than text of real tokens."""
+        num_chars = sum(map(len, texts))
+        if num_chars > MAX_CHARS + MAX_CHARS_PER_TOKEN * num_tokens:
+            raise ArtifactError(
+                f"{self.where}: its tokenizer makes {num_chars} characters of {num_tokens} tokens: "
+                "use one that makes fewer"
+            )
+        return texts
 
     def _decoding(self) -> AbstractContextManager[None]:
         return failures_as(

@@ -1,10 +1,12 @@
-"""The base's tokenizer in the HTTP process. Long texts are encoded on threads, one of a tenant at a time."""
+"""The base's tokenizer in the HTTP process. Long texts are handled on threads, one of a tenant at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar, TypeVarTuple
 
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.workers.fair_limiter import FairLimiter
@@ -13,6 +15,9 @@ from server.workers.fair_limiter import FairLimiter
 SHORT_CHARS = 2000
 NUM_THREADS = 2
 MAX_WAITING = 256
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class LocalTokenizer:
@@ -23,31 +28,31 @@ class LocalTokenizer:
         self._limiter = FairLimiter(NUM_THREADS, 1, MAX_WAITING)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
-    async def encode(
-        self, share: Hashable, text: str, max_tokens: int, add_special_tokens: bool, param: str
-    ) -> list[int]:
-        """Return the token ids of a text; raises as `LoadedTokenizer.encode`, and QueueFull."""
-        if len(text) <= SHORT_CHARS:
-            return self.loaded.encode(text, max_tokens, add_special_tokens, param)
+    async def run(
+        self, share: Hashable, num_chars: int, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts
+    ) -> T:
+        """Call a function of the tokenizer; raises what it does, and QueueFull.
+
+        Args:
+            share: the owner of the work.
+            num_chars: of the text that it is about.
+        """
+        if num_chars <= SHORT_CHARS:
+            return function(self.loaded, *args)
         started = asyncio.Event()
-        encoding = asyncio.create_task(
-            self._encode_on_thread(started, share, (text, max_tokens, add_special_tokens, param))
-        )
+        work = asyncio.create_task(self._run_on_thread(started, share, partial(function, self.loaded, *args)))
         try:
-            return await asyncio.shield(encoding)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
             # A thread cannot be cancelled, and keeps its seat until it is done.
             if not started.is_set():
-                encoding.cancel()
+                work.cancel()
             raise
 
-    async def _encode_on_thread(
-        self, started: asyncio.Event, share: Hashable, args: tuple[str, int, bool, str]
-    ) -> list[int]:
+    async def _run_on_thread(self, started: asyncio.Event, share: Hashable, call: Callable[[], T]) -> T:
         async with self._limiter.seat(share):
             started.set()
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self.loaded.encode, *args)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """Drop texts that wait for a thread."""

@@ -5,19 +5,22 @@ The base's tokenizer runs in this process. A variant's own tokenizer, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 from server.text.chat_template import render
+from server.text.conversation import Conversation
 from server.text.decoding.incremental import NewText, NewTokens
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
 from server.text.staging import Staging
 from server.text.variant_work import VariantWork
 from server.text.worker_tasks import Generation, NotLoaded, with_tokenizer
+
+CHARS_PER_TOKEN = 4
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -63,47 +66,56 @@ class VariantText:
         self._staging = staging
         self._record = record
 
-    async def encode(self, text: str, max_tokens: int) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
+    async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            add_special_tokens: those that the tokenizer adds to a text are among them.
 
         Raises:
             InvalidRequest: the prompt has more than `max_tokens` tokens. A much longer one is not tokenized.
         """
-        if self._facts.key is None:
-            return await self._base.encode(self._work.share, text, max_tokens, True, "prompt")
-        return await self._in_worker(LoadedTokenizer.encode, text, max_tokens, True, "prompt")
+        return await self._run(
+            len(text), LoadedTokenizer.encode, text, max_tokens, add_special_tokens, "prompt"
+        )
 
-    async def render_chat(self, messages: list[dict[str, Any]], max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template, up to the assistant's turn.
+    async def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation rendered by the chat template.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or they have too many tokens.
         """
         if self._facts.key is not None:
-            return await self._in_worker(LoadedTokenizer.render_chat, messages, max_tokens)
+            return await self._in_worker(LoadedTokenizer.render_chat, conversation, max_tokens)
         if self._facts.template is None:
             raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
         variables = self._base.loaded.template_variables
-        text = await self._work.run(render, self._facts.template, messages, variables)
-        return await self._base.encode(self._work.share, text, max_tokens, False, "messages")
+        text = await self._work.run(render, self._facts.template, conversation, variables)
+        special = conversation.add_special_tokens
+        return await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, special, "messages")
 
-    async def decode(self, ids: list[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        if self._facts.key is None:
-            return self._base.loaded.decode(ids)
-        return await self._in_worker(LoadedTokenizer.decode, ids)
+    async def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        return await self._run(_num_chars(ids), LoadedTokenizer.decode, ids, skip_special_tokens)
 
     async def decode_each(self, ids: list[int]) -> list[str]:
         """Return the text of each token alone, as log-probabilities show it."""
-        if self._facts.key is None:
-            return self._base.loaded.decode_each(ids)
-        return await self._in_worker(LoadedTokenizer.decode_each, ids)
+        return await self._run(_num_chars(ids), LoadedTokenizer.decode_each, ids)
 
     async def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
         """Decode the new tokens of many sequences in one call; the results are in the order of `new`."""
+        num_chars = sum(_num_chars(tokens.ids) for tokens in new)
+        return await self._run(num_chars, LoadedTokenizer.decode_streams, new)
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        """Return each token as the vocabulary has it."""
+        return await self._run(_num_chars(ids), LoadedTokenizer.token_strings, ids)
+
+    async def _run(self, num_chars: int, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
+        """Call a function of the variant's tokenizer, which may be the base's."""
         if self._facts.key is None:
-            return self._base.loaded.decode_streams(new)
-        return await self._in_worker(LoadedTokenizer.decode_streams, new)
+            return await self._base.run(self._work.share, num_chars, function, *args)
+        return await self._in_worker(function, *args)
 
     async def _in_worker(self, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
         """Call a function of the variant's own tokenizer; send its files to a worker that lacks them."""
@@ -117,3 +129,8 @@ class VariantText:
                 return await self._work.load(
                     with_tokenizer, key, staged.path, self._work.label, function, args
                 )
+
+
+def _num_chars(ids: Sized) -> int:
+    """Return about how many characters tokens have."""
+    return CHARS_PER_TOKEN * len(ids)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from deltastore.errors import ArtifactError, PeraxisError
 from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
+from server.text.conversation import Conversation
 from server.text.failures import failures_as
 from server.text.files import (
     check_sizes,
@@ -36,7 +37,7 @@ CACHE_BYTES = 512 << 20
 BYTES_PER_FILE_BYTE = 16
 PROBE_TEXT = "A probe: 1 + 2 = 3, naïve 漢字\n"
 PROBE_TOKENS = 4096
-PROBE_MESSAGES = [{"role": "user", "content": "hi"}]
+PROBE_CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -125,7 +126,7 @@ def probe(tokenizer: LoadedTokenizer) -> None:
 def _try_template(tokenizer: LoadedTokenizer) -> None:
     """Render a conversation. Only the death of this process is a failure: a template may refuse a conversation."""
     with contextlib.suppress(InvalidRequest):
-        tokenizer.render_chat(PROBE_MESSAGES, PROBE_TOKENS)
+        tokenizer.render_chat(PROBE_CONVERSATION, PROBE_TOKENS)
 
 
 def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "the upload") -> None:

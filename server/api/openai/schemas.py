@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's API. Fields that the API lacks are ignored, as OpenAI's clients expect. Knows no HTTP.
+"""Bodies of OpenAI's API, and those of vLLM's routes beside it. Knows no HTTP.
 
-A field of the API that would change the output and that this server lacks is refused by name, unless its value asks
-for nothing.
+On OpenAI's routes a field that its API lacks is ignored, as its clients expect. A field of the API that would change
+the output and that this server lacks is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
@@ -177,6 +177,10 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         if self.num_new_tokens == 0:
             raise InvalidRequest(f"{self.length_field} must be at least 1", self.length_field)
 
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages in the form that chat templates take."""
+        return [message.for_template() for message in self.messages]
+
     @property
     def num_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -185,3 +189,29 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     def length_field(self) -> str:
         """The client's field of `num_new_tokens`; `max_completion_tokens` replaced `max_tokens` in OpenAI's API."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /tokenize`. By default a prompt has special tokens and a conversation only its template's."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages in the form that chat templates take."""
+        return [message.for_template() for message in self.messages or ()]
+
+
+class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[TokenId]
+    model: ModelName | None = None

@@ -6,14 +6,15 @@ import pytest
 
 from server.errors import InvalidRequest
 from server.text.chat_template import render
+from server.text.conversation import Conversation
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 
 
 def test_a_template_renders_messages_and_the_assistants_opening() -> None:
     turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     template = "{{ bos }}" + turns + "{% if add_generation_prompt %}>{% endif %}"
-    assert render(template, MESSAGES, {"bos": "^"}) == "^[user]hi>"
+    assert render(template, CONVERSATION, {"bos": "^"}) == "^[user]hi>"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_a_template_renders_messages_and_the_assistants_opening() -> None:
 )
 def test_a_template_that_fails_is_one_bad_request(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses") as refused:
-        render(template, MESSAGES, {})
+        render(template, CONVERSATION, {})
     assert refused.value.param == "messages"
 
 
@@ -49,14 +50,14 @@ def test_a_template_that_fails_is_one_bad_request(template: str) -> None:
 )
 def test_a_template_cannot_reach_python(template: str) -> None:
     with pytest.raises(InvalidRequest):
-        render(template, MESSAGES, {})
+        render(template, CONVERSATION, {})
 
 
 def test_a_template_that_makes_too_much_text_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="makes 9000000 characters"):
-        render("{{ 'x' * 9000000 }}", MESSAGES, {})
+        render("{{ 'x' * 9000000 }}", CONVERSATION, {})
 
 
 def test_a_special_token_cannot_take_the_place_of_the_messages() -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses"):
-        render("{{ messages }}", MESSAGES, {"add_generation_prompt": "x"})
+        render("{{ messages }}", CONVERSATION, {"add_generation_prompt": "x"})

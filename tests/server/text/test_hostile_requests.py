@@ -11,6 +11,7 @@ import pytest
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
 from server.text import loaded_tokenizer, variant_work
+from server.text.conversation import Conversation
 from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
 from server.workers.pool import WorkerPool
@@ -18,7 +19,7 @@ from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
 
 MAX_TOKENS = 512
-MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 SLOW_TEMPLATE = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MILLION = sequence("normalizers", replace("a", "a" * 10**6), replace("a", "a" * 10**6))
 BACKTRACKING = sequence(
@@ -41,7 +42,7 @@ def own_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 async def assert_others_are_served(service: TextService) -> None:
     base = await service.of(None, "another")
     assert await base.decode(await base.encode("abc", MAX_TOKENS)) == "abc"
-    assert await base.decode(await base.render_chat(MESSAGES, MAX_TOKENS)) == "<user>hi\n<assistant>"
+    assert await base.decode(await base.render_chat(CONVERSATION, MAX_TOKENS)) == "<user>hi\n<assistant>"
 
 
 def test_a_normalizer_that_makes_a_terabyte_fails_its_own_request(
@@ -84,7 +85,7 @@ def test_45_requests_to_a_slow_template_delay_no_other_tenant(texts: Texts) -> N
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         slow = await service.of(record, "default")
-        requests = [asyncio.create_task(slow.render_chat(MESSAGES, MAX_TOKENS)) for _ in range(45)]
+        requests = [asyncio.create_task(slow.render_chat(CONVERSATION, MAX_TOKENS)) for _ in range(45)]
         await assert_others_are_served(service)
         assert not any(request.done() for request in requests)
         # Their clients leave.
@@ -121,9 +122,9 @@ def test_work_that_was_killed_is_refused_for_a_while(texts: Texts, monkeypatch: 
         with pytest.raises(
             InvalidRequest, match=r"a@\d+: its tokenizer or chat template failed: the work was not"
         ):
-            await slow.render_chat(MESSAGES, MAX_TOKENS)
+            await slow.render_chat(CONVERSATION, MAX_TOKENS)
         with pytest.raises(InvalidRequest, match=r"try again in (999|1000) s"):
-            await (await service.of(record, "default")).render_chat(MESSAGES, MAX_TOKENS)
+            await (await service.of(record, "default")).render_chat(CONVERSATION, MAX_TOKENS)
         await assert_others_are_served(service)
 
     texts.run(test)
@@ -135,7 +136,7 @@ def test_a_template_that_needs_too_much_memory_says_so(texts: Texts) -> None:
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         with pytest.raises(InvalidRequest, match="needed more than 1024 MiB of memory"):
-            await text.render_chat(MESSAGES, MAX_TOKENS)
+            await text.render_chat(CONVERSATION, MAX_TOKENS)
 
     texts.run(test)
 
@@ -213,7 +214,7 @@ def test_a_template_that_makes_no_unicode_is_one_bad_request(texts: Texts) -> No
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         with pytest.raises(InvalidRequest, match="no Unicode"):
-            await text.render_chat(MESSAGES, MAX_TOKENS)
+            await text.render_chat(CONVERSATION, MAX_TOKENS)
 
     texts.run(test)
 
@@ -250,7 +251,7 @@ def test_closing_ends_hostile_work_at_once(texts: Texts) -> None:
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         slow = await service.of(record, "default")
-        requests = [asyncio.create_task(slow.render_chat(MESSAGES, MAX_TOKENS)) for _ in range(5)]
+        requests = [asyncio.create_task(slow.render_chat(CONVERSATION, MAX_TOKENS)) for _ in range(5)]
         await assert_others_are_served(service)
         await pool.close()
         results = await asyncio.gather(*requests, return_exceptions=True)

@@ -10,23 +10,24 @@ from transformers import PreTrainedTokenizerFast
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
+from server.text.conversation import Conversation
 from server.text.loaded_tokenizer import LoadedTokenizer
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.tokenizer_kinds import KINDS, word_piece
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 
 
 def test_of_several_templates_the_default_one_renders() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"tool_use": "no", "default": "{{ bos_token }}yes"}
     loaded = LoadedTokenizer(tokenizer, "it")
-    assert loaded.decode_each(loaded.render_chat(MESSAGES, 10)) == ["", "y", "e", "s"]
+    assert loaded.decode_each(loaded.render_chat(CONVERSATION, 10)) == ["", "y", "e", "s"]
 
 
 def test_without_a_template_messages_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
-        LoadedTokenizer(make_tokenizer(), "it").render_chat(MESSAGES, 10)
+        LoadedTokenizer(make_tokenizer(), "it").render_chat(CONVERSATION, 10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

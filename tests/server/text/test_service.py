@@ -16,6 +16,7 @@ from deltastore.variant_files import VariantFiles, read_files
 from server.errors import InvalidRequest, WorkerDied
 from server.text import service as service_module
 from server.text import staging
+from server.text.conversation import Conversation
 from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
 from server.workers.pool import WorkerPool
@@ -25,7 +26,7 @@ from tests.server.helpers.texts import ROWS, Texts, files_of, make_texts
 from tests.server.helpers.worker_tasks import kill_itself
 
 MAX_TOKENS = 512
-MESSAGES = [{"role": "user", "content": "hi"}]
+CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_a_variant_without_files_has_the_base_s_text(texts: Texts) -> None:
         assert await text.encode("abc", MAX_TOKENS) == await base.encode("abc", MAX_TOKENS)
         assert text.num_embeddings == ROWS != base.num_embeddings == 300
         assert text.eos_token_ids == base.eos_token_ids == {257}
-        ids = await text.render_chat(MESSAGES, MAX_TOKENS)
+        ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
         assert await text.decode(ids) == "<user>hi\n<assistant>"
 
     texts.run(test)
@@ -77,7 +78,7 @@ def test_a_variant_brings_its_tokens_template_and_defaults(texts: Texts, own_fil
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         assert await text.encode("<added-1>", MAX_TOKENS) == [260]
-        ids = await text.render_chat(MESSAGES, MAX_TOKENS)
+        ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
         assert await text.decode(ids) == "hi!"
         assert await text.decode_each(ids) == ["h", "i", "!"]
         assert text.eos_token_ids == {260}
@@ -96,7 +97,7 @@ def test_a_variant_that_changes_only_the_template_has_the_base_s_tokenizer(
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
-        assert await text.decode(await text.render_chat(MESSAGES, MAX_TOKENS)) == "[hi]"
+        assert await text.decode(await text.render_chat(CONVERSATION, MAX_TOKENS)) == "[hi]"
 
     texts.run(test)
 
@@ -107,7 +108,7 @@ def test_a_variant_without_a_template_has_none_though_its_base_has(texts: Texts,
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         with pytest.raises(InvalidRequest, match="no chat template"):
-            await text.render_chat(MESSAGES, MAX_TOKENS)
+            await text.render_chat(CONVERSATION, MAX_TOKENS)
 
     texts.run(test)
 

@@ -1,0 +1,105 @@
+"""`POST /v1/chat/completions`: the answer to a conversation, in the format of OpenAI's API.
+
+The variant's own chat template makes the prompt.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import fastapi
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from server.api.bodies import json_body
+from server.api.openai.documents import Documents, chat_logprobs, failed_chunks
+from server.api.openai.schemas import ChatBody
+from server.api.outputs.text_outputs import SequenceEnd, TextToken
+from server.api.replies import WholeSequence, answer
+from server.api.schemas import Reference
+from server.api.service import AnyService, TenantDep
+from server.api.submission import GenerationCall, Submission
+from server.protocol.events import FinishReason
+from server.text.conversation import Conversation
+
+KIND = "chat.completion"
+CHUNK_KIND = "chat.completion.chunk"
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat(
+    request: fastapi.Request,
+    body: Annotated[ChatBody, Depends(json_body(ChatBody))],
+    service: AnyService,
+    tenant: TenantDep,
+) -> Response:
+    """Answer with the assistant's next message; without a length, it is as long as fits."""
+    sampling = body.sampling()
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    if body.num_new_tokens is not None:
+        sampling["max_new_tokens"] = body.num_new_tokens
+    call = GenerationCall(
+        tenant,
+        Reference.parse(body.model),
+        (Conversation(body.conversation()),),
+        sampling,
+        bool(body.stream),
+        default_new_tokens=None,
+        length_field=body.length_field,
+    )
+    return await answer(request, service, call, partial(ChatReply, body))
+
+
+class ChatReply:
+    """The JSON of `POST /v1/chat/completions`."""
+
+    def __init__(self, body: ChatBody, submission: Submission) -> None:
+        self._documents = Documents(body, submission, "chatcmpl")
+        self._outputs = submission.outputs
+        self._n = submission.sampling_params.n
+        self._has_logprobs = bool(body.logprobs)
+
+    def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+                "logprobs": chat_logprobs(sequence.tokens) if self._has_logprobs else None,
+                "finish_reason": sequence.finish_reason,
+            }
+            for index, sequence in enumerate(sequences)
+        ]
+        usage = self._documents.usage(self._outputs.num_tokens)
+        return {**self._documents.document(KIND, choices), "usage": usage}
+
+    def begin(self) -> bytes:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, delta) for index in range(self._n))
+
+    def part(self, output: TextToken | SequenceEnd) -> bytes:
+        content = {"content": output.text} if output.text else {}
+        if isinstance(output, SequenceEnd):
+            return self._chunk(output.index, content, reason=output.reason)
+        if self._has_logprobs:
+            return self._chunk(output.index, content, chat_logprobs((output,)))
+        return self._chunk(output.index, content) if content else b""
+
+    def end(self) -> bytes:
+        return self._documents.last_chunks(CHUNK_KIND, self._outputs.num_tokens)
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        return failed_chunks(error)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: FinishReason | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._documents.chunk(CHUNK_KIND, choice)

@@ -1,0 +1,73 @@
+"""`POST /tokenize` and `POST /detokenize`: a variant's tokenizer, in the shapes of vLLM's routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from server.api.bodies import json_body
+from server.api.json_replies import JsonReply
+from server.api.openai.schemas import DetokenizeBody, TokenizeBody
+from server.api.schemas import BASE, Reference
+from server.api.service import Service, ServiceDep, TenantDep
+from server.api.submission import resolved, version_headers
+from server.errors import InvalidRequest
+from server.tenants.tenant import Tenant
+from server.text.conversation import Conversation
+from server.text.variant_text import VariantText
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(
+    body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], service: ServiceDep, tenant: TenantDep
+) -> Response:
+    """Answer with the token ids of a prompt or a conversation, as a request for tokens would have them."""
+    text, headers = await _text(service, tenant, body.model)
+    max_tokens = service.engine.facts.max_model_len
+    if body.prompt is not None:
+        ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
+    else:
+        conversation = Conversation(
+            body.conversation(), body.add_generation_prompt, bool(body.add_special_tokens)
+        )
+        ids = await text.render_chat(conversation, max_tokens)
+    strings = await text.token_strings(ids) if body.return_token_strs else None
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": max_tokens,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+    return JsonReply(reply, headers=headers)
+
+
+@router.post("/detokenize")
+async def detokenize(
+    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))],
+    service: ServiceDep,
+    tenant: TenantDep,
+) -> Response:
+    """Answer with the text of token ids, special tokens included."""
+    text, headers = await _text(service, tenant, body.model)
+    max_tokens = service.engine.facts.max_model_len
+    if len(body.tokens) > max_tokens:
+        raise InvalidRequest(
+            f"there are {len(body.tokens)} tokens, more than the {max_tokens} that fit: send fewer", "tokens"
+        )
+    if max(body.tokens, default=0) >= text.num_embeddings:
+        raise InvalidRequest(f"token ids must be from 0 to {text.num_embeddings - 1}", "tokens")
+    prompt = await text.decode(body.tokens, skip_special_tokens=False)
+    return JsonReply({"prompt": prompt}, headers=headers)
+
+
+async def _text(service: Service, tenant: Tenant, model: str | None) -> tuple[VariantText, dict[str, str]]:
+    """Return the text of the model that a body names, by default the base, and the headers that name its version."""
+    service.check_ready()
+    reference = Reference.parse(model)
+    record = await resolved(service, tenant, reference)
+    headers = version_headers(reference.name or BASE, record)
+    return await service.text.of(record, tenant.name), headers

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from fastapi import Depends, FastAPI
 
 from server.api import access, bodies, errors, generate, health, keys, models, tokens, variants
+from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.openai import chat, completions
@@ -21,6 +22,8 @@ def create_app(service: Service) -> FastAPI:
     app = _application(service)
     for module in (generate, completions, chat, tokens, variants, models, health):
         app.include_router(module.router)
+    if service.settings.compat == "vllm-lora":
+        app.include_router(vllm_lora.router)
     if service.settings.admin_port is None:
         _include_administration(app)
     return app

@@ -71,6 +71,14 @@ def serve(
             help="Deaths of the engine, or of HTTP processes, within a minute before the server gives up."
         ),
     ] = None,
+    compat: Annotated[
+        str | None,
+        typer.Option(help="none, or vllm-lora: vLLM's calls to load and unload LoRA adapters, on variants."),
+    ] = None,
+    lora_dir: Annotated[
+        Path | None,
+        typer.Option(help="With --compat vllm-lora: a directory whose artifacts a load call may publish."),
+    ] = None,
     auth: Annotated[
         str | None,
         typer.Option(

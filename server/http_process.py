@@ -10,6 +10,7 @@ import itertools
 import signal
 import socket
 import sys
+from typing import Any
 
 from msgspec import json
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -30,12 +31,16 @@ from server.log import configure_logging
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.snapshot import take_snapshot
 from server.process_tree import die_with_parent
+from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.control import (
+    Adapters,
+    AdaptersWanted,
     CannotServe,
     EngineLost,
     EngineStarted,
     Exposition,
     ExpositionWanted,
+    HttpProcessMessage,
     MetricsOfProcess,
     MetricsWanted,
     Ping,
@@ -68,7 +73,8 @@ async def _run(config: HttpProcessConfig) -> None:
     ProcessCollector(registry=metrics.registry)
     engine = EngineClient(config.identity)
     settings = Settings.model_validate_json(config.settings)
-    service = Service(settings, Registry(settings.registry), metrics, engine, supervisor.exposition)
+    registry = Registry(settings.registry)
+    service = Service(settings, registry, metrics, engine, supervisor.exposition, supervisor.adapters)
     obeying = asyncio.create_task(supervisor.obey(service))
     obeying.add_done_callback(lambda _: stopped.set())
     starting = asyncio.create_task(supervisor.start(service))
@@ -82,8 +88,9 @@ class SupervisorLink:
 
     def __init__(self, link: ControlLink[SupervisorMessage]) -> None:
         self._link = link
-        self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count()
+        # Answers that are waited for, by the id of their call.
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._has_engine = asyncio.Event()
 
     async def start(self, service: Service) -> None:
@@ -99,13 +106,28 @@ class SupervisorLink:
     async def exposition(self, is_ready: bool) -> bytes:
         """Return the metrics of all processes of the server in Prometheus' text format."""
         call_id = next(self._call_ids)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._scrapes[call_id] = answer
-        self._link.send(ExpositionWanted(call_id, is_ready))
+        text: bytes = await self._answer_to(call_id, ExpositionWanted(call_id, is_ready))
+        return text
+
+    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        """Change the server's record of loaded adapters, and return it."""
+        call_id = next(self._call_ids)
+        found: tuple[LoadedAdapter, ...] = await self._answer_to(call_id, AdaptersWanted(call_id, change))
+        return found
+
+    async def _answer_to(self, call_id: int, call: HttpProcessMessage) -> Any:
+        answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        self._link.send(call)
         try:
             return await answer
         finally:
-            del self._scrapes[call_id]
+            del self._waiting[call_id]
+
+    def _answered(self, call_id: int, result: object) -> None:
+        answer = self._waiting.get(call_id)
+        # A late answer is not waited for any more.
+        if answer is not None and not answer.done():
+            answer.set_result(result)
 
     async def obey(self, service: Service) -> None:
         """Do what the supervisor says until it ends."""
@@ -121,9 +143,9 @@ class SupervisorLink:
                 case MetricsWanted(call_id):
                     self._link.send(MetricsOfProcess(call_id, take_snapshot(service.metrics.registry)))
                 case Exposition(call_id, text):
-                    answer = self._scrapes.get(call_id)
-                    if answer is not None and not answer.done():
-                        answer.set_result(text)
+                    self._answered(call_id, text)
+                case Adapters(call_id, adapters):
+                    self._answered(call_id, adapters)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:

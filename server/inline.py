@@ -19,6 +19,7 @@ from server.frontend.listen import listening_sockets, url_of
 from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.local import LocalMetrics
+from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.settings import Settings
 from server.supervisor.signals import first_of, first_signal
 
@@ -43,7 +44,12 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     async def exposition(is_ready: bool) -> bytes:
         return await asyncio.to_thread(metrics.scrape, registry, is_ready=is_ready)
 
-    service = Service(settings, registry, metrics.frontend, client, exposition)
+    loaded = LoadedAdapters()
+
+    async def adapters(change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        return loaded.apply(change)
+
+    service = Service(settings, registry, metrics.frontend, client, exposition, adapters)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
     serving = asyncio.create_task(serve(service, sockets, stopped))

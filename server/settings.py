@@ -78,6 +78,10 @@ class Settings(BaseModel):
     step_timeout: Seconds = 120.0
     # Deaths of the engine, or of HTTP processes, within a minute before the server gives up.
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 4
+    # "vllm-lora" adds vLLM's calls for LoRA adapters, and `/v1/models` then lists what is loaded.
+    compat: Literal["none", "vllm-lora"] = "none"
+    # Artifacts below this directory can be published by vLLM's load call. None: only registered names can be loaded.
+    lora_dir: DirectoryPath | None = None
     # "keys" asks for an API key of the registry. "none" gives every request to one tenant, with every role.
     auth: Literal["none", "keys"] = "none"
     # Serve without keys on an address that other machines reach.
@@ -114,6 +118,12 @@ class Settings(BaseModel):
                 f"max_batch_tokens is {self.max_batch_tokens} and max_num_seqs {self.max_num_seqs}: a step must hold "
                 "more tokens than sequences, or prompts would wait while all sequences decode"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_directory_of_adapters_has_a_call_that_reads_it(self) -> Settings:
+        if self.lora_dir is not None and self.compat != "vllm-lora":
+            raise ValueError(f"lora_dir is {self.lora_dir} and compat {self.compat}: set compat to vllm-lora")
         return self
 
     @property

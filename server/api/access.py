@@ -38,6 +38,9 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("POST", "/variants/{name}/unpin"): "publish",
     # A key that an application uses for inference must not give away the weights.
     ("GET", "/variants/{name}/artifact"): "publish",
+    # With `--compat vllm-lora` only.
+    ("POST", "/v1/load_lora_adapter"): "publish",
+    ("POST", "/v1/unload_lora_adapter"): "publish",
     ("POST", "/keys"): "admin",
     ("GET", "/keys"): "admin",
     ("DELETE", "/keys/{key_id}"): "admin",

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry.records import PUBLIC, VersionRecord
+from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, ServiceDep, TenantDep
 from server.tenants.tenant import Tenant
@@ -20,9 +21,12 @@ router = APIRouter(prefix="/v1/models")
 
 @router.get("")
 async def list_models(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base, then the active version of each variant, loaded or not."""
+    """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`."""
     records = await run_in_threadpool(_usable, service, tenant)
-    cards = [_card(service, record.name, record) for record in records]
+    if service.settings.compat == "vllm-lora":
+        cards = [_loaded_card(service, loaded) for loaded in await loaded_versions(service, tenant, records)]
+    else:
+        cards = [_card(service, record.name, record) for record in records]
     return {"object": "list", "data": [_card(service, BASE, None), *cards]}
 
 
@@ -47,6 +51,14 @@ def _usable(service: Service, tenant: Tenant) -> list[VersionRecord]:
                 if record.version == variant.active:
                     found[variant.name] = record
     return [found[name] for name in sorted(found)]
+
+
+def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:
+    """Return the card of a loaded variant with the `root` and `created` that controllers of vLLM expect."""
+    card, adapter = _card(service, loaded.record.name, loaded.record), loaded.adapter
+    if adapter is None:
+        return {**card, "root": loaded.record.name}
+    return {**card, "root": adapter.path, "created": int(adapter.loaded_at)}
 
 
 def _card(service: Service, model_id: str, record: VersionRecord | None) -> dict[str, Any]:

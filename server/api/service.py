@@ -26,6 +26,7 @@ from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.frontend.engine_client import EngineClient
 from server.metrics.frontend import FrontendMetrics
+from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.settings import Settings
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -50,6 +51,7 @@ class Service:
     Args:
         engine: connected by the owner; requests are refused until the engine is ready.
         exposition: returns the metrics of all processes, given whether this one admits requests.
+        adapters: changes the server's record of adapters that vLLM's calls have loaded, and returns it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Service:
         metrics: FrontendMetrics,
         engine: EngineClient,
         exposition: Callable[[bool], Awaitable[bytes]],
+        adapters: Callable[[AdapterChange], Awaitable[tuple[LoadedAdapter, ...]]],
     ) -> None:
         self.settings = settings
         self.registry = registry
@@ -66,6 +69,7 @@ class Service:
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
+        self.adapters = adapters
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from server.metrics.snapshot import Snapshot
+from server.protocol.adapters import AdapterChange, LoadedAdapter
 
 
 class EngineStarted(Struct, frozen=True, tag=True):
@@ -34,7 +35,14 @@ class Exposition(Struct, frozen=True, tag=True):
     text: bytes  # of all processes' metrics, in Prometheus' format
 
 
-SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition
+class Adapters(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its AdaptersWanted."""
+
+    call_id: int
+    adapters: tuple[LoadedAdapter, ...]
+
+
+SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters
 
 
 class Serving(Struct, frozen=True, tag=True):
@@ -65,4 +73,11 @@ class ExpositionWanted(Struct, frozen=True, tag=True):
     is_ready: bool  # the asking process admits requests
 
 
-HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted
+class AdaptersWanted(Struct, frozen=True, tag=True):
+    """To the supervisor: change the server's record of loaded adapters, and answer with it."""
+
+    call_id: int
+    change: AdapterChange
+
+
+HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted | AdaptersWanted

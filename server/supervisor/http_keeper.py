@@ -16,7 +16,10 @@ from server.control_link import ControlLink, supervisor_end
 from server.errors import NotServable
 from server.frontend.engine_client import EngineClient
 from server.metrics.snapshot import Snapshot
+from server.protocol.adapters import LoadedAdapters
 from server.protocol.control import (
+    Adapters,
+    AdaptersWanted,
     CannotServe,
     EngineLost,
     EngineStarted,
@@ -99,6 +102,7 @@ class HttpKeeper:
         self._call_ids = itertools.count()
         self._engine_address: str | None = None
         self._draining = False
+        self._adapters = LoadedAdapters()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -223,6 +227,8 @@ class HttpKeeper:
                 answer = running.calls.pop(call_id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(snapshot)
+            case AdaptersWanted(call_id, change):
+                running.link.send(Adapters(call_id, self._adapters.apply(change)))
             case ExpositionWanted(call_id, is_ready):
                 # A task that nothing refers to may be collected.
                 task = asyncio.create_task(self._send_exposition(running, call_id, is_ready))

@@ -33,7 +33,8 @@ def routes_of(app: FastAPI) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("admin_port", [None, 1])
 def test_every_route_is_in_the_table_of_roles(tmp_path: Path, admin_port: int | None) -> None:
     async def routes() -> set[tuple[str, str]]:
-        service = make_service(settings_of(tmp_path, tmp_path / "registry", admin_port=admin_port))
+        settings = settings_of(tmp_path, tmp_path / "registry", admin_port=admin_port, compat="vllm-lora")
+        service = make_service(settings)
         found = routes_of(create_app(service))
         return found if admin_port is None else found | routes_of(create_admin_app(service))
 

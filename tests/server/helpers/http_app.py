@@ -19,6 +19,7 @@ from server.app import create_app
 from server.engine.main import serve_engine
 from server.frontend.engine_client import EngineClient
 from server.metrics.local import LocalMetrics
+from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.settings import Settings
 
 _numbers = itertools.count()
@@ -31,7 +32,12 @@ def make_service(settings: Settings, metrics: LocalMetrics | None = None) -> Ser
     async def exposition(is_ready: bool) -> bytes:
         return await asyncio.to_thread(local.scrape, registry, is_ready=is_ready)
 
-    return Service(settings, registry, local.frontend, EngineClient("test"), exposition)
+    loaded = LoadedAdapters()
+
+    async def adapters(change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        return loaded.apply(change)
+
+    return Service(settings, registry, local.frontend, EngineClient("test"), exposition, adapters)
 
 
 @dataclass(slots=True)

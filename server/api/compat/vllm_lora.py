@@ -1,0 +1,209 @@
+"""vLLM's calls that load and unload LoRA adapters, on variants: its bodies, replies, statuses and messages.
+
+Controllers were written against `vllm/entrypoints/openai/models/serving.py` and `vllm/entrypoints/serve/lora/`. In two
+places this server answers otherwise: a load that is repeated is answered with 200, as controllers expect of a call that
+they repeat, and `lora_path` names an artifact instead of an adapter's directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from typing import BinaryIO
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+from msgspec import Struct
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.errors import PeraxisError, VariantNotFound
+from deltastore.registry import Publication
+from deltastore.registry.records import VersionRecord, check_names
+from server.api.artifacts.publishing import (
+    WRITE_BYTES,
+    Destination,
+    check,
+    counted,
+    gathered,
+    publish,
+    sealed_upload,
+)
+from server.api.bodies import json_body
+from server.api.compat.adapter_files import open_artifact
+from server.api.compat.loaded_adapters import adapters_of
+from server.api.errors import error_body, failure_of, http_request_id_of
+from server.api.json_replies import JsonReply
+from server.api.outputs.request_events import while_connected
+from server.api.schemas import BASE
+from server.api.service import AnyService, Service, TenantDep
+from server.errors import InvalidRequest
+from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.tenants.tenant import Tenant
+
+# vLLM's words for statuses in the field `type` of an error; its field `code` is the status.
+TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    503: "ServiceUnavailableError",
+}
+SERVER_FAILED, CLIENT_FAILED = "InternalServerError", "BadRequestError"
+# How long an unload waits until no request uses the variant.
+OUTCOME_S = 1.0
+
+router = APIRouter(prefix="/v1")
+log = logging.getLogger(__name__)
+
+
+class LoadLoraBody(Struct, frozen=True):
+    """The body of `POST /v1/load_lora_adapter`. As in vLLM, further fields are ignored."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraBody(Struct, frozen=True):
+    """The body of `POST /v1/unload_lora_adapter`. As in vLLM, further fields are ignored."""
+
+    lora_name: str
+
+
+class InvalidUserInput(InvalidRequest):
+    """A body that vLLM refuses with this type."""
+
+
+_load_body = json_body(LoadLoraBody)
+_unload_body = json_body(UnloadLoraBody)
+
+
+@router.post("/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(request: Request, service: AnyService, tenant: TenantDep) -> Response:
+    """Load a variant and list it in `/v1/models`; publish the artifact at `lora_path` first, if there is one."""
+
+    async def load() -> str:
+        service.check_ready()
+        body = await _load_body(request)
+        return await while_connected(request, _load(service, tenant, body))
+
+    return await _answered(request, load())
+
+
+@router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(request: Request, service: AnyService, tenant: TenantDep) -> Response:
+    """List a variant in `/v1/models` no longer, and free its memory as soon as no request uses it."""
+
+    async def unload() -> str:
+        service.check_admitting()
+        return await _unload(service, tenant, await _unload_body(request))
+
+    return await _answered(request, unload())
+
+
+async def _answered(request: Request, work: Awaitable[str]) -> Response:
+    """Return the reply with a text, or vLLM's form of an error."""
+    try:
+        return PlainTextResponse(await work)
+    except PeraxisError as error:
+        failure = failure_of(error)
+        ours = error_body(error, http_request_id_of(request))["error"]
+        kind = TYPES.get(failure.status, SERVER_FAILED if failure.status >= 500 else CLIENT_FAILED)
+        if isinstance(error, InvalidUserInput):
+            kind = InvalidUserInput.__name__
+        document = {"message": ours["message"], "type": kind, "param": ours["param"], "code": failure.status}
+        retry = {} if failure.retry_after_s is None else {"Retry-After": str(failure.retry_after_s)}
+        return JsonReply({"error": document}, failure.status, retry)
+
+
+async def _load(service: Service, tenant: Tenant, body: LoadLoraBody) -> str:
+    name, path = body.lora_name, body.lora_path
+    if not name or not path:
+        raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
+    if name == BASE:
+        raise InvalidUserInput(f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+    check_names(tenant.name, name)
+    record = await _registered(service, tenant, name)
+    known = None if record is None else (await adapters_of(service, tenant)).get(name)
+    if known is None or body.load_inplace:
+        record = await _from_path(service, tenant, body) or record
+    elif known.path != path:
+        raise InvalidUserInput(
+            f"The lora adapter '{name}' has already been loaded from another path. "
+            "If you want to load this one in its place, set 'load_inplace' to True.",
+            "lora_path",
+        )
+    if record is None:
+        raise VariantNotFound(
+            f"Loading lora {name} failed: No adapter found for {path}: publish a variant of this name, "
+            "or give the path of an artifact below the server's --lora-dir"
+        )
+    await service.engine.load("load", record)
+    if known is None or body.load_inplace:
+        adapter = LoadedAdapter(tenant.name, name, path, time.time())
+        await service.adapters(AdapterChange(loaded=adapter))
+        log.info("%s is loaded as a LoRA adapter", record.label)
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+async def _registered(service: Service, tenant: Tenant, name: str) -> VersionRecord | None:
+    """Return the version that requests for a name get, or None if there is no such variant."""
+    try:
+        return await run_in_threadpool(service.registry.resolve, tenant.name, name)
+    except VariantNotFound:
+        return None
+
+
+async def _from_path(service: Service, tenant: Tenant, body: LoadLoraBody) -> VersionRecord | None:
+    """Publish the artifact at the body's path and make it the active version; None if the path names no file."""
+    file = await run_in_threadpool(open_artifact, body.lora_path, service.settings.lora_dir)
+    if file is None:
+        return None
+    destination = Destination(tenant, body.lora_name, activate=True)
+    with file:
+        publishing = _publish(service, destination, file)
+        publication = await counted(service, publishing)
+    record = publication.record
+    if publication.active_version != record.version:
+        # The variant had these bytes, and another version was active.
+        await run_in_threadpool(service.registry.activate, tenant.name, record.name, record.version)
+    return record
+
+
+async def _publish(service: Service, destination: Destination, file: BinaryIO) -> Publication:
+    chunks = gathered(_chunks(service, file), service.settings.max_upload_bytes)
+    async with sealed_upload(service, chunks) as sealed:
+        facts = await check(service, destination, sealed)
+        return await publish(service, destination, sealed, facts)
+
+
+async def _chunks(service: Service, file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    while chunk := await service.run_in_background(file.read, WRITE_BYTES):
+        yield chunk
+
+
+async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str:
+    name = body.lora_name
+    if not name:
+        raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    in_memory = await _in_memory(service, tenant, name)
+    if not in_memory and name not in await adapters_of(service, tenant):
+        raise VariantNotFound(f"The lora adapter '{name}' cannot be found.")
+    await service.adapters(AdapterChange(unloaded=(tenant.name, name)))
+    # The engine unloads when no request uses the variant. Errors mean that it has restarted, with empty memory.
+    unloading = asyncio.gather(
+        *(service.engine.load("unload", record) for record in in_memory), return_exceptions=True
+    )
+    await asyncio.wait({unloading}, timeout=OUTCOME_S)
+    log.info("%s/%s is no longer loaded as a LoRA adapter", tenant.name, name)
+    return f"Success: LoRA adapter '{name}' removed successfully."
+
+
+async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[VersionRecord]:
+    """Return the versions of a tenant's own variant whose deltas are in memory; those of public ones serve others."""
+    try:
+        variant = await run_in_threadpool(service.registry.variant, tenant.name, name)
+    except VariantNotFound:
+        return []
+    states = await service.engine.residency_of(tuple(record.digest for record in variant.versions))
+    return [record for record, state in zip(variant.versions, states, strict=True) if state.level != "disk"]

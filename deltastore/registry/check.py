@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
+from deltastore.registry import claims
+from deltastore.registry.claims import Claims
 from deltastore.registry.collect import abandoned, temporaries
 from deltastore.registry.objects import DIGEST, MARK, Objects
-from deltastore.registry.records import VariantState, VersionRecord, is_name
+from deltastore.registry.records import NAME, VariantState, VersionRecord, is_name
 from deltastore.registry.reserve import DIRECTORY, FILE
 from deltastore.registry.storage import TEMPORARY, Storage
 from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
@@ -30,12 +32,15 @@ from deltastore.registry.variants import (
     subdirectories,
 )
 
-LAYOUT = ("objects", "uploads", "quarantine", "variants")
+LAYOUT = ("objects", "uploads", "quarantine", "variants", claims.DIRECTORY)
+# Kept by servers: keys, limits and the audit log.
+OF_SERVERS = ("tenants", "audit")
 OBJECTS_LOCK = "objects.lock"
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
 RESERVE_FILE = re.compile(rf"{DRAFT}|{FILE}")
+CLAIM_FILE = re.compile(rf"{DRAFT}|{NAME.pattern}")
 VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{re.escape(STATE)}|{LOCK}")
 # Names that file systems create themselves.
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
@@ -68,6 +73,7 @@ def check(root: Path, objects: Objects, storage: Storage) -> CheckReport:
     checker = _Checker(root, objects, storage)
     checker.check_names()
     checker.check_variants()
+    checker.check_claims()
     checker.check_objects()
     checker.check_missing()
     checker.check_leftovers()
@@ -80,6 +86,7 @@ class _Checker:
     def __init__(self, root: Path, objects: Objects, storage: Storage) -> None:
         self._root = root
         self._objects = objects
+        self._claims = Claims(root, storage)
         self._storage = storage
         self._seen: set[str] = set()
         self.findings: list[Finding] = []
@@ -90,8 +97,9 @@ class _Checker:
     def check_names(self) -> None:
         """Report files that the registry's layout has no place for."""
         root, variants = self._root, self._root / "variants"
-        folders = (*LAYOUT, DIRECTORY)
-        self._check_folder(root, lambda entry: entry.name in (folders if entry.is_dir() else [OBJECTS_LOCK]))
+        folders, locks = (*LAYOUT, DIRECTORY, *OF_SERVERS), (OBJECTS_LOCK, claims.LOCK)
+        self._check_folder(root, lambda entry: entry.name in (folders if entry.is_dir() else locks))
+        self._check_folder(self._claims.directory, lambda entry: _is_file(entry, CLAIM_FILE))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
@@ -114,6 +122,16 @@ class _Checker:
             self._check_state(directory, history)
             for number in history.numbers:
                 self._check_record(directory, number, history.state.is_live(number))
+
+    def check_claims(self) -> None:
+        """Report claims of public names that cannot be read, and note those that have ended."""
+        for name in self._claims.names():
+            try:
+                self._claims.owner(name)
+            except RegistryError as error:
+                self._find(self._claims.directory / name, error)
+        for path in self._claims.ended():
+            self._note(path, "its variant was deleted: gc removes it")
 
     def check_objects(self) -> None:
         """Report objects whose bytes do not match their name or the records that refer to them."""
@@ -146,7 +164,8 @@ class _Checker:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
         folders = [directory.path for directory in directories(self._root / "variants", self._storage)]
-        for folder in (self._objects.quarantine_directory, self._root / DIRECTORY, *folders):
+        rest = (self._objects.quarantine_directory, self._root / DIRECTORY, self._claims.directory)
+        for folder in (*rest, *folders):
             for path in temporaries(folder):
                 self._note(path, "left by a crash: gc removes it")
         for digest in self._objects.evidence():

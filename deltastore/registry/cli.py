@@ -96,7 +96,13 @@ def _variant_json(registry: Registry, variant: Variant) -> dict[str, Any]:
         {**asdict(record), "quarantined": registry.is_quarantined(record.digest)}
         for record in variant.versions
     ]
-    return {"tenant": variant.tenant, "name": variant.name, "active": variant.active, "versions": versions}
+    return {
+        "tenant": variant.tenant,
+        "name": variant.name,
+        "visibility": variant.visibility,
+        "active": variant.active,
+        "versions": versions,
+    }
 
 
 def _check_json(report: CheckReport) -> dict[str, Any]:

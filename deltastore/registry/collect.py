@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
+from deltastore.registry.claims import Claims
 from deltastore.registry.objects import Objects
 from deltastore.registry.reserve import DIRECTORY
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, flock
@@ -52,8 +53,10 @@ def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) ->
         _unlink(leftovers, storage)
     num_partials, partial_bytes = _collect_partials(root / "uploads", storage, dry_run)
     num_drafts, draft_bytes = _collect_drafts(root, storage, dry_run)
-    freed += partial_bytes + draft_bytes
-    return GcReport(tuple(digests), num_partials, len(leftovers) + num_drafts, freed, dry_run)
+    num_claims, claim_bytes = _collect_claims(root, storage, dry_run)
+    num_leftovers = len(leftovers) + num_drafts + num_claims
+    freed += partial_bytes + draft_bytes + claim_bytes
+    return GcReport(tuple(digests), num_partials, num_leftovers, freed, dry_run)
 
 
 def referenced(root: Path, storage: Storage) -> set[str]:
@@ -110,6 +113,17 @@ def _collect_drafts(root: Path, storage: Storage, dry_run: bool) -> tuple[int, i
             count, num_bytes = count + len(drafts), num_bytes + _size(drafts)
             _unlink([] if dry_run else drafts, storage)
     return count, num_bytes
+
+
+def _collect_claims(root: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
+    claims = Claims(root, storage)
+    if not [*claims.ended(), *temporaries(claims.directory)]:
+        return 0, 0
+    with claims.locked():
+        leftovers = [*claims.ended(), *temporaries(claims.directory)]
+        num_bytes = _size(leftovers)
+        _unlink([] if dry_run else leftovers, storage)
+    return len(leftovers), num_bytes
 
 
 def _unlink(paths: list[Path], storage: Storage) -> None:

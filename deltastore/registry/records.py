@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from deltastore.errors import ArtifactError, RegistryError, UsageError
 
-# The tenant whose variants every tenant may use.
+# The tenant of older registries whose variants every tenant may use, without claims.
 PUBLIC = "public"
 # The base model's name, and the metrics' label for variants beyond the limit of labels.
 RESERVED = ("base", "other")
@@ -115,8 +115,24 @@ class VariantState:
         return _encode(asdict(self))
 
 
+@dataclass(frozen=True, slots=True)
+class PublicClaim:
+    """A tenant's claim of a name for its variant, which every tenant may use."""
+
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    tenant: Annotated[str, Field(pattern=NAME.pattern)]
+    # Of the variant's state when the claim was made. The claim ends when the state has another number.
+    deleted_through: Size
+    format: Literal[1] = 1  # of the claim
+
+    def to_json(self) -> bytes:
+        return _encode(asdict(self))
+
+
 _RECORD = TypeAdapter(VersionRecord)
 _STATE = TypeAdapter(VariantState)
+_CLAIM = TypeAdapter(PublicClaim)
 
 
 def parse_record(raw: bytes, where: str) -> VersionRecord:
@@ -135,6 +151,15 @@ def parse_state(raw: bytes, where: str) -> VariantState:
         RegistryError: Its first defect.
     """
     return _parse(_STATE, raw, where)
+
+
+def parse_claim(raw: bytes, where: str) -> PublicClaim:
+    """Parse a stored claim.
+
+    Raises:
+        RegistryError: Its first defect.
+    """
+    return _parse(_CLAIM, raw, where)
 
 
 def is_name(text: str) -> bool:

@@ -8,7 +8,6 @@ variant's own.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,22 +16,23 @@ from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
+from deltastore.registry.claims import Claims, taken
 from deltastore.registry.collect import GcReport, collect, referenced
+from deltastore.registry.listing import Listing
 from deltastore.registry.objects import Objects, Usage
 from deltastore.registry.records import (
     PUBLIC,
     ArtifactFacts,
     VariantState,
     VersionRecord,
+    Visibility,
     check_names,
     is_name,
 )
 from deltastore.registry.reserve import Reserve
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import SealedUpload, Upload
-from deltastore.registry.variants import History, Variant, VariantDirectory, directories
-
-log = logging.getLogger(__name__)
+from deltastore.registry.variants import History, Variant, VariantDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Registry:
         self._storage = storage or Storage()
         self._objects = Objects(self.root, self._storage)
         self._reserve = Reserve(self.root, self._storage)
+        self._claims = Claims(self.root, self._storage)
+        self._listing = Listing(self.root, self._claims, self._storage)
         with explained(self.root):
             self._make_layout()
         self._reserve.fill()
@@ -100,38 +102,35 @@ class Registry:
             history = directory.history()
             if not history.live:
                 raise directory.not_found()
-            return directory.variant(history)
+            return self._listing.shown(directory, history)
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
         """Return every variant, or only a tenant's own. A variant with damaged files is left out and logged."""
-        found = []
         with explained(self.root):
-            for directory in directories(self.root / "variants", self._storage, tenant):
-                try:
-                    history = directory.history()
-                    if history.live:
-                        found.append(directory.variant(history))
-                except VariantNotFound:
-                    # It was deleted meanwhile.
-                    continue
-                except RegistryError as error:
-                    log.error("variant %s/%s is left out: %s", directory.tenant, directory.name, error)
-        return found
+            return self._listing.of(tenant)
 
-    def resolve(self, tenant: str, name: str, version: int | None = None) -> VersionRecord:
+    def usable(self, tenant: str) -> list[Variant]:
+        """Return what a tenant's requests may name: its own variants, and public ones that these do not hide."""
+        with explained(self.root):
+            return self._listing.usable_by(tenant)
+
+    def resolve(
+        self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
+    ) -> VersionRecord:
         """Return the version that a request means. A tenant's own variant hides a public one of the same name.
 
         Args:
             tenant: The tenant of the request.
             name: The variant's name.
             version: The number of a pinned version; None for the active one.
+            owned: Leave out public variants of other tenants.
 
         Raises:
             VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
             VariantQuarantined: Its object was found corrupt.
         """
         with explained(self.root):
-            for owner in dict.fromkeys((tenant, PUBLIC)):
+            for owner in (tenant,) if owned else self._owners(tenant, name):
                 directory = self._readable(owner, name)
                 if live := (history := directory.history()).live:
                     number = directory.active(history) if version is None else version
@@ -194,9 +193,47 @@ class Registry:
                 raise UsageError(
                     f"version {version} of {name!r} is active: promote another, or delete the whole variant"
                 )
+            if history.live == [version]:
+                # With its last version the variant ends, and with it its claim of a public name.
+                self._delete_all(directory)
+                return
             deleted = (*history.state.deleted, version)
             state = VariantState(active, history.newest, deleted, history.state.deleted_through)
             directory.set_state(state, self._reserve)
+
+    def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
+        """Let every tenant use a tenant's variant, or this tenant alone. Running requests keep their version.
+
+        Raises:
+            VariantNotFound: It has no live version.
+            PublicNameTaken: Another tenant's variant of this name is public.
+            UsageError: It is of the tenant `public`, all of whose variants are.
+        """
+        with self._changed(tenant, name) as directory:
+            history = directory.history()
+            if not history.live:
+                raise directory.not_found()
+            if tenant == PUBLIC:
+                if visibility == "private":
+                    raise UsageError(
+                        f"variants of the tenant {PUBLIC!r} are public: publish it for another tenant"
+                    )
+            elif visibility == "private":
+                self._claims.release(directory)
+            else:
+                self.check_name_free(tenant, name)
+                self._claims.claim(directory, history.state)
+
+    def check_name_free(self, tenant: str, name: str) -> None:
+        """Check that no other tenant's variant of this name is public.
+
+        Raises:
+            PublicNameTaken: One is.
+        """
+        with explained(self.root):
+            is_legacy = tenant != PUBLIC and self._readable(PUBLIC, name).history().live
+            if is_legacy or self._claims.owner(name) not in (None, tenant):
+                raise taken(name)
 
     def object_path(self, digest: str) -> Path:
         """Return the path of an artifact's bytes. Read them with length checks; do not map the file."""
@@ -310,6 +347,7 @@ class Registry:
             raise directory.not_found()
         state = VariantState(as_of=history.newest, deleted_through=history.newest)
         directory.set_state(state, self._reserve)
+        self._claims.forget(directory)
 
     @contextlib.contextmanager
     def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:
@@ -323,6 +361,15 @@ class Registry:
     def _objects_locked(self, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
         with self._storage.locked(self.root / OBJECTS_LOCK, exclusive=exclusive, wait=wait):
             yield
+
+    def _owners(self, tenant: str, name: str) -> Iterator[str]:
+        """Yield the tenants whose variant a request for a name may mean, the first that has one first."""
+        yield tenant
+        owner = self._claims.owner(name)
+        if owner not in (None, tenant):
+            yield owner
+        if tenant != PUBLIC:
+            yield PUBLIC
 
     def _readable(self, tenant: str, name: str) -> VariantDirectory:
         directory = self._directory(tenant, name)

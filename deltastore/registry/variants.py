@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltastore.errors import RegistryError, VariantNotFound
-from deltastore.registry.records import VariantState, VersionRecord, is_name, parse_record, parse_state
+from deltastore.registry.records import (
+    VariantState,
+    VersionRecord,
+    Visibility,
+    is_name,
+    parse_record,
+    parse_state,
+)
 from deltastore.registry.reserve import Reserve
 from deltastore.registry.storage import Storage
 
@@ -31,6 +38,7 @@ class Variant:
     name: str
     versions: tuple[VersionRecord, ...]  # oldest first, without the deleted ones
     active: int | None
+    visibility: Visibility = "private"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +127,9 @@ class VariantDirectory:
                 return number
         return history.state.active
 
-    def variant(self, history: History) -> Variant:
+    def variant(self, history: History, visibility: Visibility) -> Variant:
         records = tuple(self.record(number) for number in history.live)
-        return Variant(self.tenant, self.name, records, self.active(history))
+        return Variant(self.tenant, self.name, records, self.active(history), visibility)
 
     def find(self, history: History, digest: str) -> VersionRecord | None:
         """Return the newest live version that has these bytes; None if there is none."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry import Publication, Registry
-from deltastore.registry.records import ArtifactFacts
+from deltastore.registry.records import ArtifactFacts, PublicClaim, Visibility
 from deltastore.registry.storage import MODE, Storage
 
 FACTS = ArtifactFacts(
@@ -155,6 +155,10 @@ def make_world(root: Path) -> None:
     registry.quarantine(digest_of(7), "a test broke it, and no version needs it")
     (root / "objects" / digest_of(7)).write_bytes(b"rotten")  # as if the quarantine had been cut short
     registry.delete("default", "dropped")
+    registry.set_visibility("default", "b", "public")
+    push(registry, artifact(2), "gone", tenant="other")
+    # As if the deletion of the public variant had been cut short before its claim was removed.
+    (root / "public" / "gone").write_bytes(PublicClaim("default", 0).to_json())
     (root / "uploads" / "dead.part").write_bytes(b"half an upl")
 
 
@@ -164,6 +168,7 @@ def view(registry: Registry) -> View:
     seen: View = {
         f"{variant.tenant}/{variant.name}": (
             variant.active,
+            variant.visibility,
             [(r.version, r.digest) for r in variant.versions],
         )
         for variant in variants
@@ -173,9 +178,13 @@ def view(registry: Registry) -> View:
     return seen
 
 
-def delete(registry: Registry, version: int | None) -> None:
+def delete(registry: Registry, name: str, version: int | None = None) -> None:
     with suppress(VariantNotFound):  # deleted already, where this is the second try
-        registry.delete("default", "a", version)
+        registry.delete("default", name, version)
+
+
+def show(registry: Registry, name: str, visibility: Visibility, tenant: str = "default") -> None:
+    registry.set_visibility(tenant, name, visibility)
 
 
 STEPS: dict[str, Callable[[Registry], object]] = {
@@ -186,8 +195,14 @@ STEPS: dict[str, Callable[[Registry], object]] = {
     "publish the same bytes again": lambda registry: push(registry, artifact(1), "a"),
     "publish under a deleted name": lambda registry: push(registry, artifact(5), "gone"),
     "activate": lambda registry: registry.activate("default", "a", 1),
-    "delete a version": lambda registry: delete(registry, 1),
-    "delete a variant": lambda registry: delete(registry, None),
+    "delete a version": lambda registry: delete(registry, "a", 1),
+    "delete a variant": lambda registry: delete(registry, "a"),
+    "delete a public variant": lambda registry: delete(registry, "b"),
+    "make a variant public": lambda registry: show(registry, "a", "public"),
+    "make a public variant public again": lambda registry: show(registry, "b", "public"),
+    "make a public variant private": lambda registry: show(registry, "b", "private"),
+    "take over a public name": lambda registry: show(registry, "gone", "public", "other"),
+    "publish for a public name": lambda registry: push(registry, artifact(9), "b"),
     "quarantine": lambda registry: registry.quarantine(digest_of(4), "a test broke it too"),
     "heal": lambda registry: push(registry, artifact(6), "sick"),
     "collect": lambda registry: registry.gc(),

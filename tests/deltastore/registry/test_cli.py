@@ -35,6 +35,7 @@ def test_ls_prints_every_version_and_stars_the_active_one(root: Path, capsys: Ou
         "default/a@2",
         "default/b@1",
         "default/sick@1",
+        "other/gone@1",
         "public/c@1",
     ]
     assert digest_of(2)[:12] in lines[1]
@@ -62,7 +63,7 @@ def test_gc_tells_what_it_would_remove_and_then_removes_it(root: Path, capsys: O
 
 def test_check_says_clean_and_exits_with_zero(root: Path, capsys: Output) -> None:
     assert run(["registry", "check", "--registry", str(root)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "5 objects, 6 versions: clean"
+    assert capsys.readouterr().out.splitlines()[-1] == "5 objects, 7 versions: clean"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

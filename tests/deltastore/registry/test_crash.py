@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 NEEDS_ROOM = ("make_dir", "create", "open_lock", "write", "fsync", "fsync_dir", "rename", "link")
 CHANGES = (*NEEDS_ROOM, "truncate", "unlink")
 # Steps that a full disk has a reserve for.
-RESERVED = ("activate", "delete a version", "delete a variant", "quarantine")
+RESERVED = ("activate", "delete a version", "delete a variant", "delete a public variant", "quarantine")
 
 
 def never() -> bool:

@@ -6,34 +6,38 @@ import asyncio
 import socket
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 
-from server.api import access, bodies, errors, generate, health, keys, models, tokens, variants
+from server.api import access, bodies, errors, generate, keys, models, tokens, variants
 from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.openai import chat, completions
+from server.api.operations import health, stats
 from server.api.service import Service
 from server.frontend.web_server import WebServer, make_connections
 
+# Routes for every client.
+PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
+    generate.router, completions.router, chat.router, tokens.router, models.router, health.router,
+)  # fmt: skip
+# Routes that name all tenants' variants or change them. An admin port takes them off the public one.
+ADMIN_ROUTERS = (variants.router, health.metrics_router, stats.router, keys.router)
+
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application of the public port."""
-    app = _application(service)
-    for module in (generate, completions, chat, tokens, variants, models, health):
-        app.include_router(module.router)
+    """Return the application of the public port, with the routes of administration unless they have their own port."""
+    routers = PUBLIC_ROUTERS
     if service.settings.compat == "vllm-lora":
-        app.include_router(vllm_lora.router)
+        routers = (*routers, vllm_lora.router)
     if service.settings.admin_port is None:
-        _include_administration(app)
-    return app
+        routers = (*routers, *ADMIN_ROUTERS)
+    return _application(service, routers)
 
 
 def create_admin_app(service: Service) -> FastAPI:
-    """Return the application of the admin port, which serves only `/metrics` and `/keys`."""
-    app = _application(service)
-    _include_administration(app)
-    return app
+    """Return the application of the admin port."""
+    return _application(service, ADMIN_ROUTERS)
 
 
 async def serve(service: Service, listening: list[socket.socket], stopped: asyncio.Event) -> None:
@@ -58,12 +62,7 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
     await asyncio.gather(*serving)
 
 
-def _include_administration(app: FastAPI) -> None:
-    for router in (health.metrics_router, keys.router):
-        app.include_router(router)
-
-
-def _application(service: Service) -> FastAPI:
+def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     # A redirect to a path without its last slash would make a client send an upload twice.
     # FastAPI's documentation pages load their assets from a CDN.
     app = FastAPI(
@@ -78,4 +77,7 @@ def _application(service: Service) -> FastAPI:
     app.add_middleware(RequestMiddleware, service=service)
     errors.install(app)
     bodies.install(app)
+    stats.install(app, service)
+    for router in routers:
+        app.include_router(router)
     return app

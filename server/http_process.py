@@ -46,10 +46,13 @@ from server.protocol.control import (
     Ping,
     Pong,
     Serving,
+    StatsAnswer,
+    StatsWanted,
     SupervisorMessage,
 )
 from server.protocol.messages import EngineFacts
 from server.protocol.processes import HttpProcessConfig, check_version
+from server.protocol.stats import ServerStats
 from server.settings import Settings
 
 
@@ -74,7 +77,7 @@ async def _run(config: HttpProcessConfig) -> None:
     engine = EngineClient(config.identity)
     settings = Settings.model_validate_json(config.settings)
     registry = Registry(settings.registry)
-    service = Service(settings, registry, metrics, engine, supervisor.exposition, supervisor.adapters)
+    service = Service(settings, registry, metrics, engine, supervisor)
     obeying = asyncio.create_task(supervisor.obey(service))
     obeying.add_done_callback(lambda _: stopped.set())
     starting = asyncio.create_task(supervisor.start(service))
@@ -115,6 +118,12 @@ class SupervisorLink:
         found: tuple[LoadedAdapter, ...] = await self._answer_to(call_id, AdaptersWanted(call_id, change))
         return found
 
+    async def stats(self) -> ServerStats:
+        """Return the statistics of the whole server."""
+        call_id = next(self._call_ids)
+        stats: ServerStats = await self._answer_to(call_id, StatsWanted(call_id))
+        return stats
+
     async def _answer_to(self, call_id: int, call: HttpProcessMessage) -> Any:
         answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         self._link.send(call)
@@ -146,6 +155,8 @@ class SupervisorLink:
                     self._answered(call_id, text)
                 case Adapters(call_id, adapters):
                     self._answered(call_id, adapters)
+                case StatsAnswer(call_id, stats):
+                    self._answered(call_id, stats)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:

@@ -6,9 +6,11 @@ Messages pass through ZeroMQ as between processes, without a file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 
+from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
 from server.api.service import Service
 from server.app import serve
@@ -20,6 +22,8 @@ from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.local import LocalMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
+from server.protocol.messages import Resident
+from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.supervisor.signals import first_of, first_signal
 
@@ -37,19 +41,37 @@ def run_inline(settings: Settings) -> int:
         return run_event_loop(_serve(settings, sockets))
 
 
+class OneProcess:
+    """A whole server in one process, as its only service asks about it."""
+
+    def __init__(self, registry: Registry, metrics: LocalMetrics, engine: EngineClient) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._engine = engine
+        self._adapters = LoadedAdapters()
+
+    async def exposition(self, is_ready: bool) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return await asyncio.to_thread(self._metrics.scrape, self._registry, is_ready=is_ready)
+
+    async def stats(self) -> ServerStats:
+        """Return the statistics; without a ready engine no delta is in memory."""
+        residents: tuple[Resident, ...] = ()
+        with contextlib.suppress(PeraxisError):
+            residents = await self._engine.residents()
+        return self._metrics.stats(residents)
+
+    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        """Change the record of loaded adapters, and return it."""
+        return self._adapters.apply(change)
+
+
 async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
     registry, metrics, client = Registry(settings.registry), LocalMetrics(), EngineClient("http")
 
-    async def exposition(is_ready: bool) -> bytes:
-        return await asyncio.to_thread(metrics.scrape, registry, is_ready=is_ready)
-
-    loaded = LoadedAdapters()
-
-    async def adapters(change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        return loaded.apply(change)
-
-    service = Service(settings, registry, metrics.frontend, client, exposition, adapters)
+    whole = OneProcess(registry, metrics, client)
+    service = Service(settings, registry, metrics.frontend, client, whole)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
     serving = asyncio.create_task(serve(service, sockets, stopped))

@@ -18,8 +18,9 @@ from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
-    # Metrics show the names of all tenants and variants.
+    # Metrics and statistics show the names of all tenants and variants.
     ("GET", "/metrics"): "admin",
+    ("GET", "/stats"): "admin",
     ("POST", "/generate"): "inference",
     ("POST", "/v1/completions"): "inference",
     ("POST", "/v1/chat/completions"): "inference",

@@ -10,8 +10,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Annotated, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Annotated, ParamSpec, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
@@ -27,6 +27,7 @@ from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.frontend.engine_client import EngineClient
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -45,13 +46,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class WholeServer(Protocol):
+    """The processes of a server together, as one of them can ask about all."""
+
+    async def exposition(self, is_ready: bool) -> bytes:
+        """Return the metrics of all processes in Prometheus' text format, given whether this one admits requests."""
+
+    async def stats(self) -> ServerStats:
+        """Return the statistics of all processes."""
+
+    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        """Change the record of adapters that vLLM's calls have loaded, and return it."""
+
+
 class Service:
     """State of one HTTP process. Use it on the event loop only.
 
     Args:
         engine: connected by the owner; requests are refused until the engine is ready.
-        exposition: returns the metrics of all processes, given whether this one admits requests.
-        adapters: changes the server's record of adapters that vLLM's calls have loaded, and returns it.
+        whole: the server that this process is a part of.
     """
 
     def __init__(
@@ -60,8 +73,7 @@ class Service:
         registry: Registry,
         metrics: FrontendMetrics,
         engine: EngineClient,
-        exposition: Callable[[bool], Awaitable[bytes]],
-        adapters: Callable[[AdapterChange], Awaitable[tuple[LoadedAdapter, ...]]],
+        whole: WholeServer,
     ) -> None:
         self.settings = settings
         self.registry = registry
@@ -69,14 +81,13 @@ class Service:
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
-        self.adapters = adapters
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
         self.downloads = BackgroundThreads(DOWNLOAD_THREADS, "download")
-        self._exposition = exposition
+        self.whole = whole
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
         self._text: TextService | None = None
@@ -130,8 +141,8 @@ class Service:
         try:
             self.check_ready()
         except PeraxisError:
-            return await self._exposition(False)
-        return await self._exposition(True)
+            return await self.whole.exposition(False)
+        return await self.whole.exposition(True)
 
     async def close(self) -> None:
         """Refuse new requests, give the others `shutdown_timeout` seconds to end, and end the rest."""

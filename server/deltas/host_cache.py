@@ -97,6 +97,11 @@ class HostCache:
         """Return whether there is a copy of a delta now. Takes no lock."""
         return digest in self._kept
 
+    def records(self) -> list[VersionRecord]:
+        """Return a version of each delta that has a copy, the least recently used first."""
+        with self._changed:
+            return [buffer.copy.record for buffer in self._kept.values() if buffer.copy is not None]
+
     def touch(self, digest: str) -> None:
         """Mark a copy, if there is one, as most recently used."""
         with self._changed:

@@ -187,6 +187,12 @@ class Residency:
         """Return whether a delta is pinned. Any thread may call this; takes no lock."""
         return digest in self._pinned
 
+    def records(self) -> tuple[VersionRecord, ...]:
+        """Return a version of each delta in memory, the least recently used first, those in slots last."""
+        resident = [entry.record for entry in self._entries.values() if entry.delta is not None]
+        copies = [record for record in self._cache.records() if record.digest not in self._resident]
+        return (*copies, *resident)
+
     def pinned_records(self) -> tuple[VersionRecord, ...]:
         """Return a version of each pinned delta, in the order of their last use."""
         return tuple(entry.record for entry in self._entries.values() if entry.pinned)

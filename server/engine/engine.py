@@ -40,6 +40,9 @@ from server.protocol.messages import (
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
+    Resident,
+    ResidentsAnswer,
+    ResidentsQuery,
     StopSequence,
     Submit,
     Welcome,
@@ -142,12 +145,22 @@ class Engine:
                 clients.send(identity, ResidencyAnswer(call_id, core.residency_of(digests)))
             case MetricsQuery(call_id):
                 clients.send(identity, MetricsAnswer(call_id, take_snapshot(self._metrics.registry)))
+            case ResidentsQuery(call_id):
+                clients.send(identity, ResidentsAnswer(call_id, self._residents()))
             case ForgetVariants(labels):
                 self._metrics.forget_variants(labels)
             case ClientGone(gone):
                 self._cancel_all_of(gone)
             case Hello(version):
                 self._welcome(identity, version)
+
+    def _residents(self) -> tuple[Resident, ...]:
+        records = self._residency.records()
+        states = self._core.residency_of(tuple(record.digest for record in records))
+        return tuple(
+            Resident(record.tenant, record.name, record.version, record.digest, record.device_bytes, state)
+            for record, state in zip(records, states, strict=True)
+        )
 
     def _welcome(self, identity: bytes, version: str) -> None:
         if version != VERSION:

@@ -42,6 +42,9 @@ from server.protocol.messages import (
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
+    Resident,
+    ResidentsAnswer,
+    ResidentsQuery,
     StopSequence,
     Submit,
     Welcome,
@@ -83,6 +86,11 @@ class EngineClient:
         if self._facts is None:
             raise QueueFull("the base is still loading: try again when /ready answers 200")
         return self._facts
+
+    @property
+    def has_facts(self) -> bool:
+        """True once an engine has loaded the base."""
+        return self._facts is not None
 
     @property
     def num_open(self) -> int:
@@ -179,6 +187,15 @@ class EngineClient:
         found: Snapshot = await self._call(MetricsQuery)
         return found
 
+    async def residents(self) -> tuple[Resident, ...]:
+        """Return the deltas in memory, the least recently used first.
+
+        Raises:
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        found: tuple[Resident, ...] = await self._call(ResidentsQuery)
+        return found
+
     def forget_variants(self, labels: frozenset[str]) -> None:
         """Have the engine remove the series of deleted variants, so that others can have a label."""
         if labels and self._is_welcomed:
@@ -242,6 +259,8 @@ class EngineClient:
                 self._answer(call_id, None, error)
             case ResidencyAnswer(call_id, states):
                 self._answer(call_id, states)
+            case ResidentsAnswer(call_id, residents):
+                self._answer(call_id, residents)
             case MetricsAnswer(call_id, snapshot):
                 self._answer(call_id, snapshot)
             case Beat():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -12,6 +14,9 @@ from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import scrape
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.snapshot import take_snapshot
+from server.metrics.stats import Statistics
+from server.protocol.messages import Resident
+from server.protocol.stats import ServerStats
 
 
 class LocalMetrics:
@@ -23,6 +28,7 @@ class LocalMetrics:
         ProcessCollector(registry=self.frontend.registry)
         self._lock = threading.Lock()
         self._aggregator = Aggregator()
+        self._statistics = Statistics()
         self._sources = (self.engine.registry, self.frontend.registry)
         for source in self._sources:
             self._aggregator.started(source)
@@ -35,9 +41,19 @@ class LocalMetrics:
         """
         # The aggregator takes snapshots in their order.
         with self._lock:
-            for source in self._sources:
-                self._aggregator.received(source, take_snapshot(source))
+            self._collect()
             text, deleted = scrape(self._aggregator, registry, is_ready=is_ready)
             self.engine.forget_variants(deleted)
             self.frontend.forget_variants(deleted)
         return text
+
+    def stats(self, residents: Iterable[Resident]) -> ServerStats:
+        """Return the statistics of the server, which has these deltas in memory."""
+        with self._lock:
+            self._collect()
+            merged = self._aggregator.merged(without_variants=())
+            return self._statistics.make(merged, residents, time.monotonic(), time.time())
+
+    def _collect(self) -> None:
+        for source in self._sources:
+            self._aggregator.received(source, take_snapshot(source))

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.protocol.stats import ServerStats
 
 
 class EngineStarted(Struct, frozen=True, tag=True):
@@ -42,7 +43,14 @@ class Adapters(Struct, frozen=True, tag=True):
     adapters: tuple[LoadedAdapter, ...]
 
 
-SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters
+class StatsAnswer(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its StatsWanted."""
+
+    call_id: int
+    stats: ServerStats
+
+
+SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters | StatsAnswer
 
 
 class Serving(Struct, frozen=True, tag=True):
@@ -80,4 +88,12 @@ class AdaptersWanted(Struct, frozen=True, tag=True):
     change: AdapterChange
 
 
-HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted | AdaptersWanted
+class StatsWanted(Struct, frozen=True, tag=True):
+    """To the supervisor: answer with the statistics of the whole server."""
+
+    call_id: int
+
+
+HttpProcessMessage = (
+    Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted | AdaptersWanted | StatsWanted
+)

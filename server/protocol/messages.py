@@ -73,6 +73,12 @@ class MetricsQuery(Struct, frozen=True, tag=True):
     call_id: int
 
 
+class ResidentsQuery(Struct, frozen=True, tag=True):
+    """Ask for the deltas in memory. Answered by a ResidentsAnswer."""
+
+    call_id: int
+
+
 class ForgetVariants(Struct, frozen=True, tag=True):
     """Remove the series of deleted variants, so that others can have a label."""
 
@@ -93,6 +99,7 @@ ClientMessage = (
     | LoadCall
     | ResidencyQuery
     | MetricsQuery
+    | ResidentsQuery
     | ForgetVariants
     | ClientGone
 )
@@ -146,6 +153,24 @@ class ResidencyAnswer(Struct, frozen=True, tag=True):
     states: tuple[DeltaState, ...]
 
 
+class Resident(Struct, frozen=True, array_like=True):
+    """A delta in a slot or in the host cache, and one version that has it."""
+
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    device_bytes: int
+    state: DeltaState
+
+
+class ResidentsAnswer(Struct, frozen=True, tag=True):
+    """The answer to a ResidentsQuery: the least recently used first, those in slots last."""
+
+    call_id: int
+    residents: tuple[Resident, ...]
+
+
 class MetricsAnswer(Struct, frozen=True, tag=True):
     """The answer to a MetricsQuery."""
 
@@ -163,4 +188,6 @@ class Pinned(Struct, frozen=True, tag=True):
     records: tuple[VersionRecord, ...]
 
 
-EngineMessage = Welcome | Refused | Outputs | CallDone | ResidencyAnswer | MetricsAnswer | Beat | Pinned
+EngineMessage = (
+    Welcome | Refused | Outputs | CallDone | ResidencyAnswer | ResidentsAnswer | MetricsAnswer | Beat | Pinned
+)

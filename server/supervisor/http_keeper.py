@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from server.protocol.control import (
     Ping,
     Pong,
     Serving,
+    StatsAnswer,
+    StatsWanted,
     SupervisorMessage,
 )
 from server.protocol.processes import HttpProcessConfig
@@ -230,13 +232,21 @@ class HttpKeeper:
             case AdaptersWanted(call_id, change):
                 running.link.send(Adapters(call_id, self._adapters.apply(change)))
             case ExpositionWanted(call_id, is_ready):
-                # A task that nothing refers to may be collected.
-                task = asyncio.create_task(self._send_exposition(running, call_id, is_ready))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start_task(self._send_exposition(running, call_id, is_ready))
+            case StatsWanted(call_id):
+                self._start_task(self._send_stats(running, call_id))
 
     async def _send_exposition(self, running: _HttpProcess, call_id: int, is_ready: bool) -> None:
         running.link.send(Exposition(call_id, await self._metrics.exposition(self.snapshots, is_ready)))
+
+    async def _send_stats(self, running: _HttpProcess, call_id: int) -> None:
+        running.link.send(StatsAnswer(call_id, await self._metrics.stats(self.snapshots)))
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        # A task that nothing refers to may be collected.
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _scratch_of(self, identity: str) -> Path:
         return self._places.scratch / identity

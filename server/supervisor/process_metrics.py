@@ -1,9 +1,10 @@
-"""Answers scrapes with the metrics of all processes: collects their snapshots, merges them and renders the sum."""
+"""The metrics of all processes: collects their snapshots, merges them, and renders the sum as text or statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -14,9 +15,14 @@ from server.frontend.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
 from server.metrics.exposition import scrape
 from server.metrics.snapshot import Snapshot, take_snapshot
+from server.metrics.stats import Statistics
+from server.protocol.messages import Resident
+from server.protocol.stats import ServerStats
 
 # A process that has not answered by then counts with its last snapshot, as an engine in a long step.
 COLLECT_S = 2.0
+# Statistics are made at most once in this time, whoever asks: listeners want one a second.
+STATS_S = 0.9
 ENGINE, SUPERVISOR = "engine", "supervisor"
 
 
@@ -32,6 +38,10 @@ class ProcessMetrics:
         self.aggregator.started(SUPERVISOR)
         # One scrape at a time: an older snapshot must not follow a newer one.
         self._lock = asyncio.Lock()
+        self._statistics = Statistics()
+        self._stats: ServerStats | None = None
+        self._stats_lock = asyncio.Lock()
+        self._next_stats_at = 0.0
 
     async def exposition(
         self, ask_http: Callable[[float], Awaitable[Mapping[str, Snapshot]]], is_ready: bool
@@ -43,13 +53,34 @@ class ProcessMetrics:
             is_ready: the value of `peraxis_ready`.
         """
         async with self._lock:
-            http, _ = await asyncio.gather(ask_http(COLLECT_S), self._ask_engine())
-            for source, snapshot in http.items():
-                self.aggregator.received(source, snapshot)
-            self.aggregator.received(SUPERVISOR, take_snapshot(self._own))
+            await self._collect(ask_http)
             answer = await asyncio.to_thread(scrape, self.aggregator, self._registry, is_ready=is_ready)
         self._engine.forget_variants(answer.deleted)
         return answer.text
+
+    async def stats(self, ask_http: Callable[[float], Awaitable[Mapping[str, Snapshot]]]) -> ServerStats:
+        """Return the statistics of the server, at most `STATS_S` old; `ask_http` is as in `exposition`."""
+        async with self._stats_lock:
+            if self._stats is None or time.monotonic() >= self._next_stats_at:
+                async with self._lock:
+                    await self._collect(ask_http)
+                    residents = await self._residents()
+                    merged = self.aggregator.merged(without_variants=())
+                now = time.monotonic()
+                self._next_stats_at = now + STATS_S
+                self._stats = self._statistics.make(merged, residents, now, time.time())
+            return self._stats
+
+    async def _collect(self, ask_http: Callable[[float], Awaitable[Mapping[str, Snapshot]]]) -> None:
+        http, _ = await asyncio.gather(ask_http(COLLECT_S), self._ask_engine())
+        for source, snapshot in http.items():
+            self.aggregator.received(source, snapshot)
+        self.aggregator.received(SUPERVISOR, take_snapshot(self._own))
+
+    async def _residents(self) -> tuple[Resident, ...]:
+        with contextlib.suppress(PeraxisError, TimeoutError):
+            return await asyncio.wait_for(self._engine.residents(), COLLECT_S)
+        return ()
 
     async def _ask_engine(self) -> None:
         # While no engine is ready, the totals of the one before stand.

@@ -21,7 +21,7 @@ class LoadedVersion:
 
 async def adapters_of(service: Service, tenant: Tenant) -> dict[str, LoadedAdapter]:
     """Return what a tenant has loaded with vLLM's call and not unloaded since, by name."""
-    adapters = await service.adapters(AdapterChange())
+    adapters = await service.whole.adapters(AdapterChange())
     return {adapter.name: adapter for adapter in adapters if adapter.tenant == tenant.name}
 
 

@@ -141,7 +141,7 @@ async def _load(service: Service, tenant: Tenant, body: LoadLoraBody) -> str:
     await service.engine.load("load", record)
     if known is None or body.load_inplace:
         adapter = LoadedAdapter(tenant.name, name, path, time.time())
-        await service.adapters(AdapterChange(loaded=adapter))
+        await service.whole.adapters(AdapterChange(loaded=adapter))
         log.info("%s is loaded as a LoRA adapter", record.label)
     return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -189,7 +189,7 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
     in_memory = await _in_memory(service, tenant, name)
     if not in_memory and name not in await adapters_of(service, tenant):
         raise VariantNotFound(f"The lora adapter '{name}' cannot be found.")
-    await service.adapters(AdapterChange(unloaded=(tenant.name, name)))
+    await service.whole.adapters(AdapterChange(unloaded=(tenant.name, name)))
     # The engine unloads when no request uses the variant. Errors mean that it has restarted, with empty memory.
     unloading = asyncio.gather(
         *(service.engine.load("unload", record) for record in in_memory), return_exceptions=True

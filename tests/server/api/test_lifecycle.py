@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,17 +29,6 @@ LONG = {"max_new_tokens": MAX_MODEL_LEN - 10, "n": 100, "temperature": 2.0, "see
 OCTETS = {"Content-Type": "application/octet-stream"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
-
-
-@pytest.fixture(scope="module")
-def admin_port() -> int:
-    return free_port()
-
-
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Mount a file system of 8 MB; without the right to mount, use a plain directory."""
@@ -53,12 +41,11 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def small(artifacts: Artifacts, admin_port: int, small_disk: Path) -> Iterator[LiveServer]:
+def small(artifacts: Artifacts, small_disk: Path) -> Iterator[LiveServer]:
     """Run a server with two slots, one running and one waiting request, half a second per load and a small disk."""
     registry = small_disk / "registry"
     limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5)
-    options = (*limits, "--max-gpu-deltas", 2, "--admin-port", admin_port)
-    with live_server(artifacts.base, registry, *options) as running:
+    with live_server(artifacts.base, registry, *limits, "--max-gpu-deltas", 2) as running:
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201
         yield running
@@ -74,13 +61,6 @@ def refused(reply: httpx.Response, code: str) -> bool:
 def in_use(server: LiveServer, name: str) -> int:
     count: int = server.client.get(f"/variants/{name}").json()["versions"][0]["num_requests"]
     return count
-
-
-def test_metrics_are_only_on_the_admin_port(small: LiveServer, admin_port: int) -> None:
-    assert small.client.get("/metrics").status_code == 404
-    admin = f"http://127.0.0.1:{admin_port}"
-    assert "peraxis_ready 1.0" in httpx.get(f"{admin}/metrics").text
-    assert httpx.get(f"{admin}/variants").status_code == 404
 
 
 def test_a_full_queue_is_refused_at_once(small: LiveServer) -> None:

@@ -18,8 +18,8 @@ from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
 from server.frontend.engine_client import EngineClient
+from server.inline import OneProcess
 from server.metrics.local import LocalMetrics
-from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.settings import Settings
 
 _numbers = itertools.count()
@@ -28,16 +28,8 @@ _numbers = itertools.count()
 def make_service(settings: Settings, metrics: LocalMetrics | None = None) -> Service:
     """Make a service whose engine is not connected; needs a running event loop."""
     registry, local = Registry(settings.registry), metrics or LocalMetrics()
-
-    async def exposition(is_ready: bool) -> bytes:
-        return await asyncio.to_thread(local.scrape, registry, is_ready=is_ready)
-
-    loaded = LoadedAdapters()
-
-    async def adapters(change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        return loaded.apply(change)
-
-    return Service(settings, registry, local.frontend, EngineClient("test"), exposition, adapters)
+    engine = EngineClient("test")
+    return Service(settings, registry, local.frontend, engine, OneProcess(registry, local, engine))
 
 
 @dataclass(slots=True)

@@ -180,6 +180,13 @@ def connection(url: str) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=WAIT_S)
 
 
+def free_port() -> int:
+    """Return a port that no process listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
 def json_request(target: str, body: dict[str, Any]) -> bytes:
     """Return the bytes of a POST."""
     content = json.dumps(body).encode()

@@ -1,0 +1,1 @@
+"""Routes that operators and their tools ask: health, metrics and statistics."""

@@ -1,0 +1,97 @@
+"""`--admin-port`: routes of administration are on it, and on the public port they do not exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute, iter_route_contexts
+
+from server.app import create_admin_app, create_app
+from server.settings import Settings
+from tests.server.helpers.http_app import make_service
+from tests.server.helpers.live_server import Artifacts, error_of, free_port, live_server
+
+Route = tuple[str, str]
+# Prefixes of the routes that name all tenants' variants or change them.
+ADMINISTRATION = ("/metrics", "/stats", "/variants", "/keys", "/tenants")
+
+
+def routes_of(tmp_path: Path, admin_port: int | None) -> tuple[set[Route], set[Route]]:
+    """Return the method and path of each route of the public and of the admin application."""
+
+    async def main() -> tuple[set[Route], set[Route]]:
+        service = make_service(Settings(base=tmp_path, registry=tmp_path / "registry", admin_port=admin_port))
+        try:
+            return listed(create_app(service)), listed(create_admin_app(service))
+        finally:
+            await service.close()
+
+    return asyncio.run(main())
+
+
+def listed(app: FastAPI) -> set[Route]:
+    routes = [(each.original_route, str(each.path)) for each in iter_route_contexts(app.routes)]
+    return {
+        (method, path)
+        for route, path in routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+
+
+def is_administration(route: Route) -> bool:
+    return route[1].startswith(ADMINISTRATION)
+
+
+def test_without_an_admin_port_the_public_one_has_every_route(tmp_path: Path) -> None:
+    public, admin = routes_of(tmp_path, None)
+    assert admin < public
+
+
+def test_an_admin_port_takes_all_routes_of_administration_and_no_other(tmp_path: Path) -> None:
+    every, _ = routes_of(tmp_path, None)
+    public, admin = routes_of(tmp_path, 9000)
+    assert admin == {route for route in every if is_administration(route)}
+    assert public == every - admin
+    assert {
+        ("GET", "/metrics"),
+        ("GET", "/stats"),
+        ("POST", "/variants"),
+        ("DELETE", "/variants/{name}"),
+    } <= admin
+
+
+@pytest.fixture(scope="module")
+def ports(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Run a server with an admin port; return the URLs of both ports."""
+    registry, port = tmp_path_factory.mktemp("admin") / "registry", free_port()
+    with live_server(artifacts.base, registry, "--admin-port", port, "--max-gpu-deltas", 2) as server:
+        yield server.url, f"http://127.0.0.1:{port}"
+
+
+def test_administration_answers_only_on_its_port(ports: tuple[str, str], artifacts: Artifacts) -> None:
+    public, admin = ports
+    with (
+        httpx.Client(base_url=public, timeout=60) as user,
+        httpx.Client(base_url=admin, timeout=60) as operator,
+    ):
+        for method, path in (
+            ("GET", "/metrics"),
+            ("GET", "/stats"),
+            ("GET", "/variants"),
+            ("POST", "/variants"),
+        ):
+            reply = user.request(method, path)
+            assert (reply.status_code, error_of(reply)["code"]) == (404, "not_found")
+        assert operator.post("/variants?name=plain", content=artifacts.plain.read_bytes()).status_code == 201
+        assert "peraxis_ready 1.0" in operator.get("/metrics").text
+        assert operator.get("/stats").json()["server"]["ready"] is True
+        assert (
+            user.post("/generate?variant=plain", json={"prompt": "a", "max_new_tokens": 1}).status_code == 200
+        )
+        assert operator.post("/generate", json={"prompt": "a"}).status_code == 404

@@ -37,6 +37,7 @@ def test_the_reply_says_which_version_answered(server: LiveServer) -> None:
     assert (document["variant"], document["version"], document["digest"]) == ("plain", 1, listed["digest"])
     assert document["digest"].startswith("sha256:")
     assert reply.headers["X-Peraxis-Variant"] == "plain"
+    assert reply.headers["X-Peraxis-Version"] == "1"
     assert reply.headers["X-Peraxis-Digest"] == listed["digest"]
 
 

@@ -116,7 +116,7 @@ class ServerAddress:
         if reply.status_code == 401:
             kind, message = AuthenticationFailed, self._unauthenticated(message)
         elif reply.status_code == 403:
-            kind, message = AuthenticationFailed, f"{message}: ask for a key that may make this call"
+            kind = AuthenticationFailed
         retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
         return kind(message, reply.status_code, fields.code, retry_after_s)
 

@@ -1,4 +1,4 @@
-"""NAME and NAME@VERSION, as users write them, and the routes that they name."""
+"""Names, versions and ids, as users write them, and the paths of their routes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def path_of(name: str) -> str:
     if not name.strip("."):
         raise UsageError(f"{name!r} is no variant's name: `peraxis ls` lists them")
     return f"/variants/{quote(name, safe='')}"
+
+
+def key_path(key_id: str) -> str:
+    """Return the path of an API key. Raises UsageError if no key can have the id."""
+    if not key_id.strip("."):
+        raise UsageError(f"{key_id!r} is no key's id: `peraxis keys list` lists them")
+    return f"/keys/{quote(key_id, safe='')}"
 
 
 def parse_reference(reference: str) -> tuple[str, dict[str, str] | None]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
 
 import torch
 
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.format.plan import one_bit_plan
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from server.deltas.fetcher import Fetcher
@@ -24,7 +22,7 @@ from server.deltas.resident import Slot, arena
 from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
 from server.engine.engine_socket import EngineSocket
-from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory
+from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
@@ -38,7 +36,6 @@ from server.settings import Settings
 
 log = logging.getLogger(__name__)
 
-SLOT_ALIGNMENT = 4096
 # Two loads from disk at once: while one waits for its file or its copy, the other keeps the disk busy.
 NUM_LOADS = 2
 # Default of max_batch_tokens by device: a prefill chunk of this size delays the next token of other sequences.
@@ -62,7 +59,7 @@ def build_engine(
         NotServable: the architecture or the device is not supported, or the memory is too small.
         Draining: `stopping` was set.
     """
-    device = _device(settings.device)
+    device = device_of(settings.device)
     model, slot_bytes = _load_base(settings, device, stopping)
     slots, kv_cache, cache_bytes = _allocate(settings, metrics, model, slot_bytes)
     residency_metrics = ResidencyMetrics(metrics)
@@ -84,7 +81,7 @@ def _load_base(
     checkpoint = Checkpoint.open(settings.base)
     shapes = checkpoint.shapes()
     dtype = DTYPES[settings.dtype] or own_dtype(checkpoint)
-    slot_bytes = _slot_bytes(shapes, settings.slot_headroom)
+    slot_bytes = size_of_slot(shapes, settings.slot_headroom)
     base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     check_base(settings, device, dtype, base_bytes, slot_bytes)
     model = load_model(checkpoint, device, dtype, stopping)
@@ -92,12 +89,6 @@ def _load_base(
         # Otherwise the memory that the start-up probe used would count as taken.
         torch.cuda.empty_cache()
     return model, slot_bytes
-
-
-def _slot_bytes(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
-    """Return the size of a slot: the one-bit plan of these shapes times `headroom`, rounded up to `SLOT_ALIGNMENT`."""
-    plan = one_bit_plan(shapes)
-    return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def _allocate(
@@ -169,7 +160,12 @@ def _max_batch_tokens(settings: Settings, device: torch.device) -> int:
     return settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device that the setting `device` names.
+
+    Raises:
+        NotServable: torch finds no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

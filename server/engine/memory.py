@@ -6,10 +6,12 @@ nothing and knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from deltastore.format.plan import one_bit_plan
 from deltastore.host_memory import available_bytes
 from server.errors import NotServable
 from server.settings import Settings
@@ -20,6 +22,7 @@ CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
 # On the CPU, always leave this much for activations and libraries.
 RESERVE_BYTES = 10**9
+SLOT_ALIGNMENT = 4096
 # Upper bounds of the defaults; settings may ask for more.
 DEFAULT_MAX_SLOTS = 64
 DEFAULT_MAX_HOST_CACHE_BYTES = 16 * 10**9
@@ -119,12 +122,19 @@ def check_base(
     )
 
 
-def free_memory(device: torch.device, host_cache_bytes: int) -> FreeMemory:
-    """Return the device's memory that is free now; on the CPU, less `host_cache_bytes`."""
+def size_of_slot(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
+    """Return the bytes of a slot: the one-bit plan of these shapes times `headroom`, rounded up to `SLOT_ALIGNMENT`."""
+    plan = one_bit_plan(shapes)
+    return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+def free_memory(device: torch.device, host_cache_bytes: int, base_bytes: int = 0) -> FreeMemory:
+    """Return the device's memory that is free now, less `base_bytes`; on the CPU, also less `host_cache_bytes`."""
+    usable = _usable_bytes(device) - base_bytes
     if device.type == "cpu":
-        usable = _usable_bytes(device) - host_cache_bytes
-        return FreeMemory(usable, min(usable, int(available_bytes() * CPU_SHARE) - host_cache_bytes))
-    usable = _usable_bytes(device)
+        usable -= host_cache_bytes
+        default = int((available_bytes() - base_bytes) * CPU_SHARE) - host_cache_bytes
+        return FreeMemory(usable, min(usable, default))
     return FreeMemory(usable, usable)
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from client import publishing
@@ -15,6 +16,7 @@ from client.artifact_file import ArtifactFile
 from deltastore import progress
 from deltastore.errors import ArtifactError
 from peraxis import run
+from tests.client.helpers.cutting_proxy import cutting_proxy
 from tests.client.helpers.scripted_server import (
     Reaction,
     ScriptedServer,
@@ -90,6 +92,21 @@ def test_an_artifact_that_the_server_has_is_not_sent_again(
     assert run(arguments) == 0
     assert capsys.readouterr().out == first
     assert server.metric("upload_bytes_total") == received
+
+
+def test_a_push_over_connections_that_break_makes_one_version(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    address = httpx.URL(server.url)
+    size = artifacts.spare[0].stat().st_size
+    with cutting_proxy(address.host, address.port or 0, size // 2, size // 3) as proxy:
+        assert (
+            run(["push", str(artifacts.spare[0]), "--name", "cut", "--url", proxy.url, "--no-progress"]) == 0
+        )
+        assert len(proxy.sent) == 3
+    assert capsys.readouterr().err.count("failed: the connection to") == 2
+    (version,) = server.client.get("/variants/cut").json()["versions"]
+    assert version["digest"] == f"sha256:{hashlib.sha256(artifacts.spare[0].read_bytes()).hexdigest()}"
 
 
 def test_with_no_activate_the_version_before_stays_active(

@@ -19,6 +19,7 @@ from tests.client.helpers.scripted_server import (
     scripted_server,
 )
 from tests.client.helpers.terminal import on_terminal
+from tests.server.helpers.live_server import LiveServer
 
 Output = pytest.CaptureFixture[str]
 DIGEST = "sha256:" + "ab" * 32
@@ -48,6 +49,27 @@ def test_one_prompt_is_answered_on_stdout_and_its_facts_on_stderr(capsys: Output
     assert captured.err.startswith("[first token ")
     assert captured.err.endswith(", version 2, digest abababababab]\n")
     assert server.calls == ["POST /v1/chat/completions"]
+
+
+def test_a_variant_answers_with_its_own_template_version_and_digest(
+    server: LiveServer, capsys: Output
+) -> None:
+    options = ["--once", "hello", "--temperature", "0", "--max-tokens", "4", "--url", server.url, "--json"]
+    assert run(["chat", "--compare", "chatty", "chatty@1", *options]) == 0
+    first, second = json.loads(capsys.readouterr().out)["answers"]
+    body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4}
+    reply = server.client.post("/v1/chat/completions", json={"model": "chatty", **body})
+    expected = reply.json()["choices"][0]
+    for answer in (first, second):
+        assert answer["text"] == expected["message"]["content"]
+        assert answer["finish_reason"] == expected["finish_reason"]
+        assert (answer["version"], answer["digest"]) == (1, reply.headers["X-Peraxis-Digest"])
+        assert answer["usage"]["completion_tokens"] == reply.json()["usage"]["completion_tokens"]
+
+
+def test_a_variant_that_does_not_exist_is_named(server: LiveServer, capsys: Output) -> None:
+    assert run(["chat", "absent", "--once", "hello", "--url", server.url, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "model_not_found"
 
 
 def test_the_request_has_the_options_that_were_given() -> None:

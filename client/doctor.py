@@ -1,0 +1,120 @@
+"""`peraxis doctor --url`: whether a server answers and is ready, its version, and what the key may do."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+
+from client.errors import NoAnswer, ServerRefused
+from client.http import RemoteServer, ServerAddress, parsed
+from client.options import Json, KeyFile
+from client.output import printable
+from deltastore.diagnosis import Diagnosis, diagnose, has_failed, print_diagnoses
+from deltastore.errors import PeraxisError
+
+app = typer.Typer(no_args_is_help=True)
+
+NOT_FOUND = 404
+
+
+class MyKey(Struct, frozen=True):
+    """The key that the server has found in a call."""
+
+    id: str
+    expires_at: str | None = None
+
+
+class MeReply(Struct, frozen=True):
+    """The answer of `GET /me`; without keys on the server, `key` is None."""
+
+    tenant: str
+    roles: tuple[str, ...]
+    key: MyKey | None = None
+
+
+class ServerFacts(Struct, frozen=True):
+    """The server's part of its statistics."""
+
+    versions: dict[str, str]
+
+
+class StatsReply(Struct, frozen=True):
+    """The answer of `GET /stats`."""
+
+    server: ServerFacts
+
+
+@app.command()
+def doctor(
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="The server's address.")],
+    key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Check a running server; exit with 1 if something is wrong.
+
+    Example: peraxis doctor --url http://host:8000
+
+    Without --url, the checks are of this machine.
+    """
+    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+        diagnoses = examine(server)
+    print_diagnoses(diagnoses, as_json)
+    if has_failed(diagnoses):
+        raise typer.Exit(1)
+
+
+def examine(server: RemoteServer) -> list[Diagnosis]:
+    """Run every check; if the server does not answer, only that."""
+    try:
+        server.call("GET", "/health")
+    except PeraxisError as error:
+        return [Diagnosis("server", "failed", str(error))]
+    found = [Diagnosis("server", "ok", f"{server.address.url} answers")]
+    found.append(diagnose("ready", lambda: _ready(server)))
+    found.append(_key(server))
+    found.append(_version(server))
+    return found
+
+
+def _ready(server: RemoteServer) -> str:
+    server.call("GET", "/ready")
+    return "requests are admitted"
+
+
+def _key(server: RemoteServer) -> Diagnosis:
+    try:
+        me = parsed(server.call("GET", "/me"), MeReply)
+    except ServerRefused as error:
+        if error.status == NOT_FOUND:
+            return Diagnosis("key", "note", "this address does not tell what the key may do")
+        return Diagnosis("key", "failed", str(error))
+    except NoAnswer as error:
+        return Diagnosis("key", "failed", str(error))
+    roles = ", ".join(map(printable, me.roles))
+    if me.key is None:
+        return Diagnosis("key", "ok", f"none is needed; tenant {printable(me.tenant)}, roles {roles}")
+    expires = f"expires at {printable(me.key.expires_at)}" if me.key.expires_at else "does not expire"
+    return Diagnosis(
+        "key", "ok", f"{printable(me.key.id)} of tenant {printable(me.tenant)}, roles {roles}, {expires}"
+    )
+
+
+def _version(server: RemoteServer) -> Diagnosis:
+    """Compare the server's version with this command's; only administrators may see it."""
+    try:
+        stats = parsed(server.call("GET", "/stats"), StatsReply)
+    except ServerRefused:
+        return Diagnosis(
+            "version", "note", "unknown: only an admin key sees it, on the admin port if there is one"
+        )
+    except PeraxisError as error:
+        return Diagnosis("version", "failed", str(error))
+    own, theirs = version("peraxis"), printable(stats.server.versions.get("peraxis", "unknown"))
+    if own == theirs:
+        return Diagnosis("version", "ok", f"{own}, as this command")
+    return Diagnosis(
+        "version", "note", f"{theirs}, and this command has {own}: take the same if a call fails"
+    )

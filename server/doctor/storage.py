@@ -1,0 +1,74 @@
+"""Checks of a registry's directory: rights, fsync, locks, space, and the bases of its variants."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from deltastore.base.base import Base
+from deltastore.diagnosis import Diagnosis
+from deltastore.errors import RegistryError
+from deltastore.registry import Registry
+from deltastore.registry.storage import TEMPORARY, Storage, explained
+
+# Versions that a message names.
+MAX_NAMED = 3
+
+
+def check_registry(root: Path) -> str:
+    """Write, sync, rename, lock and remove a file as the registry does. A missing directory is not created.
+
+    Raises:
+        RegistryError, StorageFull: a step failed.
+    """
+    directory = _existing(root)
+    # Named like other temporary files, so that gc removes it if this process is killed.
+    path = directory / f".{secrets.token_hex(8)}{TEMPORARY}"
+    storage = Storage()
+    with explained(directory):
+        try:
+            storage.replace(path, b"doctor")
+            with storage.locked(path, exclusive=True, wait=False):
+                pass
+        finally:
+            path.unlink(missing_ok=True)
+        storage.fsync_dir(directory)
+    missing = "" if directory == root else f"; {root} does not exist yet, and `peraxis serve` creates it"
+    return f"{directory} can be written, synced and locked{missing}"
+
+
+def check_disk(root: Path, delta_bytes: int | None) -> str:
+    """Return the free space, and how many deltas fit there if the size of one is known."""
+    with explained(root):
+        free = shutil.disk_usage(_existing(root)).free
+    fit = "" if not delta_bytes else f", {free // delta_bytes} deltas of {delta_bytes / 1e9:.3g} GB"
+    return f"{free / 1e9:.1f} GB are free{fit}"
+
+
+def check_variants(root: Path, base: Base) -> Diagnosis:
+    """Report the versions of a registry that a server with this base does not serve."""
+    if not (root / "variants").is_dir():
+        return Diagnosis("variants", "note", f"{root} is no registry yet")
+    registry = Registry(root)
+    records = [record for variant in registry.variants() for record in variant.versions]
+    foreign = [record.label for record in records if record.base_fingerprint != base.fingerprint]
+    quarantined = [record.label for record in records if registry.is_quarantined(record.digest)]
+    problems = [
+        f"{len(labels)} {problem} ({', '.join(labels[:MAX_NAMED])}{', ...' if labels[MAX_NAMED:] else ''})"
+        for labels, problem in (
+            (foreign, "were made from another base: compress them again"),
+            (quarantined, "are quarantined: push their artifacts again"),
+        )
+        if labels
+    ]
+    message = f"{len(records)} versions"
+    return Diagnosis("variants", "note" if problems else "ok", "; ".join([message, *problems]))
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists; raise RegistryError if that is no directory."""
+    found = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not found.is_dir():
+        raise RegistryError(f"{found} is no directory: give --registry another path")
+    return path if found == path.absolute() else found

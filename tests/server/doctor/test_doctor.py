@@ -1,0 +1,110 @@
+"""`peraxis doctor` without a server: findings about this machine, a base and a registry."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltastore.registry import Registry
+from peraxis import run
+from tests.server.helpers.live_server import Artifacts, LiveServer
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PERAXIS_")]:
+        monkeypatch.delenv(name)
+
+
+def examined(capsys: Output, *args: object) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run the command on the CPU; return the exit code and the checks by subject."""
+    code = run(["doctor", "--device", "cpu", "--no-progress", "--json", *map(str, args)])
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is (code == 0)
+    return code, {check["subject"]: check for check in document["checks"]}
+
+
+def test_a_machine_is_checked_without_a_base_and_a_registry(capsys: Output) -> None:
+    code, checks = examined(capsys)
+    assert code == 0
+    assert list(checks) == ["torch", "device", "pinned memory", "options"]
+    assert checks["options"]["message"] == "give --base and --registry for more checks"
+
+
+def test_with_a_base_the_number_of_variants_that_fit_is_told(
+    artifacts: Artifacts, tmp_path: Path, capsys: Output
+) -> None:
+    code, checks = examined(capsys, "--base", artifacts.base, "--registry", tmp_path / "new")
+    assert code == 0
+    assert list(checks)[3:] == ["base", "capacity", "registry", "disk", "variants"]
+    assert checks["capacity"]["message"].startswith("at least 64 slots of ")
+    assert "deltas of" in checks["disk"]["message"]
+    # It is not created.
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_check_leaves_nothing_in_the_registry(tmp_path: Path, capsys: Output) -> None:
+    registry = Registry(tmp_path / "registry")
+    code, checks = examined(capsys, "--registry", registry.root)
+    assert (code, checks["registry"]["state"]) == (0, "ok")
+    report = registry.check()
+    assert (report.findings, report.notes) == ((), ())
+
+
+def test_versions_of_another_base_are_named(server: LiveServer, artifacts: Artifacts, capsys: Output) -> None:
+    other = artifacts.foreign.parent / "others" / "base"
+    code, checks = examined(capsys, "--base", other, "--registry", server.registry)
+    assert (code, checks["variants"]["state"]) == (0, "note")
+    assert "were made from another base" in checks["variants"]["message"]
+    code, checks = examined(capsys, "--base", artifacts.base, "--registry", server.registry)
+    assert (code, checks["variants"]["state"]) == (0, "ok")
+
+
+def test_a_base_that_cannot_be_read_stops_only_its_own_checks(tmp_path: Path, capsys: Output) -> None:
+    code, checks = examined(capsys, "--base", tmp_path / "none", "--registry", tmp_path / "registry")
+    assert (code, checks["base"]["state"]) == (1, "failed")
+    assert "capacity" not in checks
+    assert checks["registry"]["state"] == "ok"
+
+
+def test_a_registry_that_is_a_file_has_failed(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "file").write_text("")
+    code, checks = examined(capsys, "--registry", tmp_path / "file" / "registry")
+    assert (code, checks["registry"]["state"]) == (1, "failed")
+    assert "is no directory" in checks["registry"]["message"]
+
+
+def test_a_registry_on_a_full_disk_has_failed(small_disk: Any, capsys: Output) -> None:
+    disk = small_disk(1 << 16)
+    (disk / "space").write_bytes(bytes(1 << 16))
+    code, checks = examined(capsys, "--registry", disk)
+    assert (code, checks["registry"]["state"]) == (1, "failed")
+    assert "full" in checks["registry"]["message"]
+
+
+def test_memory_that_is_too_small_has_failed_with_the_settings_to_lower(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setenv("PERAXIS_KV_CACHE_GB", "1000000")
+    code, checks = examined(capsys, "--base", artifacts.base)
+    assert (code, checks["capacity"]["state"]) == (1, "failed")
+    assert "--kv-cache-gb" in checks["capacity"]["message"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_missing_has_failed(capsys: Output) -> None:
+    code, checks = examined(capsys, "--device", "cuda")
+    assert (code, checks["device"]["state"]) == (1, "failed")
+
+
+def test_the_lines_are_readable_without_json(capsys: Output) -> None:
+    assert run(["doctor", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ok", "ok", "ok", "note"]

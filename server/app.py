@@ -13,13 +13,13 @@ from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.openai import chat, completions
-from server.api.operations import health, stats
+from server.api.operations import health, openapi, stats
 from server.api.service import Service
 from server.frontend.web_server import WebServer, make_connections
 
 # Routes for every client.
 PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
-    generate.router, completions.router, chat.router, tokens.router, models.router, health.router,
+    generate.router, completions.router, chat.router, tokens.router, models.router, health.router, openapi.router,
 )  # fmt: skip
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
 ADMIN_ROUTERS = (variants.router, health.metrics_router, stats.router, keys.router)
@@ -37,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
 
 def create_admin_app(service: Service) -> FastAPI:
     """Return the application of the admin port."""
-    return _application(service, ADMIN_ROUTERS)
+    return _application(service, (*ADMIN_ROUTERS, openapi.router))
 
 
 async def serve(service: Service, listening: list[socket.socket], stopped: asyncio.Event) -> None:

@@ -18,6 +18,7 @@ from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
+    ("GET", "/openapi.json"): None,
     # Metrics and statistics show the names of all tenants and variants.
     ("GET", "/metrics"): "admin",
     ("GET", "/stats"): "admin",

@@ -1,0 +1,112 @@
+"""`/openapi.json`: FastAPI's document, with the bodies that routes parse themselves and the statuses of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, get_type_hints
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from fastapi.routing import RouteContext, iter_route_contexts
+
+from server.api.json_replies import JsonReply
+
+SCHEMAS = "#/components/schemas/"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+FILE = {"type": "string", "format": "binary"}
+FORM = {"type": "object", "required": ["file"], "properties": {"file": FILE}}
+# A body that is no JSON of one shape, by route.
+BODIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("POST", "/variants"): {
+        "application/octet-stream": {"schema": FILE},
+        "multipart/form-data": {"schema": FORM},
+    },
+}
+# Statuses of errors that any call may answer: those of its credentials, its parameters and a server that is busy.
+COMMON = (400, 401, 403, 404, 429, 503)
+# Those of a call with a body: too slow, too large.
+WITH_BODY = (408, 413)
+# The others, by route.
+MORE: Mapping[tuple[str, str], Sequence[int]] = {
+    ("POST", "/generate"): (409, 413, 424),
+    ("POST", "/v1/completions"): (409, 413, 424),
+    ("POST", "/v1/chat/completions"): (409, 413, 424),
+    ("POST", "/tokenize"): (424,),
+    ("POST", "/detokenize"): (424,),
+    ("POST", "/variants"): (201, 408, 409, 413, 507),
+    ("PATCH", "/variants/{name}"): (424, 507),
+    ("DELETE", "/variants/{name}"): (507,),
+    ("POST", "/variants/{name}/load"): (409, 413, 424),
+    ("POST", "/variants/{name}/pin"): (409, 413, 424),
+    ("POST", "/keys"): (201, 507),
+    ("DELETE", "/keys/{key_id}"): (507,),
+    ("GET", "/variants/{name}/artifact"): (206, 304, 412, 416, 424),
+}
+
+
+router = APIRouter()
+
+
+@router.get("/openapi.json")
+async def openapi(request: Request) -> Response:
+    """Describe every call of this port in OpenAPI's format."""
+    app: FastAPI = request.app
+    if app.openapi_schema is None:
+        app.openapi_schema = openapi_document(app)
+    return JsonReply(app.openapi_schema)
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document of an application, as a JSON object."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    contexts = list(iter_route_contexts(app.routes))
+    kinds = {kind for context in contexts for kind in _bodies(context)}
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
+    document["components"] = {"schemas": {**schemas, "Error": ERROR}}
+    for context in contexts:
+        for method in sorted(context.methods or ()):
+            operation = document["paths"][context.path][method.lower()]
+            _complete(operation, context, (method, str(context.path)))
+    return document
+
+
+def _complete(operation: dict[str, Any], context: RouteContext, call: tuple[str, str]) -> None:
+    """Add the body and the statuses of one call."""
+    content: Mapping[str, Any] = BODIES.get(call, {})
+    for kind in _bodies(context):
+        content = {"application/json": {"schema": {"$ref": SCHEMAS + kind.__name__}}}
+    if content:
+        operation["requestBody"] = {"required": True, "content": content}
+    responses = operation["responses"]
+    # FastAPI's own validation errors, which are answered as the others.
+    responses.pop("422", None)
+    for status in (*COMMON, *(WITH_BODY if content else ()), *MORE.get(call, ())):
+        response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
+        if status >= HTTPStatus.BAD_REQUEST:
+            response["content"] = {"application/json": {"schema": {"$ref": SCHEMAS + "Error"}}}
+        responses.setdefault(str(status), response)
+
+
+def _bodies(context: RouteContext) -> Iterator[type[msgspec.Struct]]:
+    """Yield the type of the route's JSON body, if it has one."""
+    for kind in get_type_hints(context.endpoint).values():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield kind

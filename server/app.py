@@ -15,14 +15,16 @@ from server.api.middleware import RequestMiddleware
 from server.api.openai import chat, completions
 from server.api.operations import health, openapi, stats
 from server.api.service import Service
+from server.api.tenants import routes as tenants
 from server.frontend.web_server import WebServer, make_connections
 
 # Routes for every client.
 PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
     generate.router, completions.router, chat.router, tokens.router, models.router, health.router, openapi.router,
+    tenants.me_router,
 )  # fmt: skip
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
-ADMIN_ROUTERS = (variants.router, health.metrics_router, stats.router, keys.router)
+ADMIN_ROUTERS = (variants.router, health.metrics_router, stats.router, keys.router, tenants.router)
 
 
 def create_app(service: Service) -> FastAPI:

@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from server.protocol.control import HttpProcessMessage, SupervisorMessage
+from server.errors import LinkBroken
+from server.protocol.control import MAX_MESSAGE_BYTES, HttpProcessMessage, SupervisorMessage
 
 LENGTH = struct.Struct("<I")
 
@@ -38,12 +39,20 @@ class ControlLink(Generic[T]):
             self._writer.write(LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> T | None:
-        """Return the next message, or None when the other process has ended."""
+        """Return the next message, or None when the other process has ended.
+
+        Raises:
+            LinkBroken: the other process sent a message of more than `MAX_MESSAGE_BYTES`, or none of this protocol.
+        """
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if length > MAX_MESSAGE_BYTES:
+                raise LinkBroken(f"a message of {length} bytes, where {MAX_MESSAGE_BYTES} are the most")
             return self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError):
             return None
+        except msgspec.DecodeError as error:
+            raise LinkBroken(f"a message that cannot be read: {error}") from error
 
     async def close(self) -> None:
         """Close this end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deltastore.errors import PeraxisError
+from server.protocol.limits import Rates
 
 
 class InvalidRequest(PeraxisError):
@@ -15,6 +16,24 @@ class InvalidRequest(PeraxisError):
 
 class QueueFull(PeraxisError):
     """The server admits no more requests now: its queue is full, or the base is still loading."""
+
+
+class RateLimited(PeraxisError):
+    """The tenant is over one of its limits.
+
+    Args:
+        param: the limit, a field of `TenantLimits`.
+        retry_after_s: after which the same request fits; None if waiting does not help, as for stored bytes.
+        rates: the tenant's limits per minute; None where they do not matter.
+    """
+
+    def __init__(
+        self, message: str, param: str, *, retry_after_s: int | None = None, rates: Rates | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.rates = rates
 
 
 class Draining(PeraxisError):
@@ -31,6 +50,10 @@ class EngineRestarted(PeraxisError):
 
 class RequestTimeout(PeraxisError):
     """The client sent its request too slowly."""
+
+
+class LinkBroken(PeraxisError):
+    """A process of the server sent what is no message; the link to it cannot be used any more."""
 
 
 class NotServable(PeraxisError):

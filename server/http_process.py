@@ -50,6 +50,16 @@ from server.protocol.control import (
     StatsWanted,
     SupervisorMessage,
 )
+from server.protocol.limits import (
+    GiveBack,
+    LimitAnswer,
+    LimitsUnknown,
+    SeatRefused,
+    SeatTaken,
+    TakeSeat,
+    UsageOfTenant,
+    UsageWanted,
+)
 from server.protocol.messages import EngineFacts
 from server.protocol.processes import HttpProcessConfig, check_version
 from server.protocol.stats import ServerStats
@@ -92,8 +102,8 @@ class SupervisorLink:
     def __init__(self, link: ControlLink[SupervisorMessage]) -> None:
         self._link = link
         self._call_ids = itertools.count()
-        # Answers that are waited for, by the id of their call.
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        # Answers that are waited for, by their call's kind and id.
+        self._waiting: dict[tuple[str, int], asyncio.Future[Any]] = {}
         self._has_engine = asyncio.Event()
 
     async def start(self, service: Service) -> None:
@@ -109,31 +119,41 @@ class SupervisorLink:
     async def exposition(self, is_ready: bool) -> bytes:
         """Return the metrics of all processes of the server in Prometheus' text format."""
         call_id = next(self._call_ids)
-        text: bytes = await self._answer_to(call_id, ExpositionWanted(call_id, is_ready))
+        text: bytes = await self._answer_to(("exposition", call_id), ExpositionWanted(call_id, is_ready))
         return text
 
     async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
         """Change the server's record of loaded adapters, and return it."""
         call_id = next(self._call_ids)
-        found: tuple[LoadedAdapter, ...] = await self._answer_to(call_id, AdaptersWanted(call_id, change))
+        call = AdaptersWanted(call_id, change)
+        found: tuple[LoadedAdapter, ...] = await self._answer_to(("adapters", call_id), call)
         return found
 
     async def stats(self) -> ServerStats:
         """Return the statistics of the whole server."""
         call_id = next(self._call_ids)
-        stats: ServerStats = await self._answer_to(call_id, StatsWanted(call_id))
+        stats: ServerStats = await self._answer_to(("stats", call_id), StatsWanted(call_id))
         return stats
 
-    async def _answer_to(self, call_id: int, call: HttpProcessMessage) -> Any:
-        answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+        """Return the answer to a call about a tenant's limits."""
+        answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
+        return answer
+
+    def tell(self, call: GiveBack) -> None:
+        """Give a seat back."""
+        self._link.send(call)
+
+    async def _answer_to(self, key: tuple[str, int], call: HttpProcessMessage) -> Any:
+        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
         self._link.send(call)
         try:
             return await answer
         finally:
-            del self._waiting[call_id]
+            del self._waiting[key]
 
-    def _answered(self, call_id: int, result: object) -> None:
-        answer = self._waiting.get(call_id)
+    def _answered(self, key: tuple[str, int], result: object) -> None:
+        answer = self._waiting.get(key)
         # A late answer is not waited for any more.
         if answer is not None and not answer.done():
             answer.set_result(result)
@@ -152,11 +172,13 @@ class SupervisorLink:
                 case MetricsWanted(call_id):
                     self._link.send(MetricsOfProcess(call_id, take_snapshot(service.metrics.registry)))
                 case Exposition(call_id, text):
-                    self._answered(call_id, text)
+                    self._answered(("exposition", call_id), text)
                 case Adapters(call_id, adapters):
-                    self._answered(call_id, adapters)
+                    self._answered(("adapters", call_id), adapters)
                 case StatsAnswer(call_id, stats):
-                    self._answered(call_id, stats)
+                    self._answered(("stats", call_id), stats)
+                case SeatTaken() | SeatRefused() | UsageOfTenant() | LimitsUnknown():
+                    self._answered(("limit", message.call_id), message)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:

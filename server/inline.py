@@ -26,6 +26,9 @@ from server.protocol.messages import Resident
 from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.supervisor.signals import first_of, first_signal
+from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.ledger import Ledger
+from server.tenants.limits.local_link import LocalLink
 
 ADDRESS = "inproc://engine"
 
@@ -41,10 +44,13 @@ def run_inline(settings: Settings) -> int:
         return run_event_loop(_serve(settings, sockets))
 
 
-class OneProcess:
+class OneProcess(LocalLink):
     """A whole server in one process, as its only service asks about it."""
 
-    def __init__(self, registry: Registry, metrics: LocalMetrics, engine: EngineClient) -> None:
+    def __init__(
+        self, registry: Registry, metrics: LocalMetrics, engine: EngineClient, ledger: Ledger
+    ) -> None:
+        super().__init__(ledger)
         self._registry = registry
         self._metrics = metrics
         self._engine = engine
@@ -70,7 +76,9 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
     registry, metrics, client = Registry(settings.registry), LocalMetrics(), EngineClient("http")
 
-    whole = OneProcess(registry, metrics, client)
+    limits = LimitsDirectory(settings.registry, settings.default_limits)
+    watching = asyncio.create_task(limits.watch())
+    whole = OneProcess(registry, metrics, client, Ledger(limits.of))
     service = Service(settings, registry, metrics.frontend, client, whole)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
@@ -81,6 +89,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     if error is None:
         await first_of(signalled, engine)
     starting.cancel()
+    watching.cancel()
     stopped.set()
     await serving
     stopping.set()

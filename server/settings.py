@@ -27,6 +27,7 @@ from pydantic_settings import (
 )
 
 from deltastore.errors import SettingsError
+from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
 GIGABYTE = 1_000_000_000
@@ -86,6 +87,8 @@ class Settings(BaseModel):
     auth: Literal["none", "keys"] = "none"
     # Serve without keys on an address that other machines reach.
     allow_unauthenticated: bool = False
+    # Limits of tenants that have none of their own in the registry; only with `--auth keys`.
+    default_limits: LimitsSetting = TenantLimits()
 
     @model_validator(mode="after")
     def _without_keys_only_this_machine_is_served(self) -> Settings:
@@ -247,5 +250,7 @@ def _as_toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, (int, float)):
         return str(value)
+    if isinstance(value, TenantLimits):
+        return as_toml(value)
     # A JSON string is a valid TOML string. A SecretStr masks itself.
     return json.dumps(str(value), ensure_ascii=False)

@@ -43,6 +43,9 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     # With `--compat vllm-lora` only.
     ("POST", "/v1/load_lora_adapter"): "publish",
     ("POST", "/v1/unload_lora_adapter"): "publish",
+    ("GET", "/me"): "any",
+    ("GET", "/tenants"): "admin",
+    ("PUT", "/tenants/{name}"): "admin",
     ("POST", "/keys"): "admin",
     ("GET", "/keys"): "admin",
     ("DELETE", "/keys/{key_id}"): "admin",

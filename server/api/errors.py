@@ -29,6 +29,7 @@ from deltastore.errors import (
     VariantQuarantined,
 )
 from server.api.json_replies import JsonReply
+from server.api.tenants.rate_headers import rate_headers
 from server.errors import (
     Draining,
     EngineRestarted,
@@ -38,6 +39,7 @@ from server.errors import (
     KeyNotFound,
     LoadTimeout,
     QueueFull,
+    RateLimited,
     RequestTimeout,
 )
 
@@ -74,6 +76,8 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     BaseMismatch: Failure(409, "base_mismatch"),
     ArtifactTooLarge: Failure(413, "too_large"),
     StorageFull: Failure(507, "insufficient_storage", "server_error"),
+    # `Retry-After` is the error's own.
+    RateLimited: Failure(429, "rate_limited", "rate_limit_error"),
     QueueFull: Failure(503, "overloaded", "server_error", 1),
     Draining: Failure(503, "draining", "server_error", 5),
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
@@ -121,9 +125,16 @@ def http_request_id_of(request: Request) -> str:
     return str(request.scope["state"]["request_id"])
 
 
+def _limit_headers(error: RateLimited) -> dict[str, str]:
+    """Return the headers of a refusal: the time to come again, if there is one, and the tenant's rates."""
+    retry = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return {**retry, **rate_headers(error.rates)}
+
+
 async def _on_peraxis_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PeraxisError)
-    return _reply(failure_of(error), error_body(error, http_request_id_of(request)))
+    headers = _limit_headers(error) if isinstance(error, RateLimited) else {}
+    return _reply(failure_of(error), error_body(error, http_request_id_of(request)), headers)
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:

@@ -31,6 +31,8 @@ from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.limiter import LedgerLink, Limiter
 from server.tenants.tenant import Caller, Tenant
 from server.text.service import TextService, text_pool
 
@@ -46,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class WholeServer(Protocol):
+class WholeServer(LedgerLink, Protocol):
     """The processes of a server together, as one of them can ask about all."""
 
     async def exposition(self, is_ready: bool) -> bytes:
@@ -81,6 +83,9 @@ class Service:
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
+        self.limiter = Limiter(whole if settings.auth == "keys" else None)
+        # As files; the ledger counts by those that its own process has read.
+        self.limits = LimitsDirectory(registry.root, settings.default_limits)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant

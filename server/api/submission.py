@@ -19,7 +19,9 @@ from server.api.outputs.request_events import RequestEvents
 from server.api.outputs.text_outputs import TextOutputs
 from server.api.schemas import BASE, Reference
 from server.api.service import Service
+from server.api.tenants.rate_headers import rate_headers
 from server.errors import InvalidRequest
+from server.protocol.limits import Rates
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
 from server.tenants.tenant import Tenant
@@ -67,6 +69,7 @@ class Submission:
     requests: Sequence[Request]
     outputs: TextOutputs
     echoes: Sequence[str]  # the text of each prompt, if the reply repeats it
+    rates: Rates  # of the tenant when the call was admitted
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -88,8 +91,8 @@ class Submission:
         return sum(len(request.prompt_ids) for request in self.requests)
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that name the version; the base has no version and no digest."""
-        return version_headers(self.variant, self.record)
+        """Return the headers that name the version, and those of the tenant's limits."""
+        return {**version_headers(self.variant, self.record), **rate_headers(self.rates)}
 
 
 async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
@@ -99,6 +102,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
         VariantNotFound, VariantQuarantined: the version cannot be served.
         InvalidRequest: the call has too many sequences, or a prompt is too long or cannot be tokenized.
+        RateLimited: the tenant is over a limit.
     """
     with _counting_refusals(service, call.tenant):
         service.check_ready()
@@ -118,9 +122,12 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             if call.echo:
                 echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
         _check_echoes(requests, echoes)
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        seat = await service.limiter.admit(call.tenant.name, len(requests), num_tokens)
+        events.hold(seat)
         for request in requests:
             events.submit(request)
-    return Submission(requests, TextOutputs(events, requests, text), echoes)
+    return Submission(requests, TextOutputs(events, requests, text), echoes, seat.rates)
 
 
 async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:

@@ -27,6 +27,7 @@ from server.api.bodies import json_body
 from server.api.json_replies import JsonReply
 from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
 from server.api.service import Service, ServiceDep, TenantDep
+from server.api.tenants.limits import counting_refusals, max_pinned
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
 
@@ -144,10 +145,12 @@ async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQu
 
 async def _status_after(service: Service, record: VersionRecord, action: LoadAction) -> dict[str, Any]:
     """Start the action, wait up to `OUTCOME_S` for its outcome, then return the version's status."""
-    outcome = service.engine.load(action, record)
+    limit = await max_pinned(service, record.tenant) if action == "pin" else None
+    outcome = service.engine.load(action, record, limit)
     done, _ = await asyncio.wait({outcome}, timeout=OUTCOME_S)
     if done:
-        outcome.result()
+        with counting_refusals(service, Tenant(record.tenant)):
+            outcome.result()
     else:
         _log_failure(outcome, action, record)
     (state,) = await service.engine.residency_of((record.digest,))

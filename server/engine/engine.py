@@ -184,7 +184,7 @@ class Engine:
         elif call.action == "unload":
             calls.add_unload(Unload(digest, future))
         else:
-            calls.add_prefetch(Prefetch(call.record, call.action == "pin", future))
+            calls.add_prefetch(Prefetch(call.record, call.action == "pin", future, call.max_pinned))
 
     def _cancel_all_of(self, identity: bytes) -> None:
         for request_id in list(self._clients.remove(identity)):

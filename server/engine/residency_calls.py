@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
-from server.errors import LoadTimeout
+from server.errors import LoadTimeout, RateLimited
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +19,7 @@ class Prefetch:
     record: VersionRecord
     pin: bool
     future: Future[None]
+    max_pinned: int | None = None  # slots that the version's tenant may pin
     called_at: float = field(default_factory=time.monotonic)
 
 
@@ -74,12 +75,14 @@ class ResidencyCalls:
 
     def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
         digest = prefetch.record.digest
-        resident = self._residency.is_resident(digest)
-        if not resident and now - prefetch.called_at <= self._load_timeout_s:
+        resident, refusal = self._residency.is_resident(digest), self._refusal_of_pin(prefetch)
+        if refusal is None and not resident and now - prefetch.called_at <= self._load_timeout_s:
             self._residency.load(digest)
             return
         self._end_prefetch(prefetch)
         try:
+            if refusal is not None:
+                raise refusal
             if not resident:
                 raise load_timeout(prefetch.record, self._load_timeout_s)
             if prefetch.pin:
@@ -87,6 +90,20 @@ class ResidencyCalls:
             prefetch.future.set_result(None)
         except PeraxisError as error:
             prefetch.future.set_exception(error)
+
+    def _refusal_of_pin(self, prefetch: Prefetch) -> RateLimited | None:
+        """Return the error of a pin beyond its tenant's limit. Only the engine knows the pins of all clients."""
+        if not prefetch.pin or prefetch.max_pinned is None:
+            return None
+        record = prefetch.record
+        pinned = {other.digest for other in self._residency.pinned_records() if other.tenant == record.tenant}
+        if len(pinned - {record.digest}) < prefetch.max_pinned:
+            return None
+        return RateLimited(
+            f"tenant {record.tenant!r} may pin {prefetch.max_pinned} slots and has pinned {len(pinned)}: "
+            "unpin another variant first",
+            "max_pinned",
+        )
 
     def _end_prefetch(self, prefetch: Prefetch) -> None:
         self._prefetches.remove(prefetch)

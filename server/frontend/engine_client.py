@@ -159,17 +159,23 @@ class EngineClient:
         if request_id in self._requests:
             self._send_surely(StopSequence(request_id, index))
 
-    def load(self, action: LoadAction, record: VersionRecord) -> asyncio.Future[None]:
+    def load(
+        self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None
+    ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened.
+
+        Args:
+            max_pinned: slots that the version's tenant may pin; None is any number.
 
         The future raises:
             InvalidRequest: all other slots are pinned.
+            RateLimited: the tenant has pinned `max_pinned` slots.
             LoadTimeout: no slot was free in time.
             ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
             QueueFull, EngineRestarted: no engine is ready.
         """
         slim = replace(record, fidelity={})
-        return self._call(lambda call_id: LoadCall(call_id, action, slim))
+        return self._call(lambda call_id: LoadCall(call_id, action, slim, max_pinned))
 
     async def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
         """Return the state of each delta; without a ready engine all are on disk."""

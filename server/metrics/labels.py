@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from server.tenants.limits.tenant_limits import FIELDS
+
 SOURCES = ("disk", "host")
 STAGES = ("read", "copy", "total")
 LEVELS = ("device", "host")
@@ -11,7 +13,8 @@ WAIT_REASONS = ("capacity", "variant_load")
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 LOAD_FAILURES = ("corrupt", "missing", "error")
 EVICTION_REASONS = ("capacity", "unload")
-REJECTIONS = ("queue_full", "draining", "engine_restarted", "invalid")
+# A tenant over a limit is refused for the limit's name.
+REJECTIONS = ("queue_full", "draining", "engine_restarted", "invalid", *FIELDS)
 MEMORY_KINDS = ("base", "slots", "kv", "other")
 UPLOAD_RESULTS = ("created", "duplicate", "rejected", "failed")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from deltastore.errors import PeraxisError
-from server.errors import Draining, EngineRestarted, QueueFull
+from server.errors import Draining, EngineRestarted, QueueFull, RateLimited
 from server.metrics.definitions import MetricSet
 from server.metrics.labels import BASE, FINISH_REASONS, MAX_LABEL_VALUES, OTHER, REJECTIONS, variant_label
 
@@ -46,7 +46,7 @@ class RequestMetrics(MetricSet):
 
     def rejected(self, tenant: str, error: PeraxisError) -> None:
         """Count a request of a tenant that was not admitted."""
-        reason = REASONS.get(type(error), "invalid")
+        reason = error.param if isinstance(error, RateLimited) else REASONS.get(type(error), "invalid")
         self.admission_rejections_total.labels(reason=reason).inc()
         self.tenant_rejections_total.labels(tenant=tenant, reason=reason).inc()
 

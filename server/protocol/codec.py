@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from deltastore.errors import PeraxisError
-from server.errors import EngineFailed, InvalidRequest
+from server.errors import EngineFailed, InvalidRequest, RateLimited
 from server.protocol.messages import MAX_MESSAGE_BYTES, ClientMessage, EngineMessage
 
 
@@ -23,8 +23,8 @@ def _from_plain(kind: type, value: Any) -> object:
     if issubclass(kind, PeraxisError):
         name, message, public, param = value
         error = _errors().get(name, PeraxisError)
-        if error is InvalidRequest:
-            return InvalidRequest(message, param)
+        if error is InvalidRequest or error is RateLimited:
+            return error(message, param)
         return error(message, public=public)
     raise NotImplementedError(f"{kind.__name__} cannot be received")
 

@@ -6,7 +6,11 @@ from msgspec import Struct
 
 from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.protocol.limits import LimitAnswer, LimitCall
 from server.protocol.stats import ServerStats
+
+# Largest message in either direction; the metrics of all processes are the longest.
+MAX_MESSAGE_BYTES = 16 << 20
 
 
 class EngineStarted(Struct, frozen=True, tag=True):
@@ -50,7 +54,9 @@ class StatsAnswer(Struct, frozen=True, tag=True):
     stats: ServerStats
 
 
-SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters | StatsAnswer
+SupervisorMessage = (
+    EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters | StatsAnswer | LimitAnswer
+)
 
 
 class Serving(Struct, frozen=True, tag=True):
@@ -95,5 +101,12 @@ class StatsWanted(Struct, frozen=True, tag=True):
 
 
 HttpProcessMessage = (
-    Serving | CannotServe | Pong | MetricsOfProcess | ExpositionWanted | AdaptersWanted | StatsWanted
+    Serving
+    | CannotServe
+    | Pong
+    | MetricsOfProcess
+    | ExpositionWanted
+    | AdaptersWanted
+    | StatsWanted
+    | LimitCall
 )

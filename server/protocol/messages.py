@@ -58,6 +58,7 @@ class LoadCall(Struct, frozen=True, tag=True):
     call_id: int
     action: LoadAction
     record: VersionRecord
+    max_pinned: int | None = None  # slots that the record's tenant may pin; None is any number
 
 
 class ResidencyQuery(Struct, frozen=True, tag=True):

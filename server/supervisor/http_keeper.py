@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.control_link import ControlLink, supervisor_end
-from server.errors import NotServable
+from server.errors import LinkBroken, NotServable
 from server.frontend.engine_client import EngineClient
 from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import LoadedAdapters
@@ -35,11 +35,13 @@ from server.protocol.control import (
     StatsWanted,
     SupervisorMessage,
 )
+from server.protocol.limits import LimitCall
 from server.protocol.processes import HttpProcessConfig
 from server.settings import Settings
 from server.supervisor.child_process import ChildProcess
 from server.supervisor.process_metrics import ProcessMetrics
 from server.supervisor.restarts import Restarts
+from server.tenants.limits.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +66,18 @@ class _HttpProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpPlaces:
-    """The places that HTTP processes use.
+class SharedByHttp:
+    """The things that all HTTP processes of a server share.
 
     Args:
         sockets: listening sockets, the public port's first, then the admin port's if there is one.
         scratch: holds a directory per process for its temporary files.
+        ledger: counts tenants' limits.
     """
 
     sockets: list[socket.socket]
     scratch: Path
+    ledger: Ledger
 
 
 class HttpKeeper:
@@ -88,13 +92,13 @@ class HttpKeeper:
     def __init__(
         self,
         settings: Settings,
-        places: HttpPlaces,
+        shared: SharedByHttp,
         engine: EngineClient,
         metrics: ProcessMetrics,
         on_serving: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._places = places
+        self._shared = shared
         self._engine = engine
         self._metrics = metrics
         self._on_serving = on_serving
@@ -169,6 +173,7 @@ class HttpKeeper:
                 await running.process.wait()
                 self._metrics.aggregator.ended(running.identity)
                 self._engine.report_gone(running.identity.encode())
+                self._shared.ledger.free(running.identity)
                 await asyncio.to_thread(shutil.rmtree, self._scratch_of(running.identity), ignore_errors=True)
             if not self._draining:
                 self._restarts.count_death(code)
@@ -177,7 +182,7 @@ class HttpKeeper:
         ours, theirs = socket.socketpair()
         with theirs:
             identity = next(self._identities)
-            descriptors = [listening.fileno() for listening in self._places.sockets]
+            descriptors = [listening.fileno() for listening in self._shared.sockets]
             config = HttpProcessConfig(
                 self._settings.model_dump_json(), identity, os.getpid(), theirs.fileno(), descriptors
             )
@@ -202,11 +207,23 @@ class HttpKeeper:
         pinging = asyncio.create_task(self._ping(running))
         try:
             while (message := await running.link.receive()) is not None:
-                self._handle(running, message)
+                if isinstance(message, LimitCall):
+                    await self._count(running, message)
+                else:
+                    self._handle(running, message)
+            return await running.process.wait()
+        except LinkBroken as error:
+            log.error("%s sent %s: it is killed", running.identity, error)
+            running.process.kill()
             return await running.process.wait()
         finally:
             pinging.cancel()
             await running.link.close()
+
+    async def _count(self, running: _HttpProcess, call: LimitCall) -> None:
+        answer = await self._shared.ledger.answer(running.identity, call)
+        if answer is not None:
+            running.link.send(answer)
 
     async def _ping(self, running: _HttpProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -249,7 +266,7 @@ class HttpKeeper:
         task.add_done_callback(self._tasks.discard)
 
     def _scratch_of(self, identity: str) -> Path:
-        return self._places.scratch / identity
+        return self._shared.scratch / identity
 
     def _engine_message(self) -> SupervisorMessage:
         return EngineLost() if self._engine_address is None else EngineStarted(self._engine_address)

@@ -14,10 +14,12 @@ from server.frontend.listen import listening_sockets, url_of
 from server.log import configure_logging
 from server.settings import Settings
 from server.supervisor.engine_keeper import EngineKeeper
-from server.supervisor.http_keeper import HttpKeeper, HttpPlaces
+from server.supervisor.http_keeper import HttpKeeper, SharedByHttp
 from server.supervisor.process_metrics import ENGINE, ProcessMetrics
 from server.supervisor.runtime_directory import runtime_directory, scratch_directory
 from server.supervisor.signals import first_of, first_signal
+from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.ledger import Ledger
 
 # How much longer than `shutdown_timeout` HTTP processes may take to send their last bytes.
 LAST_BYTES_S = 5.0
@@ -65,9 +67,10 @@ class Supervisor:
         registry = Registry(settings.registry)
         self._engine = EngineKeeper(settings, registry, runtime, self._on_engine)
         self._metrics = ProcessMetrics(registry, self._engine.client)
-        self._http = HttpKeeper(
-            settings, HttpPlaces(sockets, scratch), self._engine.client, self._metrics, self._on_serving
-        )
+        limits = LimitsDirectory(settings.registry, settings.default_limits)
+        shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
+        self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)
+        self._watching = asyncio.create_task(limits.watch()) if settings.auth == "keys" else None
         self._tasks = [asyncio.create_task(keeper.run()) for keeper in (self._engine, self._http)]
 
     async def run(self) -> None:
@@ -79,6 +82,8 @@ class Supervisor:
     async def close(self) -> None:
         """Let the HTTP processes end their requests for `shutdown_timeout`, then end all processes."""
         engine, http = self._tasks
+        if self._watching is not None:
+            self._watching.cancel()
         self._http.drain()
         await asyncio.wait({http}, timeout=self._settings.shutdown_timeout + LAST_BYTES_S)
         for task in (http, engine):

@@ -79,6 +79,11 @@ class RecordDirectory(Generic[R]):
         # Its own: tenants' work can fill the pools that requests share.
         self._thread = ThreadPoolExecutor(1, f"tenants-{name}")
 
+    @property
+    def damaged(self) -> frozenset[str]:
+        """The names of records that were left out when they were read last."""
+        return frozenset(self._versions.keys() - self._records.keys())
+
     async def current(self) -> Mapping[str, R]:
         """Return all records as they were at most `FRESH_S` ago. Event loop only; files are read on a thread."""
         if time.monotonic() - self._read_at > FRESH_S:

@@ -10,6 +10,7 @@ import pytest
 
 from deltastore.errors import SettingsError
 from server.settings import LoadedSettings, Settings, load_settings
+from server.tenants.limits.tenant_limits import TenantLimits
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +130,34 @@ def test_any_address_is_served_with_keys_or_when_the_operator_insists(
 
 def test_gigabytes_are_decimal(tmp_path: Path) -> None:
     assert loaded(tmp_path, max_upload_gb=1.5).settings.max_upload_bytes == 1_500_000_000
+
+
+def test_limits_of_tenants_are_a_table_of_the_file_or_json_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "peraxis.toml"
+    config.write_text("[default_limits]\nrequests_per_minute = 5\n")
+    settings = loaded(tmp_path, config).settings
+    assert settings.default_limits == TenantLimits(requests_per_minute=5)
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+    config.write_text(loaded(tmp_path, config).describe())
+    assert load_settings({}, config).settings == settings
+    monkeypatch.setenv("PERAXIS_DEFAULT_LIMITS", '{"max_running": 3}')
+    assert loaded(tmp_path, config).settings.default_limits == TenantLimits(max_running=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"max_runing": 3}', "unknown field `max_runing`"),
+        ('{"max_running": 0}', r"expected `int` >= 1 - at `\$.max_running`"),
+        ("3", "expected `object`"),
+        ("many", "malformed"),
+    ],
+)
+def test_a_limit_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setenv("PERAXIS_DEFAULT_LIMITS", text)
+    with pytest.raises(SettingsError, match=rf"default_limits .from PERAXIS_DEFAULT_LIMITS.: .*{message}"):
+        loaded(tmp_path)

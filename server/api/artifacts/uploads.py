@@ -24,6 +24,7 @@ from server.api.artifacts.publishing import Destination, check, counted, gathere
 from server.api.bodies import media_type_of, timed_chunks
 from server.api.outputs.request_events import while_connected
 from server.api.service import Service
+from server.api.tenants.limits import counted_upload
 from server.errors import InvalidRequest, QueueFull
 from server.tenants.tenant import Tenant
 
@@ -45,7 +46,8 @@ async def receive_upload(request: Request, service: Service, destination: Destin
         RequestTimeout: the body came too slowly.
         ArtifactError, BaseMismatch, ArtifactTooLarge: an artifact that this server cannot serve.
         StorageFull: the registry's disk is full.
-        QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way.
+        QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way in this process.
+        RateLimited: the tenant is over its limit of uploads or of stored bytes.
     """
     return await counted(service, _receive(request, service, destination))
 
@@ -63,7 +65,12 @@ async def _receive(request: Request, service: Service, destination: Destination)
     pieces = _artifact_bytes(request, form_hash)
     length = max_bytes if form_hash else int(request.headers.get("content-length", max_bytes))
     with _one_more(service.num_uploads, destination.tenant):
-        async with aclosing(pieces), sealed_upload(service, gathered(pieces, length)) as sealed:
+        digest = None if form_hash else expected
+        async with (
+            counted_upload(service, destination.tenant, _size_limit(request), digest),
+            aclosing(pieces),
+            sealed_upload(service, gathered(pieces, length)) as sealed,
+        ):
             _check_digest(sealed, form_hash, expected)
             facts = await while_connected(request, check(service, destination, sealed))
             return await publish(service, destination, sealed, facts)
@@ -89,6 +96,12 @@ def _check_headers(request: Request, max_bytes: int) -> None:
             f"the upload has {length} bytes and this server takes {max_bytes}: send a smaller one, "
             "or raise the server's --max-upload-gb"
         )
+
+
+def _size_limit(request: Request) -> int | None:
+    """Return the most bytes that the body can have; None if the client did not say."""
+    length = request.headers.get("content-length")
+    return None if length is None else int(length)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from server.errors import EngineRestarted, RequestTimeout
 from server.frontend.engine_client import EngineClient
 from server.metrics.frontend import FrontendMetrics
-from server.protocol.events import ErrorEvent, Event, TokenEvent
+from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.protocol.request import Request
+from server.tenants.limits.limiter import Seat
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,13 @@ class RequestEvents:
         self._events: list[tuple[int, Event]] = []
         self._arrived = asyncio.Event()
         self._num_unread = 0
+        self._num_open = 0
+        self._num_tokens = 0
+        self._seat = Seat()
+
+    def hold(self, seat: Seat) -> None:
+        """Hold the tenant's seat until the requests have ended. Call it before `submit`."""
+        self._seat = seat
 
     def new_request_id(self) -> str:
         """Return the id of one more request."""
@@ -54,6 +62,7 @@ class RequestEvents:
         on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
         self._engine.submit(request, on_event)
         self._request_ids.append(request.id)
+        self._num_open += 1
         log.debug(
             "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
             request.id,
@@ -86,9 +95,11 @@ class RequestEvents:
         """Stop the engine's work for the requests; no effect on those that have ended."""
         for request_id in self._request_ids:
             self._engine.cancel(request_id)
+        self._seat.release(self._num_tokens)
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
         if isinstance(event, TokenEvent):
+            self._num_tokens += 1
             self._num_unread += 1 + len(event.top)
             if self._num_unread > MAX_UNREAD:
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
@@ -97,6 +108,10 @@ class RequestEvents:
                 self._count_as_lost(request, submitted_at)
             # No event follows, so that an error is the last one.
             self.cancel()
+        elif isinstance(event, DoneEvent):
+            self._num_open -= 1
+            if not self._num_open:
+                self._seat.release(self._num_tokens)
         self._events.append((number, event))
         self._arrived.set()
 

@@ -21,6 +21,8 @@ from server.frontend.engine_client import EngineClient
 from server.inline import OneProcess
 from server.metrics.local import LocalMetrics
 from server.settings import Settings
+from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.ledger import Ledger
 
 _numbers = itertools.count()
 
@@ -29,7 +31,9 @@ def make_service(settings: Settings, metrics: LocalMetrics | None = None) -> Ser
     """Make a service whose engine is not connected; needs a running event loop."""
     registry, local = Registry(settings.registry), metrics or LocalMetrics()
     engine = EngineClient("test")
-    return Service(settings, registry, local.frontend, engine, OneProcess(registry, local, engine))
+    limits = LimitsDirectory(settings.registry, settings.default_limits)
+    whole = OneProcess(registry, local, engine, Ledger(limits.of))
+    return Service(settings, registry, local.frontend, engine, whole)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Tenants on the routes: `/me`, `/tenants`, and the limits that other routes ask."""

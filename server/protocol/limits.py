@@ -1,0 +1,94 @@
+"""Messages about tenants' limits: calls of an HTTP process, and the answers of the process that counts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from server.tenants.limits.tenant_limits import TenantLimits
+
+SeatKind = Literal["request", "upload"]
+
+
+class TakeSeat(Struct, frozen=True, tag=True):
+    """Count work of a tenant as under way until a GiveBack. Answered by SeatTaken, SeatRefused or LimitsUnknown."""
+
+    call_id: int  # names the seat, too
+    tenant: str
+    kind: SeatKind
+    num_requests: int = 0
+    num_tokens: int = 0  # of the prompts
+    num_bytes: int = 0  # of an upload
+
+
+class GiveBack(Struct, frozen=True, tag=True):
+    """The work of a seat has ended, or its answer is not waited for. Has no answer; unknown ids are ignored."""
+
+    call_id: int
+    num_tokens: int  # generated
+
+
+class UsageWanted(Struct, frozen=True, tag=True):
+    """Ask for a tenant's limits and its usage. Answered by UsageOfTenant or LimitsUnknown."""
+
+    call_id: int
+    tenant: str
+
+
+LimitCall = TakeSeat | GiveBack | UsageWanted
+
+
+class Rate(Struct, frozen=True, array_like=True):
+    """One limit per minute, as `x-ratelimit-*` headers show it."""
+
+    limit: int
+    remaining: int
+    reset_s: float  # until all of it is free again, if nothing else comes
+
+
+class Rates(Struct, frozen=True, array_like=True):
+    """A tenant's limits per minute; None is unlimited."""
+
+    requests: Rate | None = None
+    tokens: Rate | None = None
+
+
+class SeatTaken(Struct, frozen=True, tag=True):
+    """The work may begin."""
+
+    call_id: int
+    rates: Rates
+    limits: TenantLimits
+    reserved_bytes: int  # of the tenant's other uploads under way
+
+
+class SeatRefused(Struct, frozen=True, tag=True):
+    """The tenant is over a limit."""
+
+    call_id: int
+    rates: Rates
+    limit: str  # a field of TenantLimits
+    message: str
+    retry_after_s: int | None  # None: the work exceeds the limit by itself and never fits
+
+
+class UsageOfTenant(Struct, frozen=True, tag=True):
+    """A tenant's limits and its usage now."""
+
+    call_id: int
+    limits: TenantLimits
+    num_requests: int  # of the last minute
+    num_tokens: int  # of the last minute
+    num_running: int
+    num_uploads: int
+
+
+class LimitsUnknown(Struct, frozen=True, tag=True):
+    """The tenant's limits cannot be read, so nothing of it is admitted."""
+
+    call_id: int
+    message: str
+
+
+LimitAnswer = SeatTaken | SeatRefused | UsageOfTenant | LimitsUnknown

@@ -1,0 +1,198 @@
+"""Limits of tenants on a running server with two HTTP processes: one budget, counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from server.tenants.tenant import Role
+from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
+from tests.server.supervisor.test_faults import ENGINE, HTTP, LONG, is_ready, processes
+
+BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 1}
+
+
+@dataclass(slots=True)
+class Tenants:
+    """A running server, and a key of each tenant."""
+
+    server: LiveServer
+    registry: Path
+
+    @contextmanager
+    def client(self, tenant: str, *roles: Role) -> Iterator[httpx.Client]:
+        """Yield a client with a new key of a tenant, which every HTTP process knows."""
+        author = Auditor(AuditLog(self.registry))
+        made = KeyStore(self.registry).create(author, tenant, roles or ("inference", "publish"))
+        headers = {"Authorization": f"Bearer {made.text}"}
+        with httpx.Client(base_url=self.server.url, headers=headers, timeout=60) as client:
+            assert eventually(lambda: all(_once(client, "/me").status_code == 200 for _ in range(8)))
+            yield client
+
+    def limit(self, tenant: str, **limits: int) -> None:
+        """Set a tenant's limits, and wait until the server counts by them."""
+        with self.client("operator", "admin") as admin, self.client(tenant) as client:
+            assert admin.put(f"/tenants/{tenant}", json=limits).status_code == 200
+            given = {name: value for name, value in limits.items() if value is not None}
+            assert eventually(lambda: given.items() <= client.get("/me").json()["limits"].items())
+
+
+# Over a connection of its own, so that any of the HTTP processes answers.
+ALONE = {"Connection": "close"}
+
+
+def _once(client: httpx.Client, path: str) -> httpx.Response:
+    return client.get(path, headers=ALONE)
+
+
+def _generate(client: httpx.Client, **body: Any) -> httpx.Response:
+    return client.post("/generate", headers=ALONE, json={**BODY, **body})
+
+
+@pytest.fixture(scope="module")
+def tenants(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    registry = tmp_path_factory.mktemp("limits") / "registry"
+    options = ("--http-workers", 2, "--auth", "keys", "--max-restarts", 1000, "--shutdown-timeout", 1)
+    with live_server(artifacts.base, registry, *options) as server:
+        yield Tenants(server, registry)
+
+
+def test_two_http_processes_have_one_budget_of_requests(tenants: Tenants) -> None:
+    tenants.limit("budget", requests_per_minute=10)
+    with tenants.client("budget") as client, ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: _generate(client), range(40)))
+        statuses = [reply.status_code for reply in replies]
+        assert set(statuses) == {200, 429}
+        # One more, if a minute of the clock began meanwhile. Two budgets would admit twenty.
+        assert statuses.count(200) in (10, 11)
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        error = error_of(refused)
+        assert (error["code"], error["param"]) == ("rate_limited", "requests_per_minute")
+        assert 1 <= int(refused.headers["Retry-After"]) <= 120
+        assert refused.headers["x-ratelimit-limit-requests"] == "10"
+        admitted = next(reply for reply in replies if reply.status_code == 200)
+        assert 0 <= int(admitted.headers["x-ratelimit-remaining-requests"]) <= 9
+        assert admitted.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert "x-ratelimit-limit-tokens" not in admitted.headers
+        with tenants.client("operator", "admin") as admin:
+            text = admin.get("/metrics").text
+    number = float(statuses.count(429))
+    series = 'peraxis_tenant_rejections_total{reason="requests_per_minute",tenant="budget"}'
+    assert f"{series} {number}" in text
+
+
+def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tenants: Tenants) -> None:
+    tenants.limit("busy", max_running=2)
+    with tenants.client("busy") as client, ExitStack() as streams:
+        reading = []
+        for _ in range(2):
+            body = {**BODY, **LONG, "stream": True}
+            reply = streams.enter_context(client.stream("POST", "/generate", json=body))
+            assert reply.status_code == 200
+            # An iterator that is dropped ends its stream.
+            reading.append(reply.iter_bytes())
+            next(reading[-1])
+        refused = _generate(client)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "max_running")
+        assert refused.headers["Retry-After"] == "1"
+        counted = client.get("/me").json()["usage"]
+        assert (counted["running"], counted["requests_last_minute"]) == (2, 2)
+        killed = processes(tenants.server, HTTP)
+        for process in killed:
+            process.kill()
+        psutil.wait_procs(killed)
+        assert eventually(
+            lambda: is_ready(tenants.server) and len(processes(tenants.server, HTTP)) == len(killed)
+        )
+        [engine] = processes(tenants.server, ENGINE)
+        engine.kill()
+        assert eventually(lambda: [each for each in processes(tenants.server, ENGINE) if each != engine])
+        assert eventually(lambda: is_ready(tenants.server))
+        usage = _once(client, "/me").json()["usage"]
+        assert (usage["running"], usage["tokens_last_minute"] > 0) == (0, True)
+        assert _generate(client).status_code == 200
+
+
+def test_tokens_of_the_prompt_and_of_the_answer_count(tenants: Tenants) -> None:
+    tenants.limit("words", tokens_per_minute=100)
+    with tenants.client("words") as client:
+        reply = _generate(client, max_new_tokens=20, n=4)
+        assert reply.status_code == 200
+        total = reply.json()["usage"]["total_tokens"]
+        assert eventually(lambda: client.get("/me").json()["usage"]["running"] == 0)
+        assert client.get("/me").json()["usage"]["tokens_last_minute"] == total
+        limited = [_generate(client, max_new_tokens=20, n=4) for _ in range(4)]
+        refused = next(each for each in limited if each.status_code == 429)
+        assert error_of(refused)["param"] == "tokens_per_minute"
+        assert int(refused.headers["x-ratelimit-remaining-tokens"]) < 100
+        too_long = _generate(client, prompt="hello " * 200)
+        assert (too_long.status_code, error_of(too_long)["code"]) == (400, "invalid_request")
+
+
+def test_limits_change_while_the_server_runs_and_are_listed(tenants: Tenants) -> None:
+    tenants.limit("changing", requests_per_minute=1)
+    with tenants.client("changing") as client, tenants.client("operator", "admin") as admin:
+        assert eventually(lambda: _generate(client).status_code == 429)
+        assert admin.put("/tenants/changing", json={}).status_code == 200
+        assert eventually(lambda: _generate(client).status_code == 200)
+        listed = {each["name"]: each for each in admin.get("/tenants").json()["tenants"]}
+        assert listed["changing"]["has_own_limits"]
+        assert set(listed["changing"]["limits"].values()) == {None}
+        assert listed["operator"]["num_keys"] >= 1
+        unknown = admin.put("/tenants/changing", json={"requests": 1})
+        assert (unknown.status_code, error_of(unknown)["param"]) == (400, "requests")
+        named = admin.put("/tenants/..", json={"max_running": 1})
+        assert named.status_code in (400, 404, 405)
+
+
+def test_stored_bytes_and_uploads_have_limits(tenants: Tenants, artifacts: Artifacts) -> None:
+    content = artifacts.plain.read_bytes()
+    tenants.limit("storing", max_stored_bytes=len(content), max_uploads=1)
+    headers = {"Content-Type": "application/octet-stream"}
+    with tenants.client("storing") as client:
+        first = client.post("/variants?name=one", content=content, headers=headers)
+        assert first.status_code == 201, first.text
+        assert client.get("/me").json()["usage"]["stored_bytes"] == len(content)
+        other = artifacts.third.read_bytes()
+        refused = client.post("/variants?name=two", content=other, headers=headers)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "max_stored_bytes")
+        assert "Retry-After" not in refused.headers
+        chunked = client.post("/variants?name=two", content=iter([other]), headers=headers)
+        assert (chunked.status_code, error_of(chunked)["param"]) == (400, "Content-Length")
+        assert client.delete("/variants/one").status_code == 200
+        assert client.post("/variants?name=two", content=other, headers=headers).status_code == 201
+
+
+def test_pinned_slots_have_a_limit(tenants: Tenants, artifacts: Artifacts) -> None:
+    tenants.limit("pinning", max_pinned=1)
+    headers = {"Content-Type": "application/octet-stream"}
+    with tenants.client("pinning") as client:
+        for name in ("plain", "third"):
+            content = getattr(artifacts, name).read_bytes()
+            reply = client.post(f"/variants?name={name}", content=content, headers=headers)
+            assert reply.status_code == 201
+        assert client.post("/variants/plain/pin").status_code == 202
+        assert eventually(lambda: client.get("/me").json()["usage"]["pinned"] == 1)
+        refused = client.post("/variants/third/pin")
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "max_pinned")
+        assert client.post("/variants/plain/pin").status_code == 202
+        assert client.post("/variants/plain/unpin").status_code == 202
+        assert client.post("/variants/third/pin").status_code == 202
+
+
+def test_me_shows_the_key_and_its_roles(tenants: Tenants) -> None:
+    with tenants.client("someone", "inference") as client:
+        document = client.get("/me").json()
+    assert (document["tenant"], document["roles"]) == ("someone", ["inference"])
+    assert document["key"]["expires_at"] is None
+    assert set(document["limits"].values()) == {None}

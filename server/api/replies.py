@@ -18,9 +18,12 @@ from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import EventStream, RequestEvents, while_connected
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
 from server.api.service import Service
-from server.api.submission import MAX_LOGPROBS, GenerationCall, Submission, submit
+from server.api.submission import GenerationCall, Submission, submit
 from server.errors import InvalidRequest
 from server.protocol.events import FinishReason
+
+# Log-probabilities that a whole reply may hold, those of the likeliest tokens included: about 300 MB in memory.
+MAX_LOGPROBS = 1 << 20
 
 
 @dataclass(slots=True)

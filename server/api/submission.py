@@ -30,8 +30,8 @@ from server.text.variant_text import VariantText
 
 # Of one call. Each sequence has state in three processes, and all of them are answered together.
 MAX_SEQUENCES = 1024
-# Log-probabilities that one reply may hold, those of the likeliest tokens included: about 300 MB in memory.
-MAX_LOGPROBS = 1 << 20
+# Log-probabilities of prompts in one reply, those of the likeliest tokens included. The engine holds them, too.
+MAX_PROMPT_LOGPROBS = 1 << 18
 # Of all prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
@@ -171,9 +171,9 @@ def _check_echoes(requests: Sequence[Request], echoes: Sequence[str]) -> None:
     params = requests[0].sampling_params
     if params.prompt_logprobs is not None:
         num_tokens = params.n * sum(len(request.prompt_ids) for request in requests)
-        if num_tokens * (1 + params.prompt_logprobs) > MAX_LOGPROBS:
+        if num_tokens * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(
-                f"the reply would hold more than {MAX_LOGPROBS} log-probabilities: send fewer prompts",
+                f"the reply would hold more than {MAX_PROMPT_LOGPROBS} log-probabilities of prompts: send fewer",
                 "logprobs",
             )
     if params.n * sum(map(len, echoes)) > MAX_ECHO_CHARS:

@@ -52,6 +52,22 @@ def test_a_normalizer_that_shrinks_text_widens_the_bound_on_characters() -> None
         LoadedTokenizer(tokenizer, "it").encode("." * 100_000, 400, True, "prompt")
 
 
+def test_special_tokens_are_shown_on_request() -> None:
+    loaded = LoadedTokenizer(make_tokenizer(), "it")
+    ids = loaded.encode("a</s>", 10, True, "prompt")
+    assert (loaded.decode(ids), loaded.decode(ids, skip_special_tokens=False)) == ("a", "a</s>")
+    assert loaded.token_strings([*ids, 9999]) == ["a", "</s>", ""]
+
+
+def test_a_vocabulary_of_absurdly_long_tokens_is_not_decoded() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["a" * 200_000])
+    loaded, ids = LoadedTokenizer(tokenizer, "it"), [len(tokenizer) - 1]
+    for decode in (loaded.decode, loaded.decode_each, loaded.token_strings):
+        with pytest.raises(ArtifactError, match="200000 characters of 1 tokens"):
+            decode(ids)
+
+
 def test_files_without_a_fast_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "vocab.json").write_text("[]")

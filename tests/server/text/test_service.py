@@ -102,6 +102,16 @@ def test_a_variant_that_changes_only_the_template_has_the_base_s_tokenizer(
     texts.run(test)
 
 
+def test_many_tokens_of_the_base_are_decoded_as_few_are(texts: Texts) -> None:
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text = await service.of(None, "default")
+        ids = await text.encode("naïve 漢字", MAX_TOKENS)
+        assert await text.decode(ids * 500) == "naïve 漢字" * 500
+        assert await text.token_strings(ids * 500) == 500 * await text.token_strings(ids)
+
+    texts.run(test)
+
+
 def test_a_variant_without_a_template_has_none_though_its_base_has(texts: Texts, tmp_path: Path) -> None:
     record = texts.publish(files_of(make_tokenizer(2), tmp_path))
 

@@ -63,9 +63,13 @@ class BlockingEngine:
         base = self.facts.base
         return base.shapes[base.embedding or ""][0]
 
-    def submit(self, request: Request, on_event: OnEvent) -> None:
+    def submit(self, request: Request, on_event: OnEvent, first_mask: bytes | None = None) -> None:
         """Send a request; raises what `EngineClient.submit` does. `on_event` is called with each event."""
-        self.run(lambda: self._client.submit(request, on_event))
+        self.run(lambda: self._client.submit(request, on_event, first_mask))
+
+    def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
+        """Send a mask for the next token of a sequence."""
+        self._loop.call_soon_threadsafe(self._client.send_mask, request_id, index, position, bits)
 
     def cancel(self, request_id: str) -> None:
         self._loop.call_soon_threadsafe(self._client.cancel, request_id)

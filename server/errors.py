@@ -44,6 +44,10 @@ class LoadTimeout(PeraxisError):
     """A variant was not loaded into a slot within `load_timeout`."""
 
 
+class MaskTimeout(PeraxisError):
+    """The tokens that a response format allows next were not computed in time."""
+
+
 class EngineRestarted(PeraxisError):
     """The engine ended with the request, or is starting again."""
 

@@ -33,7 +33,7 @@ ROOMS = (
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/api/compat", "server/api/operations", "server/api/tenants",
-    "server/deltas", "server/engine", "server/engine/scheduling", "server/frontend",
+    "server/deltas", "server/engine", "server/engine/sampling", "server/engine/scheduling", "server/frontend",
     "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
     "server/tenants", "server/tenants/limits", "server/text", "server/text/decoding", "server/workers",
 )  # fmt: skip

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 NUM_LOADS = 2
 # Default of max_batch_tokens by device: a prefill chunk of this size delays the next token of other sequences.
 BATCH_TOKENS = {"cpu": 128, "cuda": 2048}
+# How long a constrained sequence waits for its mask before its request fails.
+MASK_S = 30.0
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -68,7 +70,8 @@ def build_engine(
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
     scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
     max_open = settings.max_num_seqs + settings.max_queue
-    limits = RequestLimits(max_open, _max_model_len(settings, model, kv_cache), settings.load_timeout)
+    max_model_len = _max_model_len(settings, model, kv_cache)
+    limits = RequestLimits(max_open, max_model_len, settings.load_timeout, MASK_S)
     core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
     facts = EngineFacts(model.base, limits.max_model_len, slot_bytes)
     return Engine(core, residency, socket, facts, metrics)

@@ -8,26 +8,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
+from server.engine.failing_alone import FailingAlone, step_failed
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.residency_calls import ResidencyCalls, load_timeout
-from server.engine.sampling import LastLogits, score
+from server.engine.sampling.held_logits import HeldLogits, mask_timeout
+from server.engine.sampling.sampler import LastLogits, score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.engine.waiting_requests import WaitingRequests
 from server.errors import EngineFailed, InvalidRequest, QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
-from server.protocol.messages import DeltaState, Level
+from server.protocol.masks import check_first_mask
+from server.protocol.messages import DeltaState, Level, Mask
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class RequestLimits:
     max_open: int  # requests that run or wait
     max_model_len: int  # tokens of prompt and output together
     load_timeout_s: float
+    mask_timeout_s: float  # for which a constrained sequence waits for its mask
 
 
 class EngineCore:
@@ -62,23 +64,28 @@ class EngineCore:
         self._telemetry = telemetry
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingRequests(residency, limits.load_timeout_s)
+        self._held = HeldLogits(limits.mask_timeout_s)
 
-    def add_request(self, request: Request, on_event: OnEvent, submitted_at: float) -> None:
+    def add_request(
+        self, request: Request, on_event: OnEvent, submitted_at: float, first_mask: bytes | None = None
+    ) -> None:
         """Admit a request and schedule its first sequence; the others start when its prompt is cached.
 
         Args:
             request: an ErrorEvent answers one that cannot be served, or that is one too many.
             on_event: called with each event, a DoneEvent or an ErrorEvent last; must not fail.
             submitted_at: when the client sent it, in seconds of `time.monotonic`.
+            first_mask: of each of its sequences, if it is constrained.
         """
         try:
             self._check(request)
+            check_first_mask(request, first_mask)
         except PeraxisError as error:
             self._telemetry.rejected(request, error)
             on_event(ErrorEvent(error))
             return
         lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
-        state = RequestState(request, on_event, lookup, submitted_at)
+        state = RequestState(request, on_event, lookup, submitted_at, first_mask)
         self._requests[request.id] = state
         self._waiting.add(state)
         self._telemetry.waits(request)
@@ -87,6 +94,7 @@ class EngineCore:
             self._residency.retain(request.record)
         with self._failing_alone(state):
             self._start_sequence(state)
+            self._finish_if_exhausted(state, state.outputs[0])
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
@@ -111,6 +119,15 @@ class EngineCore:
             with self._failing_alone(state):
                 self._finish_sequence(state, output, "stop")
 
+    def set_mask(self, mask: Mask) -> None:
+        """Take a mask for a constrained sequence; unknown ids are ignored."""
+        state = self._requests.get(mask.request_id)
+        output = None if state is None else state.outputs.get(mask.index)
+        if state is not None and output is not None:
+            with self._failing_alone(state):
+                output.set_mask(mask.position, mask.bits)
+                self._finish_if_exhausted(state, output)
+
     def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
         """Return where deltas are now, and how many admitted requests run or wait on each."""
         counts = Counter(state.request.digest for state in self._requests.values())
@@ -119,6 +136,18 @@ class EngineCore:
             DeltaState(residency.level_of(digest), residency.is_pinned(digest), counts[digest])
             for digest in digests
         )
+
+    def sample_masked(self) -> bool:
+        """Sample the sequences whose masks have come since their logits were computed. Return whether there were any.
+
+        Send the tokens before the next step, so that their clients compute the next masks while it runs.
+        """
+        ready = self._held.take_ready()
+        if ready is None:
+            return False
+        outputs, logits = ready
+        self._sample_each([output.sequence for output in outputs], logits)
+        return True
 
     def step(self) -> bool:
         """Make finished loads visible and run one step of the model. Return whether there was one to run."""
@@ -129,7 +158,9 @@ class EngineCore:
         # After scheduling, which references freshly loaded deltas so that unload cannot evict them.
         self.residency_calls.serve(now)
         for sequence in plan.preempted:
-            self._requests[sequence.request_id].outputs[sequence.index].clear_prompt_logprobs()
+            output = self._requests[sequence.request_id].outputs[sequence.index]
+            output.clear_prompt_logprobs()
+            self._held.drop(output)
         for sequence in plan.too_long:
             state = self._requests.get(sequence.request_id)
             if state is not None:
@@ -165,10 +196,14 @@ class EngineCore:
                 self.residency_calls.fail_prefetches(digest, error)
 
     def _fail_late(self, now: float) -> None:
-        """Fail requests whose delta was not loaded in time."""
+        """Fail requests whose delta was not loaded, or whose masks have not come, in time."""
         for state in self._waiting.late(now):
             assert state.request.record is not None
             self._fail(state, load_timeout(state.request.record, self.limits.load_timeout_s))
+        for output in self._held.late(now):
+            # Another sequence of it may have been late, too.
+            if (late := self._requests.get(output.sequence.request_id)) is not None:
+                self._fail(late, mask_timeout(self.limits.mask_timeout_s))
 
     def _report(self, plan: StepPlan) -> None:
         """Update the metrics of queues, KV cache and preemptions."""
@@ -226,7 +261,7 @@ class EngineCore:
             if not self._runner.is_usable():
                 raise
             if len(batch) == 1:
-                self._fail(self._requests[batch[0].sequence.request_id], _step_failed(error))
+                self._fail(self._requests[batch[0].sequence.request_id], step_failed(error))
                 return []
         computed: list[tuple[Batch, Tensor]] = []
         for item in batch:
@@ -239,14 +274,17 @@ class EngineCore:
             except Exception as error:
                 if not self._runner.is_usable():
                     raise
-                self._fail(state, _step_failed(error))
+                self._fail(state, step_failed(error))
             # Zeroed with the first.
             pages_to_zero = []
         return computed
 
     def _advance(self, batch: Batch, logits: Tensor) -> None:
-        """Count the batch's tokens as computed, read prompt log-probabilities, and sample next tokens."""
-        row = 0
+        """Count the batch's tokens as computed, read prompt log-probabilities, and sample next tokens.
+
+        The logits of constrained sequences are held for `sample_masked`.
+        """
+        row, now = 0, time.monotonic()
         ready: list[tuple[int, Sequence]] = []
         for sequence, num_tokens, _ in batch:
             start, row = row, row + sequence.num_logits(num_tokens)
@@ -254,23 +292,20 @@ class EngineCore:
             if state is not None and sequence.needs_prompt_logits:
                 with self._failing_alone(state):
                     self._read_prompt_logprobs(state, sequence, logits[start:row])
-            if sequence.request_id not in self._requests:
+            if state is None or sequence.request_id not in self._requests:
                 continue
             sequence.num_computed_tokens += num_tokens
-            if sequence.num_computed_tokens == sequence.num_tokens:
-                ready.append((row - 1, sequence))
-            else:
+            if sequence.num_computed_tokens < sequence.num_tokens:
                 self._kv_cache.cache_full_pages(sequence)
+            elif (output := state.outputs[sequence.index]).is_constrained:
+                self._held.hold(output, logits[row - 1], now)
+            else:
+                ready.append((row - 1, sequence))
         if not ready:
             return
         # Usually every row belongs to a sequence that has all its tokens.
-        last = LastLogits(logits if len(ready) == len(logits) else logits[[row for row, _ in ready]])
-        for index, (_, sequence) in enumerate(ready):
-            # Its request may have failed just now with another of its sequences.
-            state = self._requests.get(sequence.request_id)
-            if state is not None:
-                with self._failing_alone(state):
-                    self._sample(state, sequence, last, index)
+        sampled = logits if len(ready) == len(logits) else logits[[row for row, _ in ready]]
+        self._sample_each([sequence for _, sequence in ready], sampled)
 
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
@@ -280,6 +315,16 @@ class EngineCore:
         assert num_top is not None
         scored = score(logits[: len(following)], following, num_top)
         state.outputs[sequence.index].add_prompt_logprobs(scored)
+
+    def _sample_each(self, sequences: list[Sequence], logits: Tensor) -> None:
+        """Sample the next token of each sequence from its row of `logits`, ``[sequences, vocab]``."""
+        last = LastLogits(logits)
+        for row, sequence in enumerate(sequences):
+            # Its request may have failed just now with another of its sequences.
+            state = self._requests.get(sequence.request_id)
+            if state is not None:
+                with self._failing_alone(state):
+                    self._sample(state, sequence, last, row)
 
     def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
         """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
@@ -306,13 +351,18 @@ class EngineCore:
     def _finish_sequence(self, state: RequestState, output: SequenceOutput, reason: FinishReason) -> None:
         output.finish(reason)
         del state.outputs[output.sequence.index]
+        self._held.forget(output)
         self._scheduler.remove(output.sequence)
         if not state.outputs:
             self._finish(state, reason)
 
-    def _failing_alone(self, state: RequestState) -> _FailingAlone:
+    def _finish_if_exhausted(self, state: RequestState, output: SequenceOutput) -> None:
+        if output.is_exhausted:
+            self._finish_sequence(state, output, "stop")
+
+    def _failing_alone(self, state: RequestState) -> FailingAlone:
         """Return a context manager: any error in its block fails this request alone."""
-        return _FailingAlone(state, self._fail)
+        return FailingAlone(state, self._fail)
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         for index in range(state.num_started, state.request.sampling_params.n):
@@ -333,6 +383,7 @@ class EngineCore:
     def _release(self, state: RequestState) -> None:
         """Give back everything that a request holds, before its last event."""
         for output in state.outputs.values():
+            self._held.forget(output)
             self._scheduler.remove(output.sequence)
         state.outputs = {}
         del self._requests[state.request.id]
@@ -341,34 +392,6 @@ class EngineCore:
         self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
-
-
-class _FailingAlone:
-    """Suppresses any Exception of its block and fails the block's request with it."""
-
-    __slots__ = ("_fail", "_state")
-
-    def __init__(self, state: RequestState, fail: Callable[[RequestState, PeraxisError], None]) -> None:
-        self._state = state
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        if not isinstance(error, PeraxisError):
-            log.error("request %s failed", self._state.request.id, exc_info=error)
-            error = _step_failed(error)
-        self._fail(self._state, error)
-        return True
-
-
-def _step_failed(error: Exception) -> EngineFailed:
-    return EngineFailed(f"the step failed: {type(error).__name__}: {error}")
 
 
 def _too_long(max_tokens: int) -> InvalidRequest:

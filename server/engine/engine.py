@@ -34,6 +34,7 @@ from server.protocol.messages import (
     ForgetVariants,
     Hello,
     LoadCall,
+    Mask,
     MetricsAnswer,
     MetricsQuery,
     Pinned,
@@ -85,6 +86,8 @@ class Engine:
         try:
             while not stopping.is_set():
                 self._receive(0.0 if busy else IDLE_S)
+                if self._core.sample_masked():
+                    self._clients.send_events()
                 busy = self._core.step()
                 self._send()
             error = Draining("the server has shut down: send the request again")
@@ -132,13 +135,16 @@ class Engine:
         """Act on one message of a client; raise the error that refuses it."""
         core, clients = self._core, self._clients
         match message:
-            case Submit(request, submitted_at):
+            case Submit(request, submitted_at, first_mask):
                 clients.open_request(identity, request.id)
-                core.add_request(request, partial(clients.add_event, identity, request.id), submitted_at)
+                on_event = partial(clients.add_event, identity, request.id)
+                core.add_request(request, on_event, submitted_at, first_mask)
             case Cancel(request_id):
                 core.cancel(request_id)
             case StopSequence(request_id, index):
                 core.stop_sequence(request_id, index)
+            case Mask():
+                core.set_mask(message)
             case LoadCall():
                 self._call(identity, message)
             case ResidencyQuery(call_id, digests):

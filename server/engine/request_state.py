@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from server.engine.sampling import SampledToken, Sampler
+from server.engine.sampling.sampler import SampledToken, Sampler
 from server.engine.sequence import Sequence
+from server.errors import EngineFailed
 from server.protocol.events import (
     Event,
     FinishEvent,
@@ -16,6 +17,7 @@ from server.protocol.events import (
     Timings,
     TokenEvent,
 )
+from server.protocol.masks import allows_any, check_mask, mask_bytes
 from server.protocol.messages import Level
 from server.protocol.request import Request
 
@@ -30,6 +32,7 @@ class RequestState:
     on_event: OnEvent
     lookup: Level  # where its delta was when the engine took it in: device, host or disk; device for the base
     submitted_at: float  # when its client sent it
+    first_mask: bytes | None = None  # of each of its sequences, if the request is constrained
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
@@ -69,6 +72,10 @@ class SequenceOutput:
         self.sequence = sequence
         self.sampler = Sampler(params, sequence.index)
         self.last_token_at: float | None = None
+        self.is_constrained = params.is_constrained
+        # For the next token; None while it has not come, and of a sequence that is not constrained.
+        self.mask = state.first_mask
+        self._num_embeddings = state.request.num_embeddings
         self._on_event = state.on_event
         self._stop_token_ids = params.stop_token_ids
         self._num_left = params.max_new_tokens
@@ -85,9 +92,35 @@ class SequenceOutput:
         """Forget the prompt's log-probabilities: the sequence was preempted and computes its prompt again."""
         self._prompt_logprobs = []
 
+    @property
+    def is_exhausted(self) -> bool:
+        """True if its mask allows no token."""
+        return self.mask is not None and not allows_any(self.mask, self._num_embeddings)
+
+    def set_mask(self, position: int, bits: bytes | None) -> None:
+        """Take the mask for the token at `position`; None ends the constraint. Earlier positions are ignored.
+
+        Raises:
+            EngineFailed: the sequence is not constrained, it has not come to `position`, or the size is wrong.
+        """
+        current = self.sequence.num_generated
+        if position < current:
+            return
+        if position > current or not self.is_constrained:
+            raise EngineFailed(
+                f"a token mask for position {position} has come to sequence {self.sequence.id}, which is at "
+                f"{current}{'' if self.is_constrained else ' and not constrained'}: send the request again"
+            )
+        if bits is None:
+            self.is_constrained = False
+            bits = b"\xff" * mask_bytes(self._num_embeddings)
+        check_mask(bits, self._num_embeddings)
+        self.mask = bits
+
     def add_token(self, token: SampledToken) -> FinishReason | None:
         """Append a sampled token to the sequence and send it. Return why the sequence ends with it, or None."""
         self.sequence.tokens.append(token.token_id)
+        self.mask = None
         self._num_left -= 1
         self._on_event(TokenEvent(self.sequence.index, token.token_id, token.logprob, token.top))
         if token.token_id in self._stop_token_ids:

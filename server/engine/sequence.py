@@ -50,9 +50,18 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
     def num_missing_tokens(self) -> int:
         """Number of tokens that the KV cache does not hold; 1 for a sequence that decodes."""
         return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def awaits_mask(self) -> bool:
+        """True if all tokens are computed and the next one cannot be sampled: no step computes the sequence."""
+        return self.num_computed_tokens == len(self.tokens)
 
     @property
     def is_waiting(self) -> bool:
@@ -60,8 +69,11 @@ class Sequence:
 
     @property
     def has_progressed(self) -> bool:
-        """True once it has generated a token since it was admitted; preempting earlier wastes the prefill."""
-        return len(self.tokens) > self.num_tokens_at_admission
+        """True once it has generated a token since it was admitted; preempting earlier wastes the prefill.
+
+        A sequence that waits for its mask counts as progressed, so that it keeps no other from a seat or a slot.
+        """
+        return len(self.tokens) > self.num_tokens_at_admission or self.awaits_mask
 
     @property
     def reuses_prefix(self) -> bool:

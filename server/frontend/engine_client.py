@@ -35,6 +35,7 @@ from server.protocol.messages import (
     Hello,
     LoadAction,
     LoadCall,
+    Mask,
     MetricsAnswer,
     MetricsQuery,
     Outputs,
@@ -136,8 +137,10 @@ class EngineClient:
             if not call.done():
                 call.set_exception(error or _restarted())
 
-    def submit(self, request: Request, on_event: OnEvent) -> None:
+    def submit(self, request: Request, on_event: OnEvent, first_mask: bytes | None = None) -> None:
         """Send a request; `on_event` is called with each event, a DoneEvent or an ErrorEvent last.
+
+        A constrained request has a `first_mask` for the first token of each sequence; `send_mask` sends the others.
 
         Raises:
             InvalidRequest: it is too large.
@@ -146,7 +149,7 @@ class EngineClient:
         self.check_ready()
         if request.record is not None and request.record.fidelity:
             request = replace(request, record=replace(request.record, fidelity={}))
-        self._send(Submit(request, time.monotonic()))
+        self._send(Submit(request, time.monotonic(), first_mask))
         self._requests[request.id] = on_event
 
     def cancel(self, request_id: str) -> None:
@@ -158,6 +161,11 @@ class EngineClient:
         """End one sequence, whose text holds a stop string. Tokens that were already computed may still come."""
         if request_id in self._requests:
             self._send_surely(StopSequence(request_id, index))
+
+    def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
+        """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
+        if request_id in self._requests:
+            self._send_surely(Mask(request_id, index, position, bits))
 
     def load(
         self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None

@@ -37,6 +37,7 @@ class Submit(Struct, frozen=True, tag=True):
 
     request: Request
     submitted_at: float  # time.monotonic(), which all processes of a machine share
+    first_mask: bytes | None = None  # for the first token of each sequence, if the request is constrained
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -50,6 +51,15 @@ class StopSequence(Struct, frozen=True, tag=True):
 
     request_id: str
     index: int
+
+
+class Mask(Struct, frozen=True, tag=True):
+    """The tokens that a constrained sequence may generate next; ignored if it has ended or is further already."""
+
+    request_id: str
+    index: int  # of the sequence
+    position: int  # number of tokens that it has generated
+    bits: bytes | None  # as `masks.py` describes; None ends the constraint
 
 
 class LoadCall(Struct, frozen=True, tag=True):
@@ -97,6 +107,7 @@ ClientMessage = (
     | Submit
     | Cancel
     | StopSequence
+    | Mask
     | LoadCall
     | ResidencyQuery
     | MetricsQuery

@@ -27,6 +27,7 @@ class SamplingParams:
     logprobs: int | None = None  # likeliest tokens to report per token; 0 reports the sampled one alone
     prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     n: int = 1  # sequences
+    is_constrained: bool = False  # each token is sampled with a mask that the client sends
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")

@@ -138,7 +138,7 @@ class Scheduler:
     def _allocate_next(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Allocate the next token of a running sequence, by preempting others if pages are short.
 
-        The first running sequence is never preempted, so sequences always end.
+        The earliest of the running sequences that wait for no mask is never preempted, so sequences always end.
         """
         while not self.kv_cache.allocate(sequence, 1):
             plan.admits = False
@@ -256,8 +256,9 @@ class Scheduler:
         return bool(victims)
 
     def _preemptible(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Return all of the sequences but the one that arrived first among all running ones."""
-        first = min(self._running)
+        """Return all of the sequences but the earliest of all running ones that wait for no mask."""
+        advancing = [arrival for arrival, sequence in self._running.items() if not sequence.awaits_mask]
+        first = min(advancing or self._running)
         return [sequence for sequence in sequences if sequence.arrival != first]
 
     def _enqueue(self, sequence: Sequence) -> None:

@@ -34,6 +34,9 @@ from tests.server.helpers.residency import publish
 
 WAIT_S = 60.0
 
+# From the tokens that a sequence has generated to those that may follow.
+AllowedTokens = Callable[[list[int]], set[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -85,8 +88,12 @@ class Served:
         return record
 
     def start(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Pending:
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = Request(
+        pending = Pending(self.request(record, prompt, **sampling), queue.SimpleQueue())
+        self.engine.submit(pending.request, pending.events.put)
+        return pending
+
+    def request(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Request:
+        return Request(
             id=f"request-{next(self._ids)}",
             tenant="default",
             name=None if record is None else record.name,
@@ -97,8 +104,6 @@ class Served:
                 **{"temperature": 0.0, "stop_token_ids": self.eos_token_ids, **sampling}
             ),
         )
-        self.engine.submit(request, events.put)
-        return Pending(request, events)
 
     def ask(self, record: VersionRecord | None, prompt: list[int], **sampling: Any) -> Answer:
         return self.start(record, prompt, **sampling).answer()
@@ -186,17 +191,27 @@ def merged(base: Path, artifact: Path, out: Path) -> Any:
 
 
 @torch.inference_mode()
-def generate(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return the greedy tokens of transformers, and for each the distance between the two best logits."""
+def generate(
+    model: Any, prompt: list[int], count: int, allowed: AllowedTokens | None = None
+) -> tuple[list[int], list[float]]:
+    """Return the greedy tokens of transformers, and for each the distance between the two best scores.
+
+    Args:
+        allowed: the tokens that may follow those generated so far; by default any.
+    """
+    constraint: dict[str, Any] = {}
+    if allowed is not None:
+        constraint["prefix_allowed_tokens_fn"] = lambda _, ids: sorted(allowed(ids[len(prompt) :].tolist()))
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=count,
         do_sample=False,
-        output_logits=True,
+        output_scores=True,
         return_dict_in_generate=True,
+        **constraint,
     )
-    best = [logits[0].topk(2).values for logits in output.logits]
+    best = [scores[0].topk(2).values for scores in output.scores]
     return output.sequences[0, len(prompt) :].tolist(), [float(two[0] - two[1]) for two in best]
 
 

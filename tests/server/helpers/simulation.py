@@ -40,6 +40,7 @@ class SimSequence(Sequence):
         num_output_tokens: int,
         arrived_at: float,
         cancel_at: float = math.inf,
+        mask_s: float = 0.0,
     ) -> None:
         record = None if digest is None else version(digest)
         super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens, TOKEN + 1), 0)
@@ -47,6 +48,9 @@ class SimSequence(Sequence):
         self.arrived_at = arrived_at
         self.num_output_tokens = num_output_tokens
         self.cancel_at = cancel_at
+        # How long after each token the next mask comes; 0 for a sequence that is not constrained.
+        self.mask_s = mask_s
+        self.mask_at = 0.0
         self.num_preempted = 0
         self.num_ends = 0
         self.token_times: Times = []
@@ -54,10 +58,6 @@ class SimSequence(Sequence):
     @property
     def first_token_s(self) -> float:
         return self.token_times[0] - self.arrived_at
-
-    @property
-    def num_generated(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
 
 
 def version(digest: str) -> VersionRecord:
@@ -220,6 +220,8 @@ def simulate(
         for sequence in [sequence for sequence in live.values() if sequence.cancel_at <= now]:
             end(sequence, live)
             scheduler.remove(sequence)
+        for sequence in [sequence for sequence in live.values() if sequence.awaits_mask]:
+            generate(sequence, live, scheduler, now)
         plan = scheduler.plan(now)
         check(sim, plan, live)
         if plan.batch:
@@ -266,13 +268,22 @@ def finish(
     for sequence in [live[sequence.id] for sequence in plan.batch]:
         sim.num_tokens += plan.batch[sequence]
         sequence.num_computed_tokens += plan.batch[sequence]
-        if sequence.num_computed_tokens < sequence.num_tokens:
-            continue
-        sequence.tokens.append(TOKEN)
-        sequence.token_times.append(now)
-        if sequence.num_generated == sequence.num_output_tokens:
-            end(sequence, live)
-            scheduler.remove(sequence)
+        if sequence.num_computed_tokens == sequence.num_tokens:
+            generate(sequence, live, scheduler, now)
+
+
+def generate(
+    sequence: SimSequence, live: dict[str, SimSequence], scheduler: AnyScheduler, now: float
+) -> None:
+    """Append a token to a computed sequence if its mask has come."""
+    if sequence.mask_at > now:
+        return
+    sequence.tokens.append(TOKEN)
+    sequence.token_times.append(now)
+    sequence.mask_at = now + sequence.mask_s
+    if sequence.num_generated == sequence.num_output_tokens:
+        end(sequence, live)
+        scheduler.remove(sequence)
 
 
 class FifoScheduler:

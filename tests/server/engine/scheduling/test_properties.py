@@ -45,6 +45,7 @@ def sequences(draw: st.DrawFn) -> list[SimSequence]:
                 st.integers(1, 30),  # output
                 st.floats(0, 1, width=32),  # arrival
                 st.sampled_from([math.inf, math.inf, 0.0, 0.1, 1.0]),  # patience
+                st.sampled_from([0.0, 0.0, 0.01, 0.3]),  # time until a mask comes
             ),
             min_size=1,
             max_size=40,
@@ -52,9 +53,16 @@ def sequences(draw: st.DrawFn) -> list[SimSequence]:
     )
     return [
         SimSequence(
-            f"j{i}", f"t{tenant}", f"v{variant}" if variant else None, prompt, output, at, at + patience
+            f"j{i}",
+            f"t{tenant}",
+            f"v{variant}" if variant else None,
+            prompt,
+            output,
+            at,
+            at + patience,
+            mask_s,
         )
-        for i, (tenant, variant, prompt, output, at, patience) in enumerate(rows)
+        for i, (tenant, variant, prompt, output, at, patience, mask_s) in enumerate(rows)
     ]
 
 

@@ -279,3 +279,25 @@ def test_a_sequence_is_scheduled_once() -> None:
     scheduler.add(once, 0.0)
     with pytest.raises(ValueError, match="once was scheduled before"):
         scheduler.add(once, 0.1)
+
+
+def test_the_earliest_sequence_gives_up_its_pages_while_it_waits_for_a_mask() -> None:
+    sim = Simulation(kv_cache=pages(6))
+    waiting, other = sequence("waiting", 20, 4, mask_s=60.0), sequence("other", 20, 60, arrived_at=0.1)
+    simulate(sim, [waiting, other])
+    assert other.token_times[-1] < 2.0
+    assert (waiting.num_preempted, other.num_preempted) == (1, 0)
+    assert waiting.num_generated == 4
+
+
+def test_a_sequence_that_waits_for_a_mask_is_in_no_step() -> None:
+    scheduler = Simulation().scheduler()
+    waiting = sequence("waiting", 4)
+    scheduler.add(waiting, 0.0)
+    for each, num_tokens in scheduler.plan(0.0).batch.items():
+        each.num_computed_tokens += num_tokens
+    assert not scheduler.plan(0.1).batch
+    assert scheduler.running == [waiting]
+    assert waiting.page_table.pages
+    waiting.tokens.append(TOKEN)
+    assert planned(scheduler.plan(0.2)) == {"waiting": 1}

@@ -315,3 +315,16 @@ def test_every_sequence_ends_when_pages_and_slots_are_both_short() -> None:
     simulate(sim, sequences)
     assert all(sequence.num_generated == sequence.num_output_tokens for sequence in sequences)
     assert sum(sequence.num_preempted for sequence in sequences) > 0
+
+
+def test_sequences_that_wait_for_masks_keep_no_variant_from_a_slot() -> None:
+    sim = Simulation(LIMITS, residency=SimResidency(1, 0.05))
+    waiting = SimSequence("waiting", "a", "v0", 32, 2, 0.0, mask_s=60.0)
+    # The second finds the waiting one admitted again and without another token.
+    colds = [SimSequence(f"cold{i}", "b", f"v{i}", 32, 2, at) for i, at in ((1, 1.0), (2, 10.0))]
+    # Its steps refill the budget for recomputation.
+    base = SimSequence("base", "c", None, 32, 1500, 0.0)
+    simulate(sim, [waiting, base, *colds])
+    assert max(cold.first_token_s for cold in colds) < LIMITS.constants.cold_wait_s + 1.0
+    assert waiting.num_preempted == 2
+    assert waiting.num_generated == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.sampling import LastLogits, Sampler
+from server.engine.sampling.sampler import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.sampling_params import SamplingParams
 

@@ -1,0 +1,1 @@
+"""Turn logits into tokens: token masks, the logits that wait for them, and sampling."""

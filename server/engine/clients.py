@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
 from server.engine.engine_socket import ClientLost, EngineSocket
 from server.protocol.codec import encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.protocol.events import DoneEvent, ErrorEvent, Event, PromptEvent
 from server.protocol.messages import Beat, EngineMessage, Outputs, Refused
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,17 @@ class Clients:
             client.request_ids.discard(request_id)
 
     def send_events(self) -> None:
-        """Send each client the events since the last call, in one message, after all that was sent before."""
+        """Send each client the events since the last call, after all that was sent before.
+
+        They are one message, unless log-probabilities of prompts among them could make it too large.
+        """
         for identity, client in list(self._clients.items()):
             while client.unsent and self._deliver(identity, client.unsent[0]):
                 client.unsent.popleft()
             if client.events and not client.unsent:
                 events, client.events = client.events, []
-                self.send(identity, Outputs(tuple(events)))
+                for part in _parts(events):
+                    self.send(identity, Outputs(part))
 
     def send(self, identity: bytes, message: EngineMessage) -> None:
         """Send one client a message, or keep it until there is room for it."""
@@ -102,6 +106,17 @@ class Clients:
         """Return the clients that a message could not be delivered to since the last call."""
         lost, self._lost = self._lost, []
         return lost
+
+
+def _parts(events: list[tuple[str, Event]]) -> Iterator[tuple[tuple[str, Event], ...]]:
+    """Divide events behind each PromptEvent, which may be many megabytes."""
+    begin = 0
+    for end, (_, event) in enumerate(events, 1):
+        if isinstance(event, PromptEvent):
+            yield tuple(events[begin:end])
+            begin = end
+    if begin < len(events):
+        yield tuple(events[begin:])
 
 
 def refuse_clients(

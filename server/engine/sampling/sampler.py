@@ -104,8 +104,10 @@ def score(
     num_top: int,
 ) -> list[ScoredToken]:
     """Return each token's log-probability under its row of logits, with the row's `num_top` likeliest tokens."""
-    logprobs = logits.log_softmax(-1).cpu()
-    own = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    # Only the results leave the device: those of a prompt are thousands of rows.
+    logprobs = logits.log_softmax(-1)
+    wanted = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
+    own = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
     values, ids = (found.tolist() for found in logprobs.topk(min(num_top, logprobs.shape[1])))
     return [
         ScoredToken(

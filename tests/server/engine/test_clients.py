@@ -12,7 +12,7 @@ from server.engine import engine_socket
 from server.engine.clients import Clients
 from server.engine.engine_socket import EngineSocket
 from server.protocol.codec import decode_engine_message
-from server.protocol.events import TokenEvent
+from server.protocol.events import Event, PromptEvent, TokenEvent
 from server.protocol.messages import Beat, CallDone, Outputs
 
 NUM_EVENTS = 2000
@@ -71,6 +71,26 @@ def test_a_client_that_reads_nothing_gets_all_events_when_it_reads_again(
         done = done or isinstance(message, CallDone)
     assert tokens == list(range(NUM_EVENTS))
     assert clients.take_lost() == []
+
+
+def test_log_probabilities_of_several_prompts_are_several_messages(
+    socket: EngineSocket, client: zmq.Socket[bytes]
+) -> None:
+    clients = Clients(socket)
+    clients.add(NAME)
+    events: list[Event] = [
+        TokenEvent(0, 1),
+        PromptEvent(()),
+        PromptEvent(()),
+        TokenEvent(0, 2),
+        TokenEvent(0, 3),
+    ]
+    for event in events:
+        clients.add_event(NAME, "request", event)
+    clients.send_events()
+    messages = [decode_engine_message(client.recv()) for _ in range(3)]
+    parts = [[event for _, event in message.events] for message in messages if isinstance(message, Outputs)]
+    assert parts == [events[:2], events[2:3], events[3:]]
 
 
 def test_a_client_that_is_gone_is_noted_and_its_requests_are_returned(socket: EngineSocket) -> None:

@@ -71,6 +71,11 @@ def serve(
             help="Deaths of the engine, or of HTTP processes, within a minute before the server gives up."
         ),
     ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text, or json: one JSON object per line.")] = None,
+    log_prompts: Annotated[
+        bool | None,
+        typer.Option("--log-prompts", help="Log prompts, and messages of exceptions that may quote them."),
+    ] = None,
     compat: Annotated[
         str | None,
         typer.Option(help="none, or vllm-lora: vLLM's calls to load and unload LoRA adapters, on variants."),

@@ -72,12 +72,13 @@ def main() -> int:
     die_with_parent(config.parent_id)
     check_version(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    configure_logging(config.identity)
-    run_event_loop(_run(config))
+    settings = Settings.model_validate_json(config.settings)
+    configure_logging(config.identity, settings)
+    run_event_loop(_run(config, settings))
     return 0
 
 
-async def _run(config: HttpProcessConfig) -> None:
+async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     """Serve until SIGTERM or the end of the supervisor."""
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -85,7 +86,6 @@ async def _run(config: HttpProcessConfig) -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     ProcessCollector(registry=metrics.registry)
     engine = EngineClient(config.identity)
-    settings = Settings.model_validate_json(config.settings)
     registry = Registry(settings.registry)
     service = Service(settings, registry, metrics, engine, supervisor)
     obeying = asyncio.create_task(supervisor.obey(service))

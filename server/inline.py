@@ -39,7 +39,7 @@ def run_inline(settings: Settings) -> int:
     Raises:
         PeraxisError: a port is taken, the base cannot be loaded, or the engine has failed.
     """
-    configure_logging("inline")
+    configure_logging("inline", settings)
     with listening_sockets(settings) as sockets:
         return run_event_loop(_serve(settings, sockets))
 

@@ -79,6 +79,10 @@ class Settings(BaseModel):
     step_timeout: Seconds = 120.0
     # Deaths of the engine, or of HTTP processes, within a minute before the server gives up.
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 4
+    # "json" logs one JSON object per line.
+    log_format: Literal["text", "json"] = "text"
+    # Log each prompt, and the messages of unexpected exceptions, which may quote one.
+    log_prompts: bool = False
     # "vllm-lora" adds vLLM's calls for LoRA adapters, and `/v1/models` then lists what is loaded.
     compat: Literal["none", "vllm-lora"] = "none"
     # Artifacts below this directory can be published by vLLM's load call. None: only registered names can be loaded.

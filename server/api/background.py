@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -29,7 +30,8 @@ class BackgroundThreads:
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function on one of the threads. A cancelled caller still waits until it has ended."""
-        call = partial(function, *args, **kwargs)
+        # The thread's log lines name the caller's request.
+        call = partial(copy_context().run, function, *args, **kwargs)
         # Starlette cancels a request's task repeatedly; the scope and the shield make it wait for the thread.
         with anyio.CancelScope(shield=True):
             work = asyncio.get_running_loop().run_in_executor(self._threads, call)

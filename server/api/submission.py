@@ -6,6 +6,7 @@ Every route that generates tokens goes through here. Knows no route's JSON.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from server.errors import InvalidRequest
 from server.protocol.limits import Rates
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
+from server.request_context import current_request
 from server.tenants.tenant import Tenant
 from server.text.conversation import Conversation
 from server.text.variant_text import VariantText
+
+log = logging.getLogger(__name__)
 
 # Of one call. Each sequence has state in three processes, and all of them are answered together.
 MAX_SEQUENCES = 1024
@@ -118,7 +122,11 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             ids = await _encoded(text, prompt, max_tokens)
             params = _sampling_params(call, text, len(ids), max_tokens)
             id_, name = events.new_request_id(), call.reference.name
-            requests.append(Request(id_, call.tenant.name, name, record, ids, text.num_embeddings, params))
+            requests.append(
+                Request(id_, call.tenant.name, name, record, ids, text.num_embeddings, params, _traceparent())
+            )
+            if service.settings.log_prompts:
+                log.info("request %s: prompt %r", id_, prompt)
             if call.echo:
                 echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
         _check_echoes(requests, echoes)
@@ -128,6 +136,11 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         for request in requests:
             events.submit(request)
     return Submission(requests, TextOutputs(events, requests, text), echoes, seat.rates)
+
+
+def _traceparent() -> str | None:
+    context = current_request.get()
+    return None if context is None else context.traceparent
 
 
 async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:

@@ -257,7 +257,7 @@ class EngineCore:
         try:
             return [(batch, self._runner.forward(batch, pages_to_zero))]
         except Exception as error:  # any error of a step must leave the engine running
-            log.exception("step failed with %d sequences in it", len(batch))
+            log.exception("step failed with sequences %s in it", [item.sequence.id for item in batch])
             if not self._runner.is_usable():
                 raise
             if len(batch) == 1:

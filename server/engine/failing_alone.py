@@ -31,7 +31,8 @@ class FailingAlone:
         if error is None or not isinstance(error, Exception):
             return False
         if not isinstance(error, PeraxisError):
-            log.error("request %s failed", self._state.request.id, exc_info=error)
+            request = self._state.request
+            log.error("request %s failed", request.id, exc_info=error, extra=request.log_fields)
             error = step_failed(error)
         self._fail(self._state, error)
         return True

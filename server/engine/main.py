@@ -38,13 +38,14 @@ def main() -> int:
     config = json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     die_with_parent(config.parent_id)
     check_version(config)
-    configure_logging("engine")
+    settings = Settings.model_validate_json(config.settings)
+    configure_logging("engine", settings)
     stopping = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     metrics = EngineMetrics(CollectorRegistry())
     ProcessCollector(registry=metrics.registry)
-    return serve_engine(Settings.model_validate_json(config.settings), config.address, metrics, stopping)
+    return serve_engine(settings, config.address, metrics, stopping)
 
 
 def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopping: threading.Event) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 from server.protocol.sampling_params import SamplingParams
+from server.request_context import trace_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,16 @@ class Request:
     prompt_ids: tuple[int, ...]
     num_embeddings: int  # rows of the variant's embedding; token ids are below it
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    traceparent: str | None = None  # of the HTTP request, as W3C's Trace Context has it
 
     @property
     def digest(self) -> str | None:
         return None if self.record is None else self.record.digest
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """Fields of log lines about the request: its X-Request-Id, which its own id begins with, and its trace."""
+        return {"request_id": self.id.rpartition("-")[0], "trace_id": trace_id_of(self.traceparent)}
 
     def check(self, max_model_len: int) -> None:
         """Refuse a request that no step could serve.

@@ -31,7 +31,7 @@ def supervise(settings: Settings) -> int:
     Raises:
         PeraxisError: a port is taken, the base cannot be loaded, or processes die one after the other.
     """
-    configure_logging("supervisor")
+    configure_logging("supervisor", settings)
     with (
         listening_sockets(settings) as sockets,
         runtime_directory() as runtime,

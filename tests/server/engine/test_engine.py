@@ -165,7 +165,8 @@ def test_a_request_that_cannot_even_begin_fails_alone(
     broken, fine = served.start(None, PROMPT), served.start(None, PROMPT)
     assert "as if transformers refused" in str(error_of(broken.answer()))
     assert fine.answer().token_ids == want
-    assert "failed" in caplog.text
+    (line,) = [record for record in caplog.records if record.getMessage().endswith("failed")]
+    assert line.__dict__["request_id"] == broken.request.id.rpartition("-")[0]
 
 
 def test_an_engine_that_fails_answers_every_request_and_ends(

@@ -43,14 +43,21 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's URL, and the key that goes with each call."""
+    """A server's URL, and the key and the tenant that go with each call."""
 
     url: str
     key: str | None = field(default=None, repr=False)
+    # None: the key's own.
+    tenant: str | None = None
 
     @classmethod
-    def of(cls, url: str, key_file: Path | None) -> ServerAddress:
+    def of(cls, url: str, key_file: Path | None, tenant: str | None = None) -> ServerAddress:
         """Check a URL and read the key, from `key_file` or else from the environment.
+
+        Args:
+            url: The server's address.
+            key_file: A file with the key, or None.
+            tenant: The tenant to act for; None for the key's own.
 
         Raises:
             UsageError: The URL or the key cannot be used.
@@ -74,7 +81,7 @@ class ServerAddress:
                 key, where = file.read(MAX_KEY_BYTES + 1).decode("latin-1"), str(key_file)
             if not key.strip():
                 raise UsageError(f"{key_file} is empty: write the key into it")
-        return cls(url.rstrip("/"), _checked_key(key.strip(), where))
+        return cls(url.rstrip("/"), _checked_key(key.strip(), where), tenant)
 
     def client_options(self, read_s: float = CALL_S) -> dict[str, Any]:
         """Return the arguments of an httpx client for this server, sync or async.
@@ -86,7 +93,8 @@ class ServerAddress:
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         timeout = httpx.Timeout(CALL_S, connect=CONNECT_S, read=read_s)
-        return {"base_url": self.url, "headers": headers, "timeout": timeout}
+        params = {} if self.tenant is None else {"tenant": self.tenant}
+        return {"base_url": self.url, "headers": headers, "params": params, "timeout": timeout}
 
     @contextmanager
     def reached(self) -> Iterator[None]:

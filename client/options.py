@@ -25,6 +25,12 @@ KeyFile = Annotated[
         rich_help_panel=SERVER,
     ),
 ]
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant", metavar="NAME", help="With an admin key: act for this tenant.", rich_help_panel=SERVER
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The variant.")]
 Reference = Annotated[

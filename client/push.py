@@ -9,7 +9,7 @@ import typer
 
 from client.artifact_file import ArtifactFile
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Url
+from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
 from client.output import print_reply, printable, size
 from client.publishing import ANSWER_S, Publishing, publish
 from client.reference import path_of
@@ -31,6 +31,7 @@ def push(
     ] = True,
     url: Url = DEFAULT_URL,
     key_file: KeyFile = None,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Publish an artifact as the next version of a variant.
@@ -39,7 +40,7 @@ def push(
 
     A broken connection or a busy server is tried again. An artifact that the variant has already is not sent again.
     """
-    address = ServerAddress.of(url, key_file)
+    address = ServerAddress.of(url, key_file, tenant)
     # Refuse a name that cannot be one before the file is hashed.
     path_of(name)
     total = file.stat().st_size if file.is_file() else 0

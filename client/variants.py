@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Name, Reference, Url
+from client.options import DEFAULT_URL, Json, KeyFile, Name, Reference, Tenant, Url
 from client.output import print_json, print_reply, print_table, printable, short, size
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
@@ -19,12 +19,14 @@ app = typer.Typer(no_args_is_help=True)
 
 
 @app.command()
-def ls(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+def ls(
+    url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
+) -> None:
     """List the registered variants.
 
     Example: peraxis ls
     """
-    content = _call(ServerAddress.of(url, key_file), "GET", "/variants")
+    content = _call(ServerAddress.of(url, key_file, tenant), "GET", "/variants")
     variants = parsed(content, VariantsReply).variants
     if as_json:
         print_reply(content)
@@ -34,12 +36,14 @@ def ls(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) 
 
 
 @app.command()
-def ps(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+def ps(
+    url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
+) -> None:
     """List the versions that are in memory or have requests.
 
     Example: peraxis ps
     """
-    content = _call(ServerAddress.of(url, key_file), "GET", "/variants")
+    content = _call(ServerAddress.of(url, key_file, tenant), "GET", "/variants")
     resident = [
         (variant, version)
         for variant in parsed(content, VariantsReply).variants
@@ -66,12 +70,14 @@ def ps(url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) 
 
 
 @app.command()
-def show(name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+def show(
+    name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
+) -> None:
     """Show one variant: its versions, and how close the active one is to its fine-tune.
 
     Example: peraxis show instruct
     """
-    content = _call(ServerAddress.of(url, key_file), "GET", path_of(name))
+    content = _call(ServerAddress.of(url, key_file, tenant), "GET", path_of(name))
     variant = parsed(content, VariantReply)
     if as_json:
         print_reply(content)
@@ -89,23 +95,26 @@ def promote(
     version: Annotated[int, typer.Argument(metavar="VERSION", help="The version to make active.", min=1)],
     url: Url = DEFAULT_URL,
     key_file: KeyFile = None,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Make a version the active one. Running requests keep theirs.
 
     Example: peraxis promote instruct 3
     """
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
         _activate(server, name, version, as_json)
 
 
 @app.command()
-def rollback(name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, as_json: Json = False) -> None:
+def rollback(
+    name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
+) -> None:
     """Make the version below the active one active again. Running requests keep theirs.
 
     Example: peraxis rollback instruct
     """
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
         variant = parsed(server.call("GET", path_of(name)), VariantReply)
         _activate(server, name, version_below(variant), as_json)
 
@@ -116,6 +125,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")] = False,
     url: Url = DEFAULT_URL,
     key_file: KeyFile = None,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Delete a variant, or one version that is not active. Asks on a terminal.
@@ -123,7 +133,7 @@ def rm(
     Examples: peraxis rm instruct@2; peraxis rm instruct --yes
     """
     name, params = parse_reference(reference)
-    path, address = path_of(name), ServerAddress.of(url, key_file)
+    path, address = path_of(name), ServerAddress.of(url, key_file, tenant)
     everything = "" if params else " with all its versions"
     if (
         not yes

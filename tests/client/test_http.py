@@ -48,6 +48,13 @@ def test_a_key_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytes
     assert keys == ["Bearer pxk_environment", "Bearer pxk_file"]
 
 
+def test_with_a_tenant_every_call_names_it() -> None:
+    with scripted_server(NO_VARIANTS, answer(200, {"name": "a", "deleted": [1]})) as server:
+        assert run(["ls", "--tenant", "acme", "--url", server.url]) == 0
+        assert run(["rm", "a@1", "--tenant", "acme", "--url", server.url]) == 0
+    assert server.calls == ["GET /variants?tenant=acme", "DELETE /variants/a?tenant=acme&version=1"]
+
+
 def test_without_a_key_none_is_sent() -> None:
     with scripted_server(NO_VARIANTS) as server:
         assert run(["ls", "--url", server.url]) == 0

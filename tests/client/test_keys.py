@@ -106,6 +106,16 @@ def test_a_push_by_a_key_belongs_to_its_tenant(
     assert [path.name for path in (guarded.server.registry / "variants" / "owner").iterdir()] == ["owned"]
 
 
+def test_an_administrator_acts_for_a_tenant(guarded: Guarded, artifacts: Artifacts, capsys: Output) -> None:
+    acting = ["--tenant", "managed", "--json"]
+    assert guarded.run("push", str(artifacts.third), "--name", "theirs", *acting) == 0
+    assert json.loads(capsys.readouterr().out)["active"] is True
+    assert [each["name"] for each in guarded.document(capsys, "ls", "--tenant", "managed")["variants"]] == [
+        "theirs"
+    ]
+    assert "theirs" not in json.dumps(guarded.document(capsys, "ls"))
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from server.openmp_policy import let_threads_sleep
-from server.settings import load_settings
+from server.settings import Settings, load_settings
 
 app = typer.Typer(add_completion=False)
 
+# Defaults that are computed at start, by setting.
+COMPUTED: Mapping[str, str] = {
+    "admin_port": "none",
+    "max_gpu_deltas": "as many as fit, up to 64",
+    "max_host_cache_gb": "an eighth of free memory, up to 16",
+    "kv_cache_gb": "as much as fits",
+    "max_batch_tokens": "128 on the CPU, 2048 on CUDA",
+    "max_model_len": "as the base was trained for",
+}
 
-@app.command()
+
+class ServeCommand(TyperCommand):
+    """The command with the default of each setting in its help.
+
+    Options themselves have no default, because only those that are given override the environment and the file.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.name in Settings.model_fields:
+                option.show_default = default_text(option.name)
+
+
+def default_text(setting: str) -> str:
+    """Return the default of a setting as `--help` shows it."""
+    field = Settings.model_fields[setting]
+    if field.is_required():
+        return "required"
+    if field.default is None:
+        return COMPUTED.get(setting, "none")
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+
+
+@app.command(cls=ServeCommand)
 def serve(
     base: Annotated[
         Path | None, typer.Option(help="Directory of the base's Hugging Face checkpoint.")

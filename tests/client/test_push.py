@@ -26,6 +26,7 @@ from tests.client.helpers.scripted_server import (
     scripted_server,
     stop,
 )
+from tests.client.helpers.terminal import on_terminal
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, LiveServer
 
 Output = pytest.CaptureFixture[str]
@@ -265,6 +266,14 @@ def test_off_a_terminal_progress_is_whole_lines(
     }
     assert "\r" not in captured.err
     assert captured.out.count("\n") == 1
+
+
+def test_on_a_terminal_progress_is_a_bar(file: Path) -> None:
+    with scripted_server(ABSENT, CREATED) as server:
+        session = on_terminal("push", str(file), "--name", "a", "--url", server.url)
+    assert session.code == 0
+    assert "\rsending tuned.safetensors:   0%|" in session.screen
+    assert session.screen.splitlines()[-1].startswith("a@1 ")
 
 
 def test_without_progress_stderr_stays_empty(

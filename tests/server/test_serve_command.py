@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from peraxis import run
+from server.cli import default_text
+from server.settings import Settings
 from tests.server.helpers.live_server import Artifacts
 
 
@@ -16,6 +18,21 @@ from tests.server.helpers.live_server import Artifacts
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PORT", "HOST", "BASE", "REGISTRY", "ADMIN_PORT", "DTYPE", "DEVICE"):
         monkeypatch.delenv(f"PERAXIS_{name}", raising=False)
+
+
+def test_the_help_shows_the_default_of_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    assert run(["serve", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[1]: line for line in lines if line.startswith("│ --")}
+    settings = {f"--{name.replace('_', '-')}": name for name in Settings.model_fields}
+    assert {"--port", "--max-gpu-deltas", "--auth"} <= shown.keys() & settings.keys()
+    for flag in shown.keys() & settings.keys():
+        assert f"[default: ({default_text(settings[flag])})]" in shown[flag]
+    assert "[default: (8000)]" in shown["--port"]
+    assert "[default: (as many as fit, up to 64)]" in shown["--max-gpu-deltas"]
 
 
 def failed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:

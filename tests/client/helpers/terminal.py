@@ -36,8 +36,9 @@ def on_terminal(*args: str, typed: tuple[tuple[str, bytes], ...] = (), **environ
         environment: Variables beside those of the tests.
     """
     controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (30, 100))
     command = [sys.executable, "-m", "peraxis", *args]
-    variables = {**clean_environment(), "TERM": "xterm", "COLUMNS": "100", "LINES": "30", **environment}
+    variables = {**clean_environment(), "TERM": "xterm", **environment}
     process = subprocess.Popen(
         command,
         cwd=ROOT,

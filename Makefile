@@ -25,7 +25,7 @@ WHEELS := anyio fastapi httptools httpx msgspec prometheus-client psutil pydanti
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check hooks serve bench wheels
+.PHONY: help demo test coverage check hooks serve bench wheels reference
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make coverage  every test, with the share of branches that they reach'
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
+	@echo 'make reference write docs/reference.md from the code'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -68,6 +69,9 @@ serve: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
+
+reference: $(STAMP)
+	$(BIN)/python -m docs.reference
 
 # To be installed with: pip install --no-index --no-deps wheels/*.whl
 wheels: $(STAMP)

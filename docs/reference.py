@@ -1,0 +1,141 @@
+"""Write `docs/reference.md`: every call, command, setting, error and metric, from the code that defines them.
+
+Run it as `make reference`. A test compares the file with `reference()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi.routing import iter_route_contexts
+from prometheus_client.parser import text_string_to_metric_families
+from typer.main import get_command, get_group
+
+from deltastore.registry import Registry
+from peraxis import COMMANDS
+from server.api.access import ROLES
+from server.api.compat import vllm_lora
+from server.api.errors import FAILURES, HTTP_FAILURES
+from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS
+from server.cli import app as serve_app
+from server.metrics.local import LocalMetrics
+from server.metrics.snapshot import take_snapshot
+from server.settings import ENV_PREFIX, Settings
+
+FILE = Path(__file__).with_suffix(".md")
+INTRODUCTION = """# Reference
+
+Every call, command, setting, error and metric. `make reference` writes this file from the code.
+
+## Calls
+
+The role is that of the key with `--auth keys`; `admin` includes the others, and `any` is a valid key of any role. With
+`--admin-port`, calls whose port is `admin` are served there alone. Those for LoRA adapters need `--compat vllm-lora`.
+[`/openapi.json`](serving.md) describes bodies and parameters.
+"""
+ROUTERS = {"public": (*PUBLIC_ROUTERS, vllm_lora.router), "admin": ADMIN_ROUTERS}
+
+
+def reference() -> str:
+    """Return the text of `docs/reference.md`."""
+    return "\n".join(
+        [
+            INTRODUCTION,
+            _table(["call", "role", "port", "does"], _calls()),
+            "\n## Commands\n\n`peraxis COMMAND --help` lists the options of each.\n",
+            _table(["command", "does"], _commands()),
+            "\n## Settings of `peraxis serve`\n",
+            "A flag overrides the environment, which overrides the `--config` file.\n",
+            _table(["flag", "environment", "meaning", "default"], _settings()),
+            "\n## Errors\n\n[serving.md](serving.md#errors) says what each means and what to do.\n",
+            _table(["status", "code"], _errors()),
+            "\n## Metrics\n\nCounters end in `_total`.\n",
+            _table(["metric", "type", "labels", "meaning"], _metrics()),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Write the file."""
+    FILE.write_text(reference())
+
+
+def _calls() -> Iterator[list[str]]:
+    for port, routers in ROUTERS.items():
+        for router in routers:
+            for context in iter_route_contexts(router.routes):
+                for method in sorted(context.methods or ()):
+                    role = ROLES[method, str(context.path)] or "none"
+                    yield [f"`{method} {context.path}`", role, port, _first_line(context.endpoint)]
+
+
+def _commands() -> Iterator[list[str]]:
+    for name, entry in COMMANDS.items():
+        if not entry.is_group:
+            yield [f"`peraxis {name}`", entry.help]
+            continue
+        group = get_group(importlib.import_module(entry.module).app)
+        for command, content in sorted(group.commands.items()):
+            yield [f"`peraxis {name} {command}`", content.get_short_help_str(200)]
+    yield ["`peraxis version`", "Print the version."]
+
+
+def _settings() -> Iterator[list[str]]:
+    serve: Any = get_command(serve_app)
+    options = {parameter.name: parameter for parameter in serve.params}
+    for name, setting in Settings.model_fields.items():
+        default = "required" if setting.is_required() else _default(setting.default)
+        flag = f"`--{name.replace('_', '-')}`"
+        yield [flag, f"`{ENV_PREFIX}{name.upper()}`", _plain(options[name].help), default]
+
+
+def _errors() -> Iterator[list[str]]:
+    kinds = {*FAILURES.values(), *HTTP_FAILURES.values()}
+    for status, code in sorted({(failure.status, failure.code) for failure in kinds}):
+        yield [str(status), f"`{code}`"]
+
+
+def _metrics() -> Iterator[list[str]]:
+    metrics = LocalMetrics()
+    with tempfile.TemporaryDirectory() as directory:
+        text = metrics.scrape(Registry(Path(directory)), is_ready=True).decode()
+    registries = (metrics.engine.registry, metrics.frontend.registry)
+    labels = {
+        family.name: family.label_names for each in registries for family in take_snapshot(each).families
+    }
+    for family in sorted(text_string_to_metric_families(text), key=lambda family: family.name):
+        suffix = "_total" if family.type == "counter" else ""
+        names = labels.get(family.name) or _label_names(family)
+        yield [
+            f"`{family.name}{suffix}`", family.type, ", ".join(f"`{name}`" for name in names), family.documentation,
+        ]  # fmt: skip
+
+
+def _label_names(family: Any) -> list[str]:
+    return sorted({name for sample in family.samples for name in sample.labels} - {"le"})
+
+
+def _default(value: object) -> str:
+    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _first_line(function: Callable[..., Any] | None) -> str:
+    return _plain((getattr(function, "__doc__", None) or "").strip().splitlines()[0])
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
+
+
+def _table(head: Sequence[str], rows: Iterator[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

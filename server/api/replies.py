@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import fastapi
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError
 from server.api.errors import error_body, http_request_id_of
@@ -80,7 +81,10 @@ async def answer(
         replies = format_of(submission)
         if not call.stream:
             sequences = await while_connected(request, _gather(submission))
-            return JsonReply(replies.whole(sequences), headers=submission.headers())
+            if submission.sampling_params.logprobs is None:
+                return _whole_reply(submission, replies, sequences)
+            # Log-probabilities make documents that take long to build, and other requests need the event loop.
+            return await run_in_threadpool(_whole_reply, submission, replies, sequences)
         # Wait for the first output: an error before it, such as a failed load, still gets its own status.
         first = await while_connected(request, submission.outputs.take())
     except BaseException:
@@ -89,6 +93,10 @@ async def answer(
     content = _stream(submission, replies, first, http_request_id)
     headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return EventStream(events, content, headers)
+
+
+def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[WholeSequence]) -> Response:
+    return JsonReply(replies.whole(sequences), headers=submission.headers())
 
 
 async def _gather(submission: Submission) -> list[WholeSequence]:

@@ -5,6 +5,7 @@ Knows no HTTP and no tokenizer but the variant's text.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -154,11 +155,8 @@ class TextOutputs:
         ]
         (decoded,) = await self._text.decode_streams([NewTokens(Window(), ids, is_last=True)])
         texts = await self._texts_of(tokens)
-        offset, shown = 0, []
-        for token, text in zip(tokens, decoded.texts, strict=True):
-            shown.append(_text_token(number, token, text, offset, texts))
-            offset += len(text)
-        return tuple(shown)
+        # Tens of thousands of values take long to make, and other requests need the event loop.
+        return await asyncio.to_thread(_prompt_tokens, number, tokens, decoded.texts, texts)
 
     def _outputs(
         self, index: int, sequence: _Sequence, decoded: NewText, texts: dict[int, str]
@@ -182,6 +180,17 @@ class TextOutputs:
         else:
             return
         del self._sequences[index]
+
+
+def _prompt_tokens(
+    number: int, tokens: Sequence[TokenEvent], visible: Sequence[str], texts: dict[int, str]
+) -> tuple[TextToken, ...]:
+    """Return the tokens of a prompt, given the text that each makes visible and the texts of scored tokens."""
+    offset, shown = 0, []
+    for token, text in zip(tokens, visible, strict=True):
+        shown.append(_text_token(number, token, text, offset, texts))
+        offset += len(text)
+    return tuple(shown)
 
 
 def _text_token(index: int, token: TokenEvent, text: str, offset: int, texts: dict[int, str]) -> TextToken:

@@ -80,7 +80,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "pin": CommandEntry("client.residency", REMOTE, "Load a variant into a slot and never evict it."),
     "unpin": CommandEntry("client.residency", REMOTE, "Allow the eviction of a pinned variant again."),
     "rm": CommandEntry("client.variants", REMOTE, "Delete a variant, or one version that is not active."),
-    "keys": CommandEntry("client.keys", REMOTE, "Create, list and revoke tenants' API keys.", True),
+    "keys": CommandEntry(
+        "client.keys",
+        REMOTE,
+        "Create, list and revoke tenants' API keys.",
+        True,
+        OtherForm("--registry", "server.tenants.cli"),
+    ),
     "doctor": CommandEntry(
         "server.doctor.cli",
         OTHER,

@@ -14,7 +14,7 @@ from server.api.json_replies import JsonReply
 from server.api.schemas import KeyBody, KeysQuery
 from server.api.service import AuditorDep, ServiceDep
 from server.tenants.audit import Auditor
-from server.tenants.keys import KeyRecord, KeyStore, NewKey
+from server.tenants.keys import KeyStore, NewKey, key_document
 
 router = APIRouter(prefix="/keys")
 
@@ -25,7 +25,7 @@ async def create_key(
 ) -> Response:
     """Make a key: 201 with its text, which is never shown again."""
     made = await run_in_threadpool(_create, service.keys, auditor, body)
-    reply = {"key": made.text, **_document(made.id, made.record)}
+    reply = {"key": made.text, **key_document(made.id, made.record)}
     return JsonReply(reply, 201, headers={"Cache-Control": "no-store"})
 
 
@@ -33,7 +33,7 @@ async def create_key(
 async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> dict[str, Any]:
     """List every key, or one tenant's, oldest first, without its text."""
     records = await run_in_threadpool(service.keys.records, query.tenant)
-    return {"keys": [_document(key_id, record) for key_id, record in records.items()]}
+    return {"keys": [key_document(key_id, record) for key_id, record in records.items()]}
 
 
 @router.delete("/{key_id}")
@@ -48,14 +48,3 @@ def _create(keys: KeyStore, auditor: Auditor, body: KeyBody) -> NewKey:
     if body.expires_in_s is not None:
         expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=body.expires_in_s)
     return keys.create(auditor, body.tenant, body.roles, expires_at)
-
-
-def _document(key_id: str, record: KeyRecord) -> dict[str, Any]:
-    expires_at = record.expires_at
-    return {
-        "id": key_id,
-        "tenant": record.tenant,
-        "roles": record.roles,
-        "created_at": record.created_at.isoformat(),
-        "expires_at": None if expires_at is None else expires_at.isoformat(),
-    }

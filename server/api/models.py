@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.registry.records import PUBLIC, VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, ServiceDep, TenantDep
@@ -44,13 +44,12 @@ async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> d
 
 def _usable(service: Service, tenant: Tenant) -> list[VersionRecord]:
     """Return the active version of each variant by name; the tenant's own variants hide public ones."""
-    found: dict[str, VersionRecord] = {}
-    for owner in dict.fromkeys((PUBLIC, tenant.name)):
-        for variant in service.registry.variants(owner):
-            for record in variant.versions:
-                if record.version == variant.active:
-                    found[variant.name] = record
-    return [found[name] for name in sorted(found)]
+    return [
+        record
+        for variant in service.registry.usable(tenant.name)
+        for record in variant.versions
+        if record.version == variant.active
+    ]
 
 
 def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:

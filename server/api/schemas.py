@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltastore.errors import VariantNotFound
-from deltastore.registry.records import NAME
+from deltastore.registry.records import NAME, Visibility
 from server.tenants.tenant import Role as KeyRole
 
 MAX_MESSAGES = 4096
@@ -55,6 +55,7 @@ class GenerateQuery(TenantQuery):
 class UploadQuery(TenantQuery):
     name: Annotated[str, Field(pattern=NAME.pattern)]
     activate: bool = True
+    visibility: Visibility | None = None  # None leaves it as it is; a new variant is private
 
 
 class VersionQuery(TenantQuery):
@@ -110,8 +111,15 @@ def sampling_of(body: Struct, names: tuple[str, ...], stop: str | list[str] | No
     return given
 
 
-class ActivateBody(Struct, frozen=True, forbid_unknown_fields=True):
-    active: Annotated[int, Meta(ge=1, lt=1_000_000_000)]
+class VariantPatch(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `PATCH /variants/{name}`: one change."""
+
+    active: Annotated[int, Meta(ge=1, lt=1_000_000_000)] | None = None
+    visibility: Visibility | None = None
+
+    def __post_init__(self) -> None:
+        if (self.active is None) == (self.visibility is None):
+            raise ValueError("give either active or visibility")
 
 
 class KeyBody(Struct, frozen=True, forbid_unknown_fields=True):

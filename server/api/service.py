@@ -34,6 +34,7 @@ from server.tenants.keys import KeyStore
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.limiter import LedgerLink, Limiter
 from server.tenants.tenant import Caller, Tenant
+from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
 
 log = logging.getLogger(__name__)
@@ -205,9 +206,19 @@ async def auditor_of(
     return Auditor(service.audit_log, caller.key_id, http_request_id_of(request))
 
 
+async def changes_of(
+    service: Annotated[Service, Depends(service_of)],
+    tenant: Annotated[Tenant, Depends(tenant_of)],
+    auditor: Annotated[Auditor, Depends(auditor_of)],
+) -> VariantChanges:
+    """Return the changes that a request makes to its tenant's variants."""
+    return VariantChanges(service.registry, tenant, auditor)
+
+
 # AnyService also serves requests during shutdown; ServiceDep refuses them with Draining.
 AnyService = Annotated[Service, Depends(service_of)]
 ServiceDep = Annotated[Service, Depends(admitting_service)]
 CallerDep = Annotated[Caller, Depends(caller_of)]
 TenantDep = Annotated[Tenant, Depends(tenant_of)]
 AuditorDep = Annotated[Auditor, Depends(auditor_of)]
+ChangesDep = Annotated[VariantChanges, Depends(changes_of)]

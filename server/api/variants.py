@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.errors import RegistryError
-from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
@@ -25,8 +23,8 @@ from server.api.artifacts.publishing import Destination, publication_document
 from server.api.artifacts.uploads import receive_upload
 from server.api.bodies import json_body
 from server.api.json_replies import JsonReply
-from server.api.schemas import ActivateBody, UploadQuery, VersionQuery
-from server.api.service import Service, ServiceDep, TenantDep
+from server.api.schemas import UploadQuery, VariantPatch, VersionQuery
+from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
 from server.api.tenants.limits import counting_refusals, max_pinned
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
@@ -42,10 +40,10 @@ log = logging.getLogger(__name__)
 
 @router.post("")
 async def upload(
-    request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, tenant: TenantDep
+    request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> Response:
     """Publish the body as the next version: 201, or 200 if the variant has these bytes already."""
-    destination = Destination(tenant, query.name, query.activate)
+    destination = Destination(changes, query.name, query.activate, query.visibility)
     publication = await receive_upload(request, service, destination)
     return JsonReply(publication_document(publication), 201 if publication.created else 200)
 
@@ -64,23 +62,27 @@ async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dic
 
 
 @router.patch("/{name}")
-async def activate(
+async def change_variant(
     name: str,
-    body: Annotated[ActivateBody, Depends(json_body(ActivateBody))],
+    body: Annotated[VariantPatch, Depends(json_body(VariantPatch))],
     service: ServiceDep,
-    tenant: TenantDep,
+    changes: ChangesDep,
 ) -> dict[str, Any]:
-    """Promote or roll back. Running requests keep their digest."""
-    await run_in_threadpool(service.registry.activate, tenant.name, name, body.active)
-    return await _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
+    """Promote or roll back, or make the variant public or private. Running requests keep their digest."""
+    if body.active is not None:
+        await run_in_threadpool(changes.promote, name, body.active)
+    if body.visibility is not None:
+        await run_in_threadpool(changes.set_visibility, name, body.visibility)
+    variant = await run_in_threadpool(service.registry.variant, changes.tenant.name, name)
+    return await _document(service, variant)
 
 
 @router.delete("/{name}")
 async def delete(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    deleted = await run_in_threadpool(_delete, service.registry, tenant, name, query.version)
+    deleted = await run_in_threadpool(changes.delete, name, query.version)
     for record in deleted.unused:
         for action in UNLOADING:
             _log_failure(service.engine.load(action, record), action, record)
@@ -107,20 +109,24 @@ async def unload(
 
 @router.post("/{name}/pin", status_code=202)
 async def pin(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
-    record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "pin")
+    record = await _resolve(service, changes.tenant, name, query)
+    status = await _status_after(service, record, "pin")
+    await run_in_threadpool(changes.note, "pin", record)
+    return status
 
 
 @router.post("/{name}/unpin", status_code=202)
 async def unpin(
-    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
+    name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Allow eviction of a pinned version again."""
-    record = await _resolve(service, tenant, name, query)
-    return await _status_after(service, record, "unpin")
+    record = await _resolve(service, changes.tenant, name, query)
+    status = await _status_after(service, record, "unpin")
+    await run_in_threadpool(changes.note, "unpin", record)
+    return status
 
 
 @router.get("/{name}/artifact")
@@ -140,7 +146,9 @@ async def download(
 
 
 async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:
-    return await run_in_threadpool(service.registry.resolve, tenant.name, name, query.version)
+    """Return a version of the tenant's own variant: another tenant's public one is as absent here as a private one."""
+    resolve = partial(service.registry.resolve, tenant.name, name, query.version, owned=True)
+    return await run_in_threadpool(resolve)
 
 
 async def _status_after(service: Service, record: VersionRecord, action: LoadAction) -> dict[str, Any]:
@@ -168,31 +176,6 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
     outcome.add_done_callback(report)
 
 
-@dataclass(frozen=True, slots=True)
-class _Deleted:
-    """The versions that a deletion has removed."""
-
-    versions: list[int]
-    unused: list[VersionRecord]  # those whose digest no other variant has
-
-
-def _delete(registry: Registry, tenant: Tenant, name: str, version: int | None) -> _Deleted:
-    """Delete a variant or one version. Reads and writes files."""
-    try:
-        variant = registry.variant(tenant.name, name)
-    except RegistryError as error:
-        # A record is damaged, and deleting the variant repairs that.
-        log.warning("deleting %s/%s, which cannot be read: %s", tenant.name, name, error)
-        registry.delete(tenant.name, name, version)
-        return _Deleted([] if version is None else [version], [])
-    registry.delete(tenant.name, name, version)
-    gone = [record for record in variant.versions if version in (None, record.version)]
-    kept = {record.digest for other in registry.variants() for record in other.versions}
-    return _Deleted(
-        [record.version for record in gone], [record for record in gone if record.digest not in kept]
-    )
-
-
 async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Return the documents of variants, with the level of each version."""
     digests = dict.fromkeys(record.digest for variant in variants for record in variant.versions)
@@ -200,6 +183,8 @@ async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict
     return [
         {
             "name": variant.name,
+            "owner": variant.tenant,
+            "visibility": variant.visibility,
             "active": variant.active,
             "versions": [_version_document(record, states[record.digest]) for record in variant.versions],
         }

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -132,6 +132,17 @@ class KeyStore:
         records = self._directory.read().items()
         found = [(key_id, record) for key_id, record in records if tenant in (None, record.tenant)]
         return dict(sorted(found, key=lambda item: (item[1].created_at, item[0])))
+
+
+def key_document(key_id: str, record: KeyRecord) -> dict[str, Any]:
+    """Return a key as replies and `--json` show it, without its secret and its hash."""
+    return {
+        "id": key_id,
+        "tenant": record.tenant,
+        "roles": list(record.roles),
+        "created_at": record.created_at.isoformat(),
+        "expires_at": None if record.expires_at is None else record.expires_at.isoformat(),
+    }
 
 
 def _sha256(secret: str) -> str:

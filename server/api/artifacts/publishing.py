@@ -18,11 +18,12 @@ import anyio
 from deltastore.errors import PeraxisError
 from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
-from deltastore.registry.records import ArtifactFacts
+from deltastore.registry.records import ArtifactFacts, Visibility
 from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import failure_of
 from server.api.service import Service
 from server.tenants.tenant import Tenant
+from server.tenants.variant_changes import VariantChanges
 
 # Bytes that are gathered before a thread writes them.
 WRITE_BYTES = 1 << 20
@@ -34,9 +35,14 @@ PREFIX_BYTES = 9
 class Destination:
     """The variant that an artifact becomes a version of."""
 
-    tenant: Tenant
+    changes: VariantChanges
     name: str
     activate: bool  # the new version becomes the active one
+    visibility: Visibility | None = None  # None leaves it as it is; a new variant is private
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.changes.tenant
 
 
 async def counted(service: Service, publishing: Awaitable[Publication]) -> Publication:
@@ -93,14 +99,14 @@ async def check(service: Service, destination: Destination, sealed: SealedUpload
 async def publish(
     service: Service, destination: Destination, sealed: SealedUpload, facts: ArtifactFacts
 ) -> Publication:
-    """Publish an upload in one atomic step. A cancelled caller still waits until it has ended."""
+    """Publish an upload. A cancelled caller still waits until it has ended."""
     return await service.run_in_background(
-        service.registry.publish,
+        destination.changes.publish,
         sealed,
         facts,
-        tenant=destination.tenant.name,
-        name=destination.name,
+        destination.name,
         activate=destination.activate,
+        visibility=destination.visibility,
     )
 
 

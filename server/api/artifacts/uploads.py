@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry import Publication
@@ -46,6 +47,7 @@ async def receive_upload(request: Request, service: Service, destination: Destin
         RequestTimeout: the body came too slowly.
         ArtifactError, BaseMismatch, ArtifactTooLarge: an artifact that this server cannot serve.
         StorageFull: the registry's disk is full.
+        PublicNameTaken: the variant is to be public, and another tenant's of this name is.
         QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way in this process.
         RateLimited: the tenant is over its limit of uploads or of stored bytes.
     """
@@ -55,6 +57,8 @@ async def receive_upload(request: Request, service: Service, destination: Destin
 async def _receive(request: Request, service: Service, destination: Destination) -> Publication:
     """Write, check and publish the body. Leaving early removes what was written."""
     check_names(destination.tenant.name, destination.name)
+    if destination.visibility == "public":
+        await run_in_threadpool(service.registry.check_name_free, destination.tenant.name, destination.name)
     expected = expected_sha256(request)
     max_bytes = service.settings.max_upload_bytes
     _check_headers(request, max_bytes)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
+from functools import partial
 from typing import BinaryIO
 
 from fastapi import APIRouter, Request
@@ -37,10 +38,11 @@ from server.api.errors import error_body, failure_of, http_request_id_of
 from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import while_connected
 from server.api.schemas import BASE
-from server.api.service import AnyService, Service, TenantDep
+from server.api.service import AnyService, ChangesDep, Service, TenantDep
 from server.errors import InvalidRequest
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.tenants.tenant import Tenant
+from server.tenants.variant_changes import VariantChanges
 
 # vLLM's words for statuses in the field `type` of an error; its field `code` is the status.
 TYPES: Mapping[int, str] = {
@@ -79,13 +81,13 @@ _unload_body = json_body(UnloadLoraBody)
 
 
 @router.post("/load_lora_adapter", response_class=PlainTextResponse)
-async def load_lora_adapter(request: Request, service: AnyService, tenant: TenantDep) -> Response:
+async def load_lora_adapter(request: Request, service: AnyService, changes: ChangesDep) -> Response:
     """Load a variant and list it in `/v1/models`; publish the artifact at `lora_path` first, if there is one."""
 
     async def load() -> str:
         service.check_ready()
         body = await _load_body(request)
-        return await while_connected(request, _load(service, tenant, body))
+        return await while_connected(request, _load(service, changes, body))
 
     return await _answered(request, load())
 
@@ -116,8 +118,8 @@ async def _answered(request: Request, work: Awaitable[str]) -> Response:
         return JsonReply({"error": document}, failure.status, retry)
 
 
-async def _load(service: Service, tenant: Tenant, body: LoadLoraBody) -> str:
-    name, path = body.lora_name, body.lora_path
+async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -> str:
+    tenant, name, path = changes.tenant, body.lora_name, body.lora_path
     if not name or not path:
         raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
     if name == BASE:
@@ -126,7 +128,7 @@ async def _load(service: Service, tenant: Tenant, body: LoadLoraBody) -> str:
     record = await _registered(service, tenant, name)
     known = None if record is None else (await adapters_of(service, tenant)).get(name)
     if known is None or body.load_inplace:
-        record = await _from_path(service, tenant, body) or record
+        record = await _from_path(service, changes, body) or record
     elif known.path != path:
         raise InvalidUserInput(
             f"The lora adapter '{name}' has already been loaded from another path. "
@@ -147,26 +149,26 @@ async def _load(service: Service, tenant: Tenant, body: LoadLoraBody) -> str:
 
 
 async def _registered(service: Service, tenant: Tenant, name: str) -> VersionRecord | None:
-    """Return the version that requests for a name get, or None if there is no such variant."""
+    """Return the active version of the tenant's own variant, or None if there is none."""
     try:
-        return await run_in_threadpool(service.registry.resolve, tenant.name, name)
+        return await run_in_threadpool(partial(service.registry.resolve, tenant.name, name, owned=True))
     except VariantNotFound:
         return None
 
 
-async def _from_path(service: Service, tenant: Tenant, body: LoadLoraBody) -> VersionRecord | None:
+async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBody) -> VersionRecord | None:
     """Publish the artifact at the body's path and make it the active version; None if the path names no file."""
     file = await run_in_threadpool(open_artifact, body.lora_path, service.settings.lora_dir)
     if file is None:
         return None
-    destination = Destination(tenant, body.lora_name, activate=True)
+    destination = Destination(changes, body.lora_name, activate=True)
     with file:
         publishing = _publish(service, destination, file)
         publication = await counted(service, publishing)
     record = publication.record
     if publication.active_version != record.version:
         # The variant had these bytes, and another version was active.
-        await run_in_threadpool(service.registry.activate, tenant.name, record.name, record.version)
+        await run_in_threadpool(changes.promote, record.name, record.version)
     return record
 
 

@@ -1,0 +1,141 @@
+"""`peraxis keys create|list|revoke --registry DIR`: API keys in a registry's directory, without a server.
+
+The first administrator's key is made so. The commands without `--registry` ask a server and take the same options.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deltastore.errors import UsageError
+from deltastore.registry import Registry
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore, key_document
+
+app = typer.Typer(help="Create, list and revoke API keys in a registry on disk.", no_args_is_help=True)
+
+DURATION = re.compile(r"([1-9][0-9]{0,6})([smhd])")
+UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Directory = Annotated[
+    Path,
+    typer.Option("--registry", metavar="DIR", help="The registry's directory; `create` makes a new one."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+
+class KeyRole(StrEnum):
+    """A role that a key may have."""
+
+    inference = "inference"
+    publish = "publish"
+    admin = "admin"
+
+
+@app.command()
+def create(
+    registry: Directory,
+    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="The tenant that gets the key.")],
+    roles: Annotated[
+        list[KeyRole], typer.Option("--role", help="What the key may do; give it again for more.")
+    ],
+    expires_in: Annotated[
+        str | None,
+        typer.Option("--expires-in", metavar="30d", help="Days (d), hours (h), minutes (m) or seconds (s)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Create a key and print it. It is shown this once.
+
+    Example: peraxis keys create --registry ./registry --tenant ops --role admin
+    """
+    expires_at = _moment_after(expires_in)
+    root = _registry(registry, is_made=True)
+    made = KeyStore(root).create(_auditor(root), tenant, [role.value for role in roles], expires_at)
+    document = key_document(made.id, made.record)
+    if as_json:
+        _print_json({"key": made.text, **document})
+        return
+    expires = f"expires at {document['expires_at']}" if document["expires_at"] else "does not expire"
+    about = f"key {made.id} of tenant {tenant}, roles {', '.join(made.record.roles)}, {expires}"
+    print(f"{about}; it is not shown again", file=sys.stderr)
+    # Alone on stdout, so that a shell can take it.
+    print(made.text)
+
+
+@app.command("list")
+def list_keys(
+    registry: Directory,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="NAME", help="Only the keys of this tenant.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the keys, without their text."""
+    records = KeyStore(_registry(registry)).records(tenant)
+    documents = [key_document(key_id, record) for key_id, record in records.items()]
+    if as_json:
+        _print_json({"keys": documents})
+        return
+    for key in documents:
+        expires = f"expires {key['expires_at']}" if key["expires_at"] else "does not expire"
+        print(
+            f"{key['id']}  {key['tenant']:<20} {','.join(key['roles']):<24} made {key['created_at']}  {expires}"
+        )
+
+
+@app.command()
+def revoke(
+    registry: Directory,
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `list` shows it.")],
+    as_json: Json = False,
+) -> None:
+    """Revoke a key. Every server on the registry refuses it within a second."""
+    root = _registry(registry)
+    KeyStore(root).revoke(_auditor(root), key_id)
+    if as_json:
+        _print_json({"id": key_id, "revoked": True})
+    else:
+        print(f"revoked {key_id}")
+
+
+def _registry(path: Path, *, is_made: bool = False) -> Path:
+    """Return the directory of a registry. With `is_made`, an empty or missing one becomes a registry."""
+    if not (path / "variants").is_dir():
+        if not is_made or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+            raise UsageError(
+                f"{path} is not a registry: give the directory that `peraxis serve --registry` is given"
+            )
+        print(f"{path} is a new registry", file=sys.stderr)
+    return Registry(path).root
+
+
+def _auditor(root: Path) -> Auditor:
+    # A command has no request and no key: the rights on the directory allow it.
+    return Auditor(AuditLog(root))
+
+
+def _moment_after(duration: str | None) -> datetime | None:
+    if duration is None:
+        return None
+    found = DURATION.fullmatch(duration)
+    if found is None:
+        raise UsageError(f"--expires-in {duration!r}: give a number and a unit, as in 30d, 12h, 45m or 90s")
+    try:
+        return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=int(found[1]) * UNIT_S[found[2]])
+    except OverflowError as error:
+        raise UsageError(
+            f"--expires-in {duration!r} ends after the year 9999: give less, or leave it out"
+        ) from error
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))

@@ -1,0 +1,98 @@
+"""Changes of a tenant's variants by one caller, each with its audit line. Must not know HTTP and engines.
+
+Every method reads and writes files: call it on a thread. A change and its line are one call, so that a client that
+leaves cannot come between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from deltastore.errors import RegistryError
+from deltastore.registry import Publication, Registry
+from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
+from deltastore.registry.uploads import SealedUpload
+from server.tenants.audit import Auditor, Change
+from server.tenants.tenant import Tenant
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """The versions that a deletion has removed."""
+
+    versions: list[int]
+    unused: list[VersionRecord]  # those whose digest no other variant has
+
+
+@dataclass(frozen=True, slots=True)
+class VariantChanges:
+    """Changes in a registry. Methods raise what the registry's do."""
+
+    registry: Registry
+    tenant: Tenant
+    auditor: Auditor
+
+    def publish(
+        self,
+        sealed: SealedUpload,
+        facts: ArtifactFacts,
+        name: str,
+        *,
+        activate: bool,
+        visibility: Visibility | None,
+    ) -> Publication:
+        """Publish a sealed upload as a variant's next version, then set the variant's visibility if one is given."""
+        if visibility == "public":
+            self.registry.check_name_free(self.tenant.name, name)
+        publication = self.registry.publish(
+            sealed, facts, tenant=self.tenant.name, name=name, activate=activate
+        )
+        if publication.created:
+            self.note("publish", publication.record)
+        if visibility is not None:
+            self.set_visibility(name, visibility)
+        return publication
+
+    def promote(self, name: str, version: int) -> None:
+        """Make a version the active one."""
+        self.note("promote", self.registry.activate(self.tenant.name, name, version))
+
+    def set_visibility(self, name: str, visibility: Visibility) -> None:
+        """Make a variant public or private."""
+        self.registry.set_visibility(self.tenant.name, name, visibility)
+        self.auditor.write(Change("visibility", self.tenant.name, variant=name, visibility=visibility))
+
+    def delete(self, name: str, version: int | None) -> Deleted:
+        """Delete a variant or one version."""
+        try:
+            variant = self.registry.variant(self.tenant.name, name)
+        except RegistryError as error:
+            # A record is damaged, and deleting the variant repairs that.
+            log.warning("deleting %s/%s, which cannot be read: %s", self.tenant.name, name, error)
+            self.registry.delete(self.tenant.name, name, version)
+            self.auditor.write(Change("delete", self.tenant.name, variant=name, version=version))
+            return Deleted([] if version is None else [version], [])
+        self.registry.delete(self.tenant.name, name, version)
+        gone = [record for record in variant.versions if version in (None, record.version)]
+        self.note("delete", *gone)
+        kept = {record.digest for other in self.registry.variants() for record in other.versions}
+        return Deleted(
+            [record.version for record in gone], [record for record in gone if record.digest not in kept]
+        )
+
+    def note(
+        self, action: Literal["publish", "promote", "delete", "pin", "unpin"], *records: VersionRecord
+    ) -> None:
+        """Write the audit line of each version that was changed."""
+        self.auditor.write(
+            *(
+                Change(
+                    action, record.tenant, variant=record.name, version=record.version, digest=record.digest
+                )
+                for record in records
+            )
+        )

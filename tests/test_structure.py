@@ -21,7 +21,7 @@ PACKAGES = {
 }
 # The engine process and the HTTP process, the lowest layer first. Neither imports a layer of the other.
 ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
-HTTP_LAYERS = ["workers", "text", "frontend", "api"]
+HTTP_LAYERS = ["workers", "text", "frontend", "grammar", "api"]
 LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 # Parts that know layers of both, or all of one.
 ABOVE_LAYERS = {"app", "cli", "doctor", "http_process", "inline", "supervisor"}
@@ -34,7 +34,7 @@ ROOMS = (
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
     "server/api", "server/api/artifacts", "server/api/compat", "server/api/operations", "server/api/tenants",
     "server/deltas", "server/engine", "server/engine/sampling", "server/engine/scheduling", "server/frontend",
-    "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
+    "server/grammar", "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
     "server/tenants", "server/tenants/limits", "server/text", "server/text/decoding", "server/workers",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")

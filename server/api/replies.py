@@ -21,6 +21,7 @@ from server.api.outputs.text_outputs import SequenceEnd, TextToken
 from server.api.service import Service
 from server.api.submission import GenerationCall, Submission, submit
 from server.errors import InvalidRequest
+from server.grammar.tool_calls import CallDelta, ToolCall, joined
 from server.protocol.events import FinishReason
 
 # Log-probabilities that a whole reply may hold, those of the likeliest tokens included: about 300 MB in memory.
@@ -34,10 +35,17 @@ class WholeSequence:
     texts: list[str] = field(default_factory=list)
     tokens: list[TextToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    deltas: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools."""
+        return joined(self.deltas)
 
 
 class ReplyFormat(Protocol):
@@ -113,6 +121,8 @@ async def _gather(submission: Submission) -> list[WholeSequence]:
         for output in taken:
             sequence = sequences[output.index]
             sequence.texts.append(output.text)
+            sequence.deltas += output.calls
+            sequence.reasoning += output.reasoning
             if isinstance(output, SequenceEnd):
                 sequence.finish_reason = output.reason
             else:

@@ -25,6 +25,7 @@ from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.frontend.engine_client import EngineClient
+from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.stats import ServerStats
@@ -96,6 +97,7 @@ class Service:
         self.whole = whole
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
+        self.grammars = GrammarService(engine, self._text_workers)
         self._text: TextService | None = None
         self._warming: asyncio.Task[None] | None = None
 
@@ -162,6 +164,7 @@ class Service:
             self._warming.cancel()
             await asyncio.wait({self._warming})
         await self._text_workers.close()
+        await self.grammars.close()
         if self._text is not None:
             self._text.close()
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -18,10 +18,12 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.api.outputs.request_events import RequestEvents
 from server.api.outputs.text_outputs import TextOutputs
+from server.api.outputs.tool_outputs import ToolOutputs
 from server.api.schemas import BASE, Reference
 from server.api.service import Service
 from server.api.tenants.rate_headers import rate_headers
 from server.errors import InvalidRequest
+from server.grammar.requested import Requested
 from server.protocol.limits import Rates
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
@@ -54,6 +56,7 @@ class GenerationCall:
             None is as many as fit.
         length_field: the route's name of `max_new_tokens`, for errors.
         echo: the reply repeats the prompts.
+        requested: the form that the outputs must have, and the tools that they may call.
     """
 
     tenant: Tenant
@@ -64,6 +67,7 @@ class GenerationCall:
     default_new_tokens: int | None = DEFAULT_NEW_TOKENS
     length_field: str = "max_new_tokens"
     echo: bool = False
+    requested: Requested = field(default_factory=Requested)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
     Raises:
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
         VariantNotFound, VariantQuarantined: the version cannot be served.
-        InvalidRequest: the call has too many sequences, or a prompt is too long or cannot be tokenized.
+        InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
+            its output cannot be used.
         RateLimited: the tenant is over a limit.
     """
     with _counting_refusals(service, call.tenant):
@@ -130,12 +135,20 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             if call.echo:
                 echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
         _check_echoes(requests, echoes)
+        constraint = None
+        if call.requested.grammar is not None:
+            constraint = await service.grammars.open(text, call.requested.grammar)
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         seat = await service.limiter.admit(call.tenant.name, len(requests), num_tokens)
         events.hold(seat)
         for request in requests:
-            events.submit(request)
-    return Submission(requests, TextOutputs(events, requests, text), echoes, seat.rates)
+            events.submit(request, None if constraint is None else constraint.feed())
+    outputs = (
+        ToolOutputs(events, requests, text, call.requested, call.stream)
+        if call.requested.tools
+        else TextOutputs(events, requests, text)
+    )
+    return Submission(requests, outputs, echoes, seat.rates)
 
 
 def _traceparent() -> str | None:
@@ -225,4 +238,7 @@ def _sampling_params(
     defaults = dict(text.generation_defaults)
     default_new = defaults.get("max_new_tokens", call.default_new_tokens) or num_left
     defaults["max_new_tokens"] = max(1, min(default_new, num_left))
-    return SamplingParams(**{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids)
+    is_constrained = call.requested.grammar is not None
+    return SamplingParams(
+        **{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids, is_constrained=is_constrained
+    )

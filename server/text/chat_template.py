@@ -33,6 +33,7 @@ def render(template: str, conversation: Conversation, variables: Mapping[str, An
         render_all: Any = chat_template_utils.render_jinja_template
         rendered, _ = render_all(
             [conversation.messages],
+            tools=list(conversation.tools) or None,
             chat_template=template,
             add_generation_prompt=conversation.add_generation_prompt,
             **variables,

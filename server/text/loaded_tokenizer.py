@@ -64,6 +64,17 @@ class LoadedTokenizer:
         return cls(tokenizer, where)
 
     @property
+    def fast(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The description by which transformers parses an answer into content and tool calls; None if there is none."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    @property
     def chat_template(self) -> str | None:
         """The chat template, of several the one named ``default``; None if there is none."""
         template = self._tokenizer.chat_template

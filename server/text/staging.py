@@ -60,7 +60,7 @@ class Staging:
     """
 
     def __init__(self, base_dir: Path, registry: Registry) -> None:
-        self._base_dir = base_dir
+        self.base_dir = base_dir
         self._registry = registry
         self._base_files = read_tokenizer_files(base_dir)
         self._tasks: dict[str, asyncio.Task[StagedVersion]] = {}
@@ -99,7 +99,7 @@ class Staging:
         if without_template(own) in ({}, without_template(self._base_files)):
             return StagedVersion(None, None, template, not own, generation, found.shapes)
         directory = tempfile.TemporaryDirectory(prefix="peraxis-tokenizer-", ignore_cleanup_errors=True)
-        write_tokenizer(own, self._base_dir, Path(directory.name))
+        write_tokenizer(own, self.base_dir, Path(directory.name))
         return StagedVersion(directory, content_key(own), None, False, generation, found.shapes)
 
 

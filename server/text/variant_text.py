@@ -5,7 +5,7 @@ The base's tokenizer runs in this process. A variant's own tokenizer, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Hashable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -21,6 +21,8 @@ from server.text.variant_work import VariantWork
 from server.text.worker_tasks import Generation, NotLoaded, with_tokenizer
 
 CHARS_PER_TOKEN = 4
+# Names the content of the base's tokenizer.
+BASE_KEY = "base"
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -116,6 +118,44 @@ class VariantText:
         if self._facts.key is None:
             return await self._base.run(self._work.share, num_chars, function, *args)
         return await self._in_worker(function, *args)
+
+    @property
+    def share(self) -> Hashable:
+        """The tenant and the digest, whose work has a queue of its own."""
+        return self._work.share
+
+    @property
+    def label(self) -> str:
+        """The variant's name in error messages."""
+        return self._work.label
+
+    @property
+    def tokenizer_key(self) -> str:
+        """The name of the content of the tokenizer that serves this variant."""
+        return self._facts.key or BASE_KEY
+
+    async def run_in(
+        self,
+        work: VariantWork | None,
+        warm: Callable[[LoadedTokenizer], T],
+        cold: Callable[[LoadedTokenizer], T],
+    ) -> T:
+        """Call ``warm(tokenizer)`` in a worker, or ``cold(tokenizer)`` with more time if `warm` raises NotLoaded.
+
+        The base's tokenizer, too, is loaded in the worker. Raises as the functions and `VariantWork` do.
+
+        Args:
+            work: the share of a pool; None is that of the variant's other text.
+        """
+        work = work or self._work
+        key, label = self.tokenizer_key, self._work.label
+        try:
+            return await work.run(with_tokenizer, key, None, label, warm, ())
+        except NotLoaded:
+            if self._facts.key is None or self._record is None:
+                return await work.load(with_tokenizer, key, self._staging.base_dir, label, cold, ())
+            async with self._staging.staged(self._record) as staged:
+                return await work.load(with_tokenizer, key, staged.path, label, cold, ())
 
     async def _in_worker(self, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
         """Call a function of the variant's own tokenizer; send its files to a worker that lacks them."""

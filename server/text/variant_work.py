@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 from server.errors import InvalidRequest, WorkerDied, WorkerTimeout
@@ -22,6 +23,24 @@ LOAD_LIMITS = Limits(memory_bytes=2 << 30, cpu_s=15.0)
 MIN_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 
+
+@dataclass(frozen=True, slots=True)
+class WorkKind:
+    """One kind of work, as errors name it.
+
+    Args:
+        subject: the part of the variant that fails.
+        advice: the way out.
+        pauses: work is refused for a pause after some had to be killed.
+    """
+
+    subject: str
+    advice: str
+    pauses: bool = True
+
+
+TEXT_WORK = WorkKind("its tokenizer or chat template", "send less text, or upload it repaired")
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -33,14 +52,21 @@ class VariantWork:
         share: the tenant and the variant's digest.
         label: the variant's name in error messages.
         now: a clock in seconds.
+        kind: the kind of work.
     """
 
     def __init__(
-        self, pool: WorkerPool, share: Hashable, label: str, now: Callable[[], float] = time.monotonic
+        self,
+        pool: WorkerPool,
+        share: Hashable,
+        label: str,
+        now: Callable[[], float] = time.monotonic,
+        kind: WorkKind = TEXT_WORK,
     ) -> None:
         self.label = label
         self._pool = pool
         self.share = share
+        self._kind = kind
         self._now = now
         self._pause_s = 0.0
         self._paused_until = 0.0
@@ -70,7 +96,7 @@ class VariantWork:
         except (WorkerTimeout, WorkerDied) as error:
             self._pause(str(error))
             raise InvalidRequest(
-                f"{self.label}: its tokenizer or chat template failed: {error}: send less text, or upload it repaired"
+                f"{self.label}: {self._kind.subject} failed: {error}: {self._kind.advice}"
             ) from error
         self._pause_s = 0.0
         return result
@@ -78,10 +104,12 @@ class VariantWork:
     def _check_pause(self) -> None:
         if (left_s := self._paused_until - self._now()) > 0:
             raise InvalidRequest(
-                f"{self.label}: its tokenizer or chat template failed: {self._reason}: try again in {left_s:.0f} s"
+                f"{self.label}: {self._kind.subject} failed: {self._reason}: try again in {left_s:.0f} s"
             )
 
     def _pause(self, reason: str) -> None:
+        if not self._kind.pauses:
+            return
         self._reason = reason
         self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
         self._paused_until = self._now() + self._pause_s

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, PeraxisError
-from deltastore.format.manifest import GENERATION_FILE
+from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from server.errors import InvalidRequest
 from server.text.conversation import Conversation
 from server.text.failures import failures_as
@@ -68,7 +68,8 @@ class _Loaded:
             return self._tokenizers[key][0]
         if directory is None:
             raise NotLoaded(f"{where}: its tokenizer is not loaded in this worker")
-        num_bytes = BYTES_PER_FILE_BYTE * sum(path.stat().st_size for path in directory.iterdir())
+        files = [path for path in directory.iterdir() if path.name in TOKENIZER_FILES]
+        num_bytes = BYTES_PER_FILE_BYTE * sum(path.stat().st_size for path in files)
         self._make_space(num_bytes)
         tokenizer = LoadedTokenizer.load(directory, where)
         self._tokenizers[key] = tokenizer, num_bytes

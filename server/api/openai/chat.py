@@ -5,6 +5,7 @@ The variant's own chat template makes the prompt.
 
 from __future__ import annotations
 
+import secrets
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from server.api.replies import WholeSequence, answer
 from server.api.schemas import Reference
 from server.api.service import AnyService, TenantDep
 from server.api.submission import GenerationCall, Submission
+from server.grammar.tool_calls import CallDelta, ToolCall
 from server.protocol.events import FinishReason
 from server.text.conversation import Conversation
 
@@ -42,14 +44,16 @@ async def chat(
         sampling["logprobs"] = body.top_logprobs or 0
     if body.num_new_tokens is not None:
         sampling["max_new_tokens"] = body.num_new_tokens
+    requested = body.requested()
     call = GenerationCall(
         tenant,
         Reference.parse(body.model),
-        (Conversation(body.conversation()),),
+        (Conversation(body.conversation(), tools=requested.tools),),
         sampling,
         bool(body.stream),
         default_new_tokens=None,
         length_field=body.length_field,
+        requested=requested,
     )
     return await answer(request, service, call, partial(ChatReply, body))
 
@@ -62,14 +66,15 @@ class ChatReply:
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
         self._has_logprobs = bool(body.logprobs)
+        self._calling: set[int] = set()  # choices with calls
 
     def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+                "message": _message(sequence),
                 "logprobs": chat_logprobs(sequence.tokens) if self._has_logprobs else None,
-                "finish_reason": sequence.finish_reason,
+                "finish_reason": _reason(sequence.finish_reason, bool(sequence.calls)),
             }
             for index, sequence in enumerate(sequences)
         ]
@@ -81,12 +86,18 @@ class ChatReply:
         return b"".join(self._chunk(index, delta) for index in range(self._n))
 
     def part(self, output: TextToken | SequenceEnd) -> bytes:
-        content = {"content": output.text} if output.text else {}
+        delta: dict[str, Any] = {"content": output.text} if output.text else {}
+        if output.calls:
+            self._calling.add(output.index)
+            delta["tool_calls"] = list(map(_call_delta, output.calls))
+        if output.reasoning:
+            delta["reasoning_content"] = output.reasoning
         if isinstance(output, SequenceEnd):
-            return self._chunk(output.index, content, reason=output.reason)
+            reason = _reason(output.reason, output.index in self._calling)
+            return self._chunk(output.index, delta, reason=reason)
         if self._has_logprobs:
-            return self._chunk(output.index, content, chat_logprobs((output,)))
-        return self._chunk(output.index, content) if content else b""
+            return self._chunk(output.index, delta, chat_logprobs((output,)))
+        return self._chunk(output.index, delta) if delta else b""
 
     def end(self) -> bytes:
         return self._documents.last_chunks(CHUNK_KIND, self._outputs.num_tokens)
@@ -99,7 +110,38 @@ class ChatReply:
         index: int,
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
-        reason: FinishReason | None = None,
+        reason: str | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._documents.chunk(CHUNK_KIND, choice)
+
+
+def _message(sequence: WholeSequence) -> dict[str, Any]:
+    calls = sequence.calls
+    message = {"role": "assistant", "content": sequence.text or (None if calls else ""), "refusal": None}
+    if sequence.reasoning:
+        message["reasoning_content"] = sequence.reasoning
+    return {**message, "tool_calls": list(map(_call, calls))} if calls else message
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": _call_id(),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    """Return what a stream adds to a call: its identity comes with the name."""
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {"index": delta.index, **_call(ToolCall(delta.name, delta.arguments))}
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason == "stop" else reason

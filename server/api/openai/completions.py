@@ -49,6 +49,7 @@ async def complete(
         bool(body.stream),
         length_field="max_tokens",
         echo=bool(body.echo),
+        requested=body.requested(),
     )
     return await answer(request, service, call, partial(CompletionReply, body))
 

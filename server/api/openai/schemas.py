@@ -7,9 +7,10 @@ the output and that this server lacks is refused by name, unless its value asks 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import DecodeError, Meta, Struct
+from msgspec.json import decode
 
 from server.api.schemas import (
     MAX_MESSAGES,
@@ -26,6 +27,7 @@ from server.api.schemas import (
     sampling_of,
 )
 from server.errors import InvalidRequest
+from server.grammar.requested import Requested, ResponseFormat, ToolChoice, Tools, requested
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
 # Values of refused fields that ask for nothing.
@@ -38,10 +40,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -76,6 +75,7 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
     stop: StopString | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     frequency_penalty: Any = None
     logit_bias: Any = None
     presence_penalty: Any = None
@@ -90,6 +90,10 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
     def includes_usage(self) -> bool:
         """True if a stream ends with the number of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def requested(self) -> Requested:
+        """Return the form that the output must have; raises InvalidRequest if it cannot be had."""
+        return requested(self.response_format)
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given, without lengths and log-probabilities."""
@@ -132,24 +136,59 @@ class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MessageCall(Struct, frozen=True):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates take it: its arguments are an object, if the model wrote one."""
+        try:
+            arguments: Any = decode(self.function.arguments)
+        except (DecodeError, RecursionError):
+            arguments = self.function.arguments
+        return {
+            "id": self.id,
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
 class ChatMessage(Struct, frozen=True):
     """One message of a conversation."""
 
     role: Role
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
     def __post_init__(self) -> None:
-        if self.tool_calls or self.function_call:
-            raise InvalidRequest("tool calls in messages are not supported by this server", "messages")
+        if self.function_call:
+            raise InvalidRequest(
+                "function_call in messages is not supported by this server: use tool_calls", "messages"
+            )
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it. Parts of its content are lines, as in vLLM."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
@@ -164,9 +203,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     functions: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
+    tool_choice: ToolChoice | None = None
+    tools: Tools | None = None
+    parallel_tool_calls: bool | None = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -180,6 +219,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates take."""
         return [message.for_template() for message in self.messages]
+
+    def requested(self) -> Requested:
+        return requested(self.response_format, self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_new_tokens(self) -> int | None:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import EngineRestarted, RequestTimeout
 from server.frontend.engine_client import EngineClient
+from server.grammar.mask_feed import MaskFeed
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.protocol.request import Request
@@ -41,6 +42,7 @@ class RequestEvents:
         self._engine = engine
         self._metrics = metrics
         self._request_ids: list[str] = []
+        self._feeds: list[MaskFeed] = []
         self._events: list[tuple[int, Event]] = []
         self._arrived = asyncio.Event()
         self._num_unread = 0
@@ -57,10 +59,19 @@ class RequestEvents:
         # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
         return f"{self._http_request_id}-{secrets.token_hex(8)}"
 
-    def submit(self, request: Request) -> None:
-        """Submit a request; raises what `EngineClient.submit` does."""
+    def submit(self, request: Request, masks: MaskFeed | None = None) -> None:
+        """Submit a request; raises what `EngineClient.submit` does.
+
+        Args:
+            masks: of a constrained request.
+        """
         on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
-        self._engine.submit(request, on_event)
+        if masks is None:
+            self._engine.submit(request, on_event)
+        else:
+            self._feeds.append(masks)
+            self._engine.submit(request, masks.before(on_event), masks.first_mask)
+            masks.start(request, lambda error: on_event(ErrorEvent(error)))
         self._request_ids.append(request.id)
         self._num_open += 1
         log.debug(
@@ -95,6 +106,8 @@ class RequestEvents:
         """Stop the engine's work for the requests; no effect on those that have ended."""
         for request_id in self._request_ids:
             self._engine.cancel(request_id)
+        for feed in self._feeds:
+            feed.close()
         self._seat.release(self._num_tokens)
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:

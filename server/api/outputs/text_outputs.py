@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from server.api.outputs.request_events import RequestEvents
+from server.grammar.tool_calls import CallDelta
 from server.protocol.events import (
     DoneEvent,
     Event,
@@ -47,6 +48,8 @@ class TextToken(Struct, frozen=True):
     offset: int  # characters of the sequence, or of the prompt, before the token
     scored: ScoredText | None = None
     top: tuple[ScoredText, ...] = ()
+    calls: tuple[CallDelta, ...] = ()  # of tools
+    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
 
 
 class SequenceEnd(Struct, frozen=True):
@@ -55,6 +58,8 @@ class SequenceEnd(Struct, frozen=True):
     index: int
     reason: FinishReason
     text: str
+    calls: tuple[CallDelta, ...] = ()  # of tools
+    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
 
 
 @dataclass(slots=True)

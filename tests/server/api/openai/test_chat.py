@@ -125,9 +125,7 @@ def test_a_variant_without_a_template_refuses_a_chat(server: LiveServer) -> None
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),

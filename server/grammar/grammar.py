@@ -1,0 +1,129 @@
+"""Grammars in llguidance's form of Lark, made of JSON schemas and tools. Compiles nothing and knows no tokenizer.
+
+All JSON is compact: a model cannot fill its answer with white space, and tokens of keys and punctuation are forced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from server.errors import InvalidRequest
+
+# Of all schemas of one request. llguidance compiles larger ones, but each step would have to carry them.
+MAX_BYTES = 256 << 10
+# serde_json, which llguidance reads schemas with, refuses deeper documents.
+MAX_DEPTH = 100
+# Calls in one answer with `tool_choice` "required".
+MAX_CALLS = 32
+# llguidance's options of a schema. Clients must not set them: they could make it ignore keywords.
+OPTIONS_KEY = "x-guidance"
+OPTIONS = {"whitespace_flexible": False}
+CALL_BEGIN, CALL_MIDDLE, CALL_END = '{"name":', ',"arguments":', "}"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that one request's output must match.
+
+    Args:
+        text: in llguidance's form of Lark.
+        param: the request's field that it comes from, for error messages.
+    """
+
+    text: str
+    param: str
+
+    @cached_property
+    def key(self) -> str:
+        """A name for the content."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """A function that a model may call, and the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def any_object() -> Grammar:
+    """Return the grammar of any JSON object."""
+    return _checked(f"start: {_json({'type': 'object'})}\n", "response_format")
+
+
+def matching_schema(schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of JSON that matches a schema.
+
+    Raises:
+        InvalidRequest: the schema is too large or too deep.
+    """
+    check_depth(schema, "response_format")
+    return _checked(f"start: {_json(schema)}\n", "response_format")
+
+
+def arguments_of(tool: ToolSchema) -> Grammar:
+    """Return the grammar of the arguments of one call of `tool`; raises as `matching_schema`."""
+    check_depth(tool.parameters, "tools")
+    return _checked(f"start: {_json(tool.parameters)}\n", "tools")
+
+
+def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
+    """Return the grammar of a JSON array of calls, each ``{"name":...,"arguments":{...}}``.
+
+    Args:
+        may_repeat: the array may have several calls.
+
+    Raises:
+        InvalidRequest: a schema is too deep, or all together are too large.
+    """
+    for tool in tools:
+        check_depth(tool.parameters, "tools")
+    more = f' ("," call){{0,{MAX_CALLS - 1}}}' if may_repeat else ""
+    names = [f"call_{number}" for number in range(len(tools))]
+    rules = [
+        # Each schema is a document of its own, so that its `$ref` finds its own definitions.
+        f"{name}: {_text(CALL_BEGIN + json.dumps(tool.name) + CALL_MIDDLE)} {_json(tool.parameters)} {_text(CALL_END)}"
+        for name, tool in zip(names, tools, strict=True)
+    ]
+    lines = [f'start: "[" call{more} "]"', f"call: {' | '.join(names)}", *rules]
+    return _checked("\n".join(lines) + "\n", "tools")
+
+
+def check_depth(document: object, param: str) -> None:
+    """Refuse JSON that is nested more than `MAX_DEPTH` deep; InvalidRequest names `param`."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise InvalidRequest(f"{param}: a schema is nested more than {MAX_DEPTH} deep: make it flatter", param)
+
+
+def _children(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    own = {key: value for key, value in schema.items() if key != OPTIONS_KEY}
+    return f"%json {json.dumps({OPTIONS_KEY: OPTIONS, **own})}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _checked(text: str, param: str) -> Grammar:
+    if len(text) > MAX_BYTES:
+        raise InvalidRequest(
+            f"{param}: its schemas have {len(text)} bytes, more than {MAX_BYTES}: make them shorter", param
+        )
+    return Grammar(text, param)

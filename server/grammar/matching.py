@@ -1,0 +1,279 @@
+"""Compiles grammars with llguidance and advances their matchers. Runs in worker processes only.
+
+Compiled grammars, matchers and the vocabularies that llguidance reads stay in the worker's memory within bounds. All of
+it can be made again from what a call brings: a worker may die at any time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from msgspec import Struct
+
+from deltastore.errors import PeraxisError
+from server.errors import EngineFailed, InvalidRequest
+from server.grammar.grammar import Grammar
+from server.text.failures import failures_as
+from server.text.loaded_tokenizer import LoadedTokenizer
+from server.text.variant_work import WORK_LIMITS
+from server.text.worker_tasks import NotLoaded
+from server.workers.limits import allow
+
+# Modules that a worker with matchers imports before its first task.
+WORKER_MODULES = ("server.text.without_torch", "server.text.worker_tasks", "server.grammar.matching")
+MAX_VOCABULARIES = 8
+MAX_COMPILED = 64
+MAX_MATCHERS = 1024
+# Masks that one call returns: tokens that the grammar forces are known ahead.
+MAX_AHEAD = 16
+# Time and memory of a grammar, in llguidance's units; a step ends with an error past them. A state has 1 to 2 kB.
+PARSER_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+MAX_REASON_CHARS = 300
+# The beginning and the end of llguidance's errors.
+PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+SOURCE_LINES = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The token ids that a variant's output can have.
+
+    Args:
+        key: the name of its tokenizer's content.
+        num_embeddings: rows of its embedding; ids are below it.
+        eos_token_ids: tokens that end a sequence, and are allowed where the grammar may end.
+    """
+
+    key: str
+    num_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+
+class NewSampled(Struct, frozen=True):
+    """Tokens of one sequence that its matcher has not consumed.
+
+    Args:
+        matcher: names the sequence.
+        num_consumed: tokens of the sequence before `token_ids`; with 0 a lost matcher is made again.
+        token_ids: without end tokens.
+    """
+
+    matcher: str
+    grammar: Grammar
+    num_consumed: int
+    token_ids: tuple[int, ...]
+
+
+class NextMasks(Struct, frozen=True):
+    """Masks of one sequence at consecutive positions; all but the last allow one token, which is in `forced`.
+
+    A mask has one bit per row of the embedding, little-endian, in whole words of four bytes. One without a bit ends the
+    sequence.
+    """
+
+    masks: tuple[bytes, ...]
+    forced: tuple[int, ...]
+
+
+class Bounded(Generic[K, V]):
+    """The most recently used values of one kind."""
+
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        self._values[key] = value
+        if len(self._values) > self._max_values:
+            self._values.popitem(last=False)
+
+    def drop(self, key: K) -> None:
+        self._values.pop(key, None)
+
+
+@dataclass(slots=True)
+class _Matcher:
+    """A matcher, and the number of tokens of its sequence that it has consumed, forced ones included."""
+
+    matcher: LLMatcher
+    excluded: tuple[int, ...]  # end tokens of llguidance that are none of the vocabulary
+    num_consumed: int = 0
+
+
+_vocabularies: Bounded[Vocabulary, LLTokenizer] = Bounded(MAX_VOCABULARIES)
+_compiled: Bounded[tuple[Vocabulary, str], LLMatcher] = Bounded(MAX_COMPILED)
+_matchers: Bounded[str, _Matcher] = Bounded(MAX_MATCHERS)
+
+
+def opening_masks(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, grammar: Grammar) -> NextMasks:
+    """Compile a grammar and return the masks at its beginning.
+
+    Raises:
+        NotLoaded: this worker has not read the vocabulary.
+        InvalidRequest: llguidance refuses the grammar, or it is too complex.
+    """
+    return _advance(_start(_vocabulary(vocabulary), vocabulary, grammar), vocabulary, ())
+
+
+def advance_all(
+    tokenizer: LoadedTokenizer, vocabulary: Vocabulary, all_new: list[NewSampled], ended: list[str]
+) -> list[NextMasks | PeraxisError | None]:
+    """Have matchers consume new tokens and return the masks behind them, or the error of a sequence that failed.
+
+    Args:
+        ended: matchers that no sequence needs any more.
+
+    Returns:
+        one result per sequence; None where the worker does not have its matcher and `num_consumed` is not 0.
+
+    Raises:
+        NotLoaded: this worker has not read the vocabulary.
+    """
+    ll_tokenizer = _vocabulary(vocabulary)
+    for name in ended:
+        _matchers.drop(name)
+    return [_result(ll_tokenizer, vocabulary, new) for new in all_new]
+
+
+def reading_vocabulary(
+    tokenizer: LoadedTokenizer, vocabulary: Vocabulary, function: Callable[..., V], *args: object
+) -> V:
+    """Call ``function(tokenizer, vocabulary, *args)`` after reading the vocabulary, if this worker has not yet.
+
+    Raises:
+        InvalidRequest: llguidance does not support the tokenizer.
+        PeraxisError: as `function` raises it.
+    """
+    if _vocabularies.get(vocabulary) is None:
+        _vocabularies.put(vocabulary, _read(tokenizer, vocabulary))
+        # The call had time and memory for the vocabulary; what is left is only for the grammar.
+        allow(WORK_LIMITS)
+    return function(tokenizer, vocabulary, *args)
+
+
+def _read(tokenizer: LoadedTokenizer, vocabulary: Vocabulary) -> LLTokenizer:
+    num_tokens = max(vocabulary.num_embeddings, len(tokenizer.fast))
+    with failures_as(
+        lambda reason: InvalidRequest(
+            f"{tokenizer.where}: its output cannot be constrained, because llguidance does not support its tokenizer: "
+            f"{reason}"
+        )
+    ):
+        return from_tokenizer(tokenizer.fast, num_tokens, _end_tokens(tokenizer, vocabulary))
+
+
+def _end_tokens(tokenizer: LoadedTokenizer, vocabulary: Vocabulary) -> list[int]:
+    """Return the end tokens for llguidance, which needs one; masks allow only those of the vocabulary."""
+    own = [token for token in vocabulary.eos_token_ids if 0 <= token < len(tokenizer.fast)]
+    return own or tokenizer.fast.all_special_ids[:1] or [len(tokenizer.fast) - 1]
+
+
+def _vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
+    found = _vocabularies.get(vocabulary)
+    if found is None:
+        raise NotLoaded("the vocabulary was not read in this worker")
+    return found
+
+
+def _start(ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, grammar: Grammar) -> _Matcher:
+    compiled = _compiled.get((vocabulary, grammar.key))
+    if compiled is None:
+        with failures_as(lambda reason: _refused(grammar, reason)):
+            compiled = LLMatcher(ll_tokenizer, grammar.text, log_level=0, limits=PARSER_LIMITS)
+        if compiled.is_error():
+            raise _refused(grammar, compiled.get_error())
+        _compiled.put((vocabulary, grammar.key), compiled)
+    own = vocabulary.eos_token_ids
+    rows = range(vocabulary.num_embeddings)
+    excluded = tuple(token for token in ll_tokenizer.eos_tokens if token not in own and token in rows)
+    return _Matcher(compiled.deep_copy(), excluded)
+
+
+def _result(
+    ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, new: NewSampled
+) -> NextMasks | PeraxisError | None:
+    found = _matchers.get(new.matcher)
+    try:
+        if found is None:
+            if new.num_consumed:
+                return None
+            found = _start(ll_tokenizer, vocabulary, new.grammar)
+            _matchers.put(new.matcher, found)
+        if found.num_consumed < new.num_consumed:
+            return None
+        # It may have consumed tokens ahead that were forced.
+        return _advance(found, vocabulary, new.token_ids[found.num_consumed - new.num_consumed :])
+    except PeraxisError as error:
+        _matchers.drop(new.matcher)
+        return error
+
+
+def _advance(found: _Matcher, vocabulary: Vocabulary, token_ids: tuple[int, ...]) -> NextMasks:
+    matcher, forced, masks = found.matcher, list[int](), list[bytes]()
+    num_bytes = 4 * -(-vocabulary.num_embeddings // 32)
+    if token_ids and not matcher.consume_tokens(list(token_ids)):
+        raise EngineFailed(f"a token does not match the grammar: {_shown(matcher.get_error())}")
+    found.num_consumed += len(token_ids)
+    while not matcher.is_stopped() and len(masks) < MAX_AHEAD - 1:
+        ahead = matcher.compute_ff_tokens()[: MAX_AHEAD - 1 - len(masks)]
+        if not ahead or max(ahead) >= vocabulary.num_embeddings or not matcher.consume_tokens(ahead):
+            break
+        found.num_consumed += len(ahead)
+        forced += ahead
+        masks += [_only(token, num_bytes) for token in ahead]
+    masks.append(_mask(found, vocabulary, num_bytes))
+    return NextMasks(tuple(masks), tuple(forced))
+
+
+def _mask(found: _Matcher, vocabulary: Vocabulary, num_bytes: int) -> bytes:
+    matcher = found.matcher
+    if matcher.is_stopped() and not matcher.is_error():
+        return bytes(num_bytes)
+    bits = bytearray(matcher.compute_bitmask()[:num_bytes].ljust(num_bytes, b"\0"))
+    if matcher.is_error():
+        raise _too_complex(matcher)
+    # The tokenizer may have tokens behind the last row.
+    if num_past := -vocabulary.num_embeddings % 32:
+        last = int.from_bytes(bits[-4:], "little") & ((1 << (32 - num_past)) - 1)
+        bits[-4:] = last.to_bytes(4, "little")
+    for token in found.excluded:
+        bits[token // 8] &= ~(1 << token % 8)
+    return bytes(bits)
+
+
+def _only(token_id: int, num_bytes: int) -> bytes:
+    bits = bytearray(num_bytes)
+    bits[token_id // 8] = 1 << token_id % 8
+    return bytes(bits)
+
+
+def _too_complex(matcher: LLMatcher) -> InvalidRequest:
+    return InvalidRequest(
+        f"the schema is too complex for this output: {_shown(matcher.get_error())}: simplify it"
+    )
+
+
+def _refused(grammar: Grammar, reason: str) -> InvalidRequest:
+    if "coerce_one_of" in reason:
+        reason = "the branches of a oneOf may hold at once: use anyOf"
+    return InvalidRequest(f"{grammar.param}: the schema cannot be used: {_shown(reason)}", grammar.param)
+
+
+def _shown(reason: str) -> str:
+    """Return llguidance's reason on one line, without the place in our grammar, which the client does not know."""
+    bare = SOURCE_LINES.sub("", PLACE.sub("", reason))
+    return " ".join(bare.split())[:MAX_REASON_CHARS]

@@ -1,0 +1,115 @@
+"""Constrains the outputs of an HTTP process: tries new grammars, and gives each request a lane. Event loop only.
+
+Knows no HTTP. A grammar that was never tried is compiled in the pool for tenants' other input, where it can kill only
+its own work; lanes compile it again once it is known to be harmless.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+from server.errors import InvalidRequest
+from server.frontend.engine_client import EngineClient
+from server.grammar.grammar import Grammar
+from server.grammar.lanes import NUM_LANES, Lane
+from server.grammar.mask_feed import MaskFeed
+from server.grammar.matching import NextMasks, Vocabulary, opening_masks, reading_vocabulary
+from server.text.variant_text import VariantText
+from server.text.variant_work import VariantWork, WorkKind
+from server.workers.pool import WorkerPool
+
+# Of the masks of grammars that were tried.
+CACHE_BYTES = 32 << 20
+MAX_WORKS = 1024
+TRYING = WorkKind("compiling a schema for it", "simplify the schema")
+
+
+class GrammarService:
+    """Gives requests the masks of their grammars. What was tried is kept by vocabulary and grammar within a bound.
+
+    Args:
+        engine: takes the masks.
+        pool: where new grammars are tried; its owner closes it.
+    """
+
+    def __init__(self, engine: EngineClient, pool: WorkerPool) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._lanes = [Lane() for _ in range(NUM_LANES)]
+        self._tried: OrderedDict[tuple[Vocabulary, str], NextMasks] = OrderedDict()
+        self._works: OrderedDict[object, VariantWork] = OrderedDict()
+
+    async def open(self, text: VariantText, grammar: Grammar) -> Constraint:
+        """Try a grammar with the vocabulary of a variant.
+
+        Raises:
+            InvalidRequest: llguidance refuses the grammar or the tokenizer, or it needs too much time or memory.
+            QueueFull: too many grammars of the tenant wait.
+        """
+        vocabulary = Vocabulary(text.tokenizer_key, text.num_embeddings, tuple(sorted(text.eos_token_ids)))
+        key = (vocabulary, grammar.key)
+        if key not in self._tried:
+            self._keep(key, await self._try(text, vocabulary, grammar))
+        self._tried.move_to_end(key)
+        return Constraint(self._engine, self._lanes, text, (vocabulary, grammar), self._tried[key])
+
+    async def close(self) -> None:
+        """End the lanes; what waits for them raises Draining."""
+        for lane in self._lanes:
+            await lane.close()
+
+    async def _try(self, text: VariantText, vocabulary: Vocabulary, grammar: Grammar) -> NextMasks:
+        warm = partial(opening_masks, vocabulary=vocabulary, grammar=grammar)
+        cold = partial(
+            reading_vocabulary, vocabulary=vocabulary, function=partial(opening_masks, grammar=grammar)
+        )
+        try:
+            return await text.run_in(self._work(text), warm, cold)
+        except InvalidRequest as error:
+            # Whatever the reason is, the client's way out is this field.
+            raise InvalidRequest(str(error), error.param or grammar.param) from error
+
+    def _work(self, text: VariantText) -> VariantWork:
+        if text.share not in self._works:
+            self._works[text.share] = VariantWork(
+                self._pool, ("grammar", text.share), text.label, kind=TRYING
+            )
+            if len(self._works) > MAX_WORKS:
+                self._works.popitem(last=False)
+        self._works.move_to_end(text.share)
+        return self._works[text.share]
+
+    def _keep(self, key: tuple[Vocabulary, str], opening: NextMasks) -> None:
+        self._tried[key] = opening
+        while len(self._tried) > 1 and sum(map(_num_bytes, self._tried.values())) > CACHE_BYTES:
+            self._tried.popitem(last=False)
+
+
+class Constraint:
+    """The grammar of one call with a variant's vocabulary; each of its requests gets a feed of masks."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        lanes: list[Lane],
+        text: VariantText,
+        rule: tuple[Vocabulary, Grammar],
+        opening: NextMasks,
+    ) -> None:
+        self._engine = engine
+        self._lanes = lanes
+        self._text = text
+        self._vocabulary, self._grammar = rule
+        self._opening = opening
+
+    def feed(self) -> MaskFeed:
+        """Return the masks of one request, in the lane with the fewest requests."""
+        lane = min(self._lanes, key=lambda lane: lane.num_open)
+        return MaskFeed(
+            self._engine, lane, lane.share(self._text, self._vocabulary), self._grammar, self._opening
+        )
+
+
+def _num_bytes(masks: NextMasks) -> int:
+    return sum(map(len, masks.masks))

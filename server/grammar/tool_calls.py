@@ -1,0 +1,152 @@
+"""Tool calls in the text of an output: splits it into content and calls, as it comes or whole.
+
+Knows no HTTP and no tokenizer. An output with a grammar of `grammar.py` is split here; one that is free is parsed in a
+worker (`response_parsing.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import DecodeError, Struct
+from msgspec.json import decode
+
+from server.grammar.grammar import CALL_BEGIN, CALL_MIDDLE
+
+
+class ToolCall(Struct, frozen=True):
+    """One call of a function; `arguments` is JSON as the model wrote it, incomplete if the output was cut off."""
+
+    name: str
+    arguments: str
+
+
+class ParsedAnswer(Struct, frozen=True):
+    """One answer of a model that was told of tools."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+class CallDelta(Struct, frozen=True):
+    """An addition to the call with number `index`; its first one has the name."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class CallSplitter:
+    """Splits the text of calls in their compact form, as it comes.
+
+    Args:
+        called: the only function, whose arguments are all of the text; None for a JSON array of calls.
+    """
+
+    called: str | None
+    _index: int = 0
+    _head: str = ""  # text before the arguments of the next call
+    _in_arguments: bool = False
+    _in_string: bool = False
+    _is_escaped: bool = False
+    _depth: int = 0
+
+    def push(self, text: str) -> list[CallDelta]:
+        """Add text. Return what it adds to calls, at most one delta per call and kind."""
+        if self.called is not None:
+            name = None if self._in_arguments else self.called
+            self._in_arguments = True
+            return [CallDelta(0, name, text)] if text or name else []
+        deltas: list[CallDelta] = []
+        while text:
+            read = self._read_arguments if self._in_arguments else self._read_head
+            text = read(text, deltas)
+        return deltas
+
+    def _read_head(self, text: str, deltas: list[CallDelta]) -> str:
+        """Read up to the arguments of the next call; return the text behind."""
+        self._head += text
+        before, middle, behind = self._head.partition(CALL_MIDDLE)
+        if not middle:
+            return ""
+        name = before.partition(CALL_BEGIN)[2].strip('"')
+        deltas.append(CallDelta(self._index, name, ""))
+        self._head, self._in_arguments, self._depth = "", True, 0
+        return behind
+
+    def _read_arguments(self, text: str, deltas: list[CallDelta]) -> str:
+        """Read up to the end of the arguments; return the text behind."""
+        for position, character in enumerate(text):
+            if self._ends_with(character):
+                self._add(text[:position], deltas)
+                self._in_arguments, self._index = False, self._index + 1
+                return text[position + 1 :]
+        self._add(text, deltas)
+        return ""
+
+    def _add(self, arguments: str, deltas: list[CallDelta]) -> None:
+        if arguments:
+            deltas.append(CallDelta(self._index, None, arguments))
+
+    def _ends_with(self, character: str) -> bool:
+        """Return whether a character closes the call, and so is no part of its arguments."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._in_string = False
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+        return self._depth < 0
+
+
+def joined(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
+    """Return the calls that deltas add up to."""
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            names.append(delta.name)
+            arguments.append([])
+        arguments[delta.index].append(delta.arguments)
+    return tuple(ToolCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True))
+
+
+def may_be_calls(text: str) -> bool:
+    """Return whether a text may be the beginning of what `parse_plain` takes for calls."""
+    return text.lstrip()[:1] in ("", "{", "[")
+
+
+def parse_plain(text: str, names: Collection[str]) -> ParsedAnswer:
+    """Parse an answer of a variant that has no response template of its own.
+
+    The whole text is taken for calls if it is a JSON object ``{"name": ..., "arguments": {...}}``, or an array of such,
+    and all name a given tool; otherwise it is content. ``parameters`` is taken for ``arguments``, as Llama writes it.
+    """
+    try:
+        document: Any = decode(text)
+    except (DecodeError, UnicodeEncodeError, RecursionError):
+        return ParsedAnswer(text)
+    calls = [_plain_call(call, names) for call in (document if isinstance(document, list) else [document])]
+    found = tuple(call for call in calls if call is not None)
+    return ParsedAnswer("", found) if found and len(found) == len(calls) else ParsedAnswer(text)
+
+
+def _plain_call(call: Any, names: Collection[str]) -> ToolCall | None:
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if isinstance(name, str) and name in names and isinstance(arguments, dict):
+        return ToolCall(name, json.dumps(arguments))
+    return None

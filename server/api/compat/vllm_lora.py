@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from functools import partial
@@ -39,6 +40,7 @@ from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import while_connected
 from server.api.schemas import BASE
 from server.api.service import AnyService, ChangesDep, Service, TenantDep
+from server.api.tenants.limits import counted_upload
 from server.errors import InvalidRequest
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.tenants.tenant import Tenant
@@ -174,7 +176,11 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
 
 async def _publish(service: Service, destination: Destination, file: BinaryIO) -> Publication:
     chunks = gathered(_chunks(service, file), service.settings.max_upload_bytes)
-    async with sealed_upload(service, chunks) as sealed:
+    size_bytes = os.fstat(file.fileno()).st_size
+    async with (
+        counted_upload(service, destination.tenant, size_bytes),
+        sealed_upload(service, chunks) as sealed,
+    ):
         facts = await check(service, destination, sealed)
         return await publish(service, destination, sealed, facts)
 

@@ -56,6 +56,7 @@ MORE: Mapping[tuple[str, str], Sequence[int]] = {
     ("DELETE", "/variants/{name}"): (507,),
     ("POST", "/variants/{name}/load"): (409, 413, 424),
     ("POST", "/variants/{name}/pin"): (409, 413, 424),
+    ("PUT", "/tenants/{name}"): (507,),
     ("POST", "/keys"): (201, 507),
     ("DELETE", "/keys/{key_id}"): (507,),
     ("GET", "/variants/{name}/artifact"): (206, 304, 412, 416, 424),

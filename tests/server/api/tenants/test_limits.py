@@ -1,0 +1,124 @@
+"""Limits of tenants on the routes of a service with its engine and its ledger in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.protocol.limits import GiveBack, LimitAnswer, TakeSeat, UsageWanted
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from server.tenants.limits import limiter as limiter_module
+from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.limiter import Limiter
+from server.tenants.limits.tenant_limits import TenantLimits
+from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.server.helpers.live_server import Artifacts, error_of
+
+BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
+
+
+def serve(
+    artifacts: Artifacts, registry: Path, limits: TenantLimits, talk: Callable[[HttpApp], Awaitable[None]]
+) -> None:
+    """Run an application whose tenants have `limits`, and let `talk` send requests with a key of `acme`."""
+    author = Auditor(AuditLog(registry))
+    made = KeyStore(registry).create(author, "acme", ["inference", "publish"])
+
+    async def main() -> None:
+        settings = settings_of(artifacts.base, registry, auth="keys", default_limits=limits)
+        async with running_app(settings) as app, app.engine():
+            app.client.headers["Authorization"] = f"Bearer {made.text}"
+            await talk(app)
+
+    asyncio.run(main())
+
+
+async def generate(app: HttpApp, **body: Any) -> httpx.Response:
+    return await app.client.post("/generate", json={**BODY, **body})
+
+
+async def usage(app: HttpApp) -> dict[str, int]:
+    document: dict[str, int] = (await app.client.get("/me")).json()["usage"]
+    return document
+
+
+def test_every_prompt_of_a_call_is_a_request_and_every_token_of_its_sequences_counts(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        body = {"model": "base", "prompt": ["hello", "there"], "max_tokens": 3, "n": 2, "temperature": 1}
+        reply = await app.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        counted = await usage(app)
+        assert counted["requests_last_minute"] == 2
+        assert counted["tokens_last_minute"] == reply.json()["usage"]["total_tokens"]
+        assert counted["running"] == 0
+        assert reply.headers["x-ratelimit-remaining-requests"] == "1"
+        # Two prompts are more than the one request that is left.
+        refused = await app.client.post("/v1/completions", json=body)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "requests_per_minute")
+        assert (await generate(app)).status_code == 200
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=3), talk)
+
+
+def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        leaving = asyncio.create_task(generate(app, max_new_tokens=200, n=4))
+        while not (await usage(app))["running"]:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        while (await usage(app))["running"]:
+            await asyncio.sleep(0.01)
+        assert (await generate(app, prompt="hello " * 300)).status_code == 400
+        assert (await generate(app)).status_code == 200
+        assert (await usage(app))["running"] == 0
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(max_running=1), talk)
+
+
+def test_without_an_answer_about_its_limits_a_request_is_refused(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SilentLedger:
+        async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def tell(self, call: GiveBack) -> None:
+            """Nothing was taken."""
+
+    monkeypatch.setattr(limiter_module, "ANSWER_S", 0.01)
+
+    async def talk(app: HttpApp) -> None:
+        app.service.limiter = Limiter(SilentLedger())
+        reply = await generate(app)
+        assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
+        assert "Retry-After" in reply.headers
+        assert app.service.engine.num_open == 0
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
+def test_without_keys_there_are_no_limits(artifacts: Artifacts, tmp_path: Path) -> None:
+    registry = tmp_path / "registry"
+    LimitsDirectory(registry, TenantLimits()).write("default", TenantLimits(requests_per_minute=1))
+
+    async def main() -> None:
+        async with running_app(settings_of(artifacts.base, registry)) as app, app.engine():
+            for _ in range(3):
+                reply = await generate(app)
+                assert reply.status_code == 200
+                assert not [name for name in reply.headers if name.startswith("x-ratelimit")]
+            document = (await app.client.get("/me")).json()
+            assert (document["tenant"], document["key"]) == ("default", None)
+            assert document["usage"]["requests_last_minute"] is None
+
+    asyncio.run(main())

@@ -52,7 +52,7 @@ MORE: Mapping[tuple[str, str], Sequence[int]] = {
     ("POST", "/tokenize"): (424,),
     ("POST", "/detokenize"): (424,),
     ("POST", "/variants"): (201, 408, 409, 413, 507),
-    ("PATCH", "/variants/{name}"): (424, 507),
+    ("PATCH", "/variants/{name}"): (409, 424, 507),
     ("DELETE", "/variants/{name}"): (507,),
     ("POST", "/variants/{name}/load"): (409, 413, 424),
     ("POST", "/variants/{name}/pin"): (409, 413, 424),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from tqdm import tqdm
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ PAGE_BYTES = 4096
 def describe_base(base: Base, checkpoint: Checkpoint) -> str:
     """Return a base's id, fingerprint and size."""
     num_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values())
-    return f"{base.id}, {num_bytes / 1e9:.3g} GB, fingerprint {base.fingerprint[:12]}"
+    return f"{base.id}, {tqdm.format_sizeof(num_bytes, 'B')}, fingerprint {base.fingerprint[:12]}"
 
 
 def delta_bytes(base: Base) -> int:
@@ -44,6 +45,6 @@ def check_capacity(base: Base, checkpoint: Checkpoint, settings: Settings, devic
     # The number of pages is bounded by the free memory alone, so that the KV cache takes its whole share.
     plan = plan_memory(settings, free, slot_bytes, PAGE_BYTES, max(2, free.usable // PAGE_BYTES))
     return (
-        f"at least {plan.num_slots} slots of {slot_bytes / 1e9:.3g} GB beside the base in "
+        f"at least {plan.num_slots} slots of {tqdm.format_sizeof(slot_bytes, 'B')} beside the base in "
         f"{str(dtype).removeprefix('torch.')}, and a host cache for {cache_bytes // slot_bytes} deltas"
     )

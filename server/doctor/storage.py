@@ -6,6 +6,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from tqdm import tqdm
+
 from deltastore.base.base import Base
 from deltastore.diagnosis import Diagnosis
 from deltastore.errors import RegistryError
@@ -42,7 +44,9 @@ def check_disk(root: Path, delta_bytes: int | None) -> str:
     """Return the free space, and how many deltas fit there if the size of one is known."""
     with explained(root):
         free = shutil.disk_usage(_existing(root)).free
-    fit = "" if not delta_bytes else f", {free // delta_bytes} deltas of {delta_bytes / 1e9:.3g} GB"
+    fit = (
+        "" if not delta_bytes else f", {free // delta_bytes} deltas of {tqdm.format_sizeof(delta_bytes, 'B')}"
+    )
     return f"{free / 1e9:.1f} GB are free{fit}"
 
 

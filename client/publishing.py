@@ -9,6 +9,7 @@ import base64
 import json
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential
 
@@ -38,6 +39,8 @@ class Publishing:
     artifact: ArtifactFile
     name: str
     activate: bool
+    # None leaves it as it is; a new variant is private.
+    visibility: Literal["private", "public"] | None = None
 
 
 def publish(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
@@ -67,19 +70,21 @@ def _attempt(server: RemoteServer, publishing: Publishing, progress: bool) -> by
     known = _known_version(server, publishing)
     if known is None:
         return _send(server, publishing, progress)
-    version, is_active = known
+    variant, version = known
+    if publishing.visibility not in (None, variant.visibility):
+        server.call("PATCH", path_of(publishing.name), body={"visibility": publishing.visibility})
     reply = {
         "name": publishing.name,
         "version": version.version,
         "digest": version.digest,
         "size_bytes": version.size_bytes,
-        "active": is_active,
+        "active": version.version == variant.active,
     }
     return json.dumps(reply).encode()
 
 
-def _known_version(server: RemoteServer, publishing: Publishing) -> tuple[VersionReply, bool] | None:
-    """Return the version that has these bytes, and whether it is active; None if they must be sent."""
+def _known_version(server: RemoteServer, publishing: Publishing) -> tuple[VariantReply, VersionReply] | None:
+    """Return the variant and its version that has these bytes; None if they must be sent."""
     path, digest = path_of(publishing.name), publishing.artifact.digest
     try:
         variant = parsed(server.call("GET", path), VariantReply)
@@ -94,7 +99,7 @@ def _known_version(server: RemoteServer, publishing: Publishing) -> tuple[Versio
         if error.status in (NOT_FOUND, QUARANTINED):
             return None
         raise
-    return (found, found.version == variant.active) if reply.status_code == NOT_MODIFIED else None
+    return (variant, found) if reply.status_code == NOT_MODIFIED else None
 
 
 def _send(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
@@ -105,6 +110,8 @@ def _send(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes
         "Content-Digest": f"sha-256=:{base64.b64encode(artifact.sha256).decode()}:",
     }
     params = {"name": publishing.name, "activate": "true" if publishing.activate else "false"}
+    if publishing.visibility is not None:
+        params["visibility"] = publishing.visibility
     with byte_progress(artifact.size_bytes, f"sending {artifact.path.name}", progress) as bar:
         body = artifact.blocks(bar.update)
         return server.send("POST", "/variants", params=params, headers=headers, content=body).content

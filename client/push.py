@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,12 @@ def push(
     activate: Annotated[
         bool, typer.Option("--activate/--no-activate", help="Make the new version the active one.")
     ] = True,
+    visibility: Annotated[
+        Literal["private", "public"] | None,
+        typer.Option(
+            "--visibility", help="Whether other tenants may use it; by default as it is, and private if new."
+        ),
+    ] = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
     ] = True,
@@ -47,7 +53,7 @@ def push(
     with byte_progress(total, f"digest of {file.name}", progress) as bar:
         artifact = ArtifactFile.read(file, bar.update)
     with RemoteServer(address, ANSWER_S) as server:
-        content = publish(server, Publishing(artifact, name, activate), progress)
+        content = publish(server, Publishing(artifact, name, activate, visibility), progress)
     reply = parsed(content, UploadReply)
     if as_json:
         print_reply(content)

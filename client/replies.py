@@ -34,6 +34,7 @@ class VariantReply(Struct, frozen=True):
     name: str
     active: int | None
     versions: tuple[VersionReply, ...]
+    visibility: str = "private"
 
     @property
     def active_version(self) -> VersionReply | None:

@@ -31,7 +31,7 @@ def ls(
     if as_json:
         print_reply(content)
         return
-    head = ("NAME", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "DIGEST", "CREATED")
+    head = ("NAME", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "VISIBILITY", "DIGEST", "CREATED")
     print_table(head, [_listed(variant) for variant in variants])
 
 
@@ -192,7 +192,7 @@ def _listed(variant: VariantReply) -> tuple[str, ...]:
     versions = str(len(variant.versions))
     active = variant.active_version
     if active is None:
-        return variant.name, "-", versions, "-", "-", "-", "-", "-"
+        return variant.name, "-", versions, "-", "-", "-", variant.visibility, "-", "-"
     return (
         variant.name,
         str(active.version),
@@ -200,6 +200,7 @@ def _listed(variant: VariantReply) -> tuple[str, ...]:
         size(active.size_bytes),
         active.level,
         _mark(active.pinned, "pinned"),
+        variant.visibility,
         short(active.digest),
         _date(active.created_at),
     )

@@ -119,6 +119,21 @@ def test_with_no_activate_the_version_before_stays_active(
     assert server.client.get("/variants/kept").json()["active"] == 1
 
 
+def test_a_variant_is_made_public_by_its_push_or_by_another_of_the_same_bytes(
+    server: LiveServer, artifacts: Artifacts
+) -> None:
+    def push(*args: str) -> object:
+        arguments = ["push", str(artifacts.plain), "--name", "for-all", "--url", server.url, "--no-progress"]
+        assert run([*arguments, *args]) == 0
+        return server.client.get("/variants/for-all").json()["visibility"]
+
+    assert push() == "private"
+    assert push("--visibility", "public") == "public"
+    assert push() == "public"
+    server.client.delete("/variants/for-all")
+    assert push("--visibility", "public") == "public"
+
+
 def test_a_refused_artifact_is_one_line_with_the_servers_reason(
     server: LiveServer, artifacts: Artifacts, capsys: Output
 ) -> None:

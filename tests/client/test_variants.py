@@ -45,7 +45,17 @@ def two_versions(server: LiveServer, artifacts: Artifacts) -> str:
 def test_ls_has_a_line_per_variant(server: LiveServer, two_versions: str, capsys: Output) -> None:
     assert command(server, "ls") == 0
     head, *rows = fields(capsys)
-    assert head == ["NAME", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "DIGEST", "CREATED"]
+    assert head == [
+        "NAME",
+        "ACTIVE",
+        "VERSIONS",
+        "SIZE",
+        "LEVEL",
+        "PINNED",
+        "VISIBILITY",
+        "DIGEST",
+        "CREATED",
+    ]
     (row,) = [row for row in rows if row[0] == two_versions]
     assert row[1:3] == ["2", "2"]
     assert len(row) == len(head)

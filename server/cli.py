@@ -111,6 +111,10 @@ def serve(
         bool | None,
         typer.Option("--log-prompts", help="Log prompts, and messages of exceptions that may quote them."),
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector for traces, as http://HOST:4318; needs peraxis[otel]."),
+    ] = None,
     compat: Annotated[
         str | None,
         typer.Option(help="none, or vllm-lora: vLLM's calls to load and unload LoRA adapters, on variants."),

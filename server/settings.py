@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,6 +84,8 @@ class Settings(BaseModel):
     log_format: Literal["text", "json"] = "text"
     # Log each prompt, and the messages of unexpected exceptions, which may quote one.
     log_prompts: bool = False
+    # URL of an OpenTelemetry collector that takes OTLP over HTTP. None sends no traces.
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None = None
     # "vllm-lora" adds vLLM's calls for LoRA adapters, and `/v1/models` then lists what is loaded.
     compat: Literal["none", "vllm-lora"] = "none"
     # Artifacts below this directory can be published by vLLM's load call. None: only registered names can be loaded.
@@ -125,6 +128,12 @@ class Settings(BaseModel):
                 f"max_batch_tokens is {self.max_batch_tokens} and max_num_seqs {self.max_num_seqs}: a step must hold "
                 "more tokens than sequences, or prompts would wait while all sequences decode"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _traces_need_their_packages(self) -> Settings:
+        if self.otlp_endpoint is not None and find_spec("opentelemetry") is None:
+            raise ValueError("otlp_endpoint is set and OpenTelemetry is missing: pip install 'peraxis[otel]'")
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,8 @@ ROOMS = (
     "server/api", "server/api/artifacts", "server/api/compat", "server/api/operations", "server/api/tenants",
     "server/deltas", "server/engine", "server/engine/sampling", "server/engine/scheduling", "server/frontend",
     "server/grammar", "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",
-    "server/tenants", "server/tenants/limits", "server/text", "server/text/decoding", "server/workers",
+    "server/tenants", "server/tenants/limits", "server/text", "server/text/decoding", "server/tracing",
+    "server/workers",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 

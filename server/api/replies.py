@@ -83,7 +83,7 @@ async def answer(
         PeraxisError: as `submit` does, or because a request failed before the first byte of its reply.
     """
     http_request_id = http_request_id_of(request)
-    events = RequestEvents(service.engine, service.metrics, http_request_id)
+    events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
     try:
         submission = await while_connected(request, submit(service, call, events))
         replies = format_of(submission)

@@ -37,6 +37,7 @@ from server.tenants.limits.limiter import LedgerLink, Limiter
 from server.tenants.tenant import Caller, Tenant
 from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
+from server.tracing.opening import open_spans
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Service:
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
+        self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
         self.limiter = Limiter(whole if settings.auth == "keys" else None)
         # As files; the ledger counts by those that its own process has read.
         self.limits = LimitsDirectory(registry.root, settings.default_limits)
@@ -167,6 +169,8 @@ class Service:
         await self.grammars.close()
         if self._text is not None:
             self._text.close()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
 
 async def service_of(request: Request) -> Service:

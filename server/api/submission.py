@@ -141,8 +141,10 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         seat = await service.limiter.admit(call.tenant.name, len(requests), num_tokens)
         events.hold(seat)
-        for request in requests:
-            events.submit(request, None if constraint is None else constraint.feed())
+        for request, prompt in zip(requests, call.prompts, strict=True):
+            masks = None if constraint is None else constraint.feed()
+            is_chat = isinstance(prompt, Conversation)
+            events.submit(request, masks, "chat" if is_chat else "text_completion")
     outputs = (
         ToolOutputs(events, requests, text, call.requested, call.stream)
         if call.requested.tools

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import fastapi
 from fastapi.responses import StreamingResponse
@@ -19,9 +19,13 @@ from server.errors import EngineRestarted, RequestTimeout
 from server.frontend.engine_client import EngineClient
 from server.grammar.mask_feed import MaskFeed
 from server.metrics.frontend import FrontendMetrics
-from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.events import DoneEvent, ErrorEvent, Event, Timings, TokenEvent
 from server.protocol.request import Request
 from server.tenants.limits.limiter import Seat
+from server.tracing.traced_request import Operation, TracedRequest
+
+if TYPE_CHECKING:
+    from server.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,13 @@ class RequestEvents:
     A request that fails ends the others. Always call `cancel` last; it does nothing after the end.
     """
 
-    def __init__(self, engine: EngineClient, metrics: FrontendMetrics, http_request_id: str) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: FrontendMetrics,
+        http_request_id: str,
+        spans: RequestSpans | None = None,
+    ) -> None:
         self._http_request_id = http_request_id
         self._engine = engine
         self._metrics = metrics
@@ -49,6 +59,9 @@ class RequestEvents:
         self._num_open = 0
         self._num_tokens = 0
         self._seat = Seat()
+        self._spans = spans
+        # Requests whose span is not made yet, by their number.
+        self._traced: dict[int, TracedRequest] = {}
 
     def hold(self, seat: Seat) -> None:
         """Hold the tenant's seat until the requests have ended. Call it before `submit`."""
@@ -59,11 +72,14 @@ class RequestEvents:
         # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
         return f"{self._http_request_id}-{secrets.token_hex(8)}"
 
-    def submit(self, request: Request, masks: MaskFeed | None = None) -> None:
+    def submit(
+        self, request: Request, masks: MaskFeed | None = None, operation: Operation = "text_completion"
+    ) -> None:
         """Submit a request; raises what `EngineClient.submit` does.
 
         Args:
             masks: of a constrained request.
+            operation: its kind, for its span.
         """
         on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
         if masks is None:
@@ -72,6 +88,8 @@ class RequestEvents:
             self._feeds.append(masks)
             self._engine.submit(request, masks.before(on_event), masks.first_mask)
             masks.start(request, lambda error: on_event(ErrorEvent(error)))
+        if self._spans is not None:
+            self._traced[len(self._request_ids)] = TracedRequest(request, operation)
         self._request_ids.append(request.id)
         self._num_open += 1
         log.debug(
@@ -108,9 +126,13 @@ class RequestEvents:
             self._engine.cancel(request_id)
         for feed in self._feeds:
             feed.close()
+        for number in list(self._traced):
+            self._make_span(number, "cancelled")
         self._seat.release(self._num_tokens)
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
+        if self._spans is not None:
+            self._trace(number, event)
         if isinstance(event, TokenEvent):
             self._num_tokens += 1
             self._num_unread += 1 + len(event.top)
@@ -127,6 +149,26 @@ class RequestEvents:
                 self._seat.release(self._num_tokens)
         self._events.append((number, event))
         self._arrived.set()
+
+    def _trace(self, number: int, event: Event) -> None:
+        traced = self._traced.get(number)
+        if traced is None:
+            return
+        if isinstance(event, TokenEvent):
+            traced.num_tokens[event.index] += 1
+        elif isinstance(event, DoneEvent):
+            self._make_span(number, event.timings)
+        elif isinstance(event, ErrorEvent):
+            self._make_span(number, type(event.error).__name__)
+
+    def _make_span(self, number: int, outcome: Timings | str) -> None:
+        """Record a request as answered, or as failed with a kind of error."""
+        traced = self._traced.pop(number)
+        assert self._spans is not None
+        if isinstance(outcome, Timings):
+            self._spans.finished(traced, outcome)
+        else:
+            self._spans.failed(traced, outcome)
 
     def _count_as_lost(self, request: Request, submitted_at: float) -> None:
         """Count a request that its engine cannot count any more."""

@@ -135,12 +135,13 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             if call.echo:
                 echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
         _check_echoes(requests, echoes)
-        constraint = None
-        if call.requested.grammar is not None:
-            constraint = await service.grammars.open(text, call.requested.grammar)
+        # Before a grammar is compiled, which takes a worker's time.
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         seat = await service.limiter.admit(call.tenant.name, len(requests), num_tokens)
         events.hold(seat)
+        constraint = None
+        if call.requested.grammar is not None:
+            constraint = await service.grammars.open(text, call.requested.grammar)
         for request, prompt in zip(requests, call.prompts, strict=True):
             masks = None if constraint is None else constraint.feed()
             is_chat = isinstance(prompt, Conversation)

@@ -1,7 +1,7 @@
 """HTTP clients that read streams, in a process of their own: the child's program, and the parent's side of it.
 
-The child counts `token` events in the bytes of a reply and parses nothing else, so that it takes as little as possible
-of the processors that the server needs. It imports no torch and no module of the server.
+The child counts the events of tokens in the bytes of a reply and parses nothing else, so that it takes as little as
+possible of the processors that the server needs. It imports no torch and no module of the server.
 """
 
 from __future__ import annotations
@@ -16,30 +16,55 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import IO, cast
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import uvloop
 
 from bench.streams import StreamTimes
 
-TOKEN, DONE = b"event: token\n", b"event: done\n"
-# So that a marker that two reads divide is found, and none is found twice.
-NUM_KEPT = len(TOKEN) - 1
+# The base's name in `POST /v1/completions`.
+BASE = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Bytes that a stream has once per token, and once at its end."""
+
+    token: bytes
+    done: bytes
+
+
+OF_GENERATE = Markers(b"event: token\n", b"event: done\n")
+OF_COMPLETIONS = Markers(b'"finish_reason":null', b"data: [DONE]\n")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedRequest:
-    """A body for `POST /generate`, whose reply is streamed."""
+    """A body for `POST /generate`, or with a schema for `POST /v1/completions`, whose reply is streamed."""
 
     prompt: str
     num_new: int
     variant: str | None = None
+    # The JSON schema of the output; an empty one leaves it free.
+    schema: dict[str, Any] | None = None
+
+    @property
+    def markers(self) -> Markers:
+        return OF_GENERATE if self.schema is None else OF_COMPLETIONS
 
     def to_bytes(self, host: str) -> bytes:
         """Return the HTTP request, head and body."""
-        path = "/generate" + (f"?variant={self.variant}" if self.variant else "")
-        body = {"prompt": self.prompt, "max_new_tokens": self.num_new, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {"prompt": self.prompt, "temperature": 0, "stream": True}
+        if self.schema is None:
+            path = "/generate" + (f"?variant={self.variant}" if self.variant else "")
+            body["max_new_tokens"] = self.num_new
+        else:
+            path = "/v1/completions"
+            body |= {"model": self.variant or BASE, "max_tokens": self.num_new}
+            if self.schema:
+                json_schema = {"name": "output", "schema": self.schema}
+                body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json"
         return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
@@ -112,6 +137,7 @@ class StreamReader(asyncio.Protocol):
     """Sends one request and notes when each token comes."""
 
     request: bytes
+    markers: Markers
     first: asyncio.Future[None]
     ended: asyncio.Future[None]
     begun: float = 0.0
@@ -128,12 +154,13 @@ class StreamReader(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         seen = self._seen + data
-        self.tokens += [now] * seen.count(TOKEN)
-        # A reply without tokens is an error, and is kept for the message.
-        self._seen = seen[-NUM_KEPT:] if self.tokens else seen
+        self.tokens += [now] * seen.count(self.markers.token)
+        # A reply without tokens is an error, and is kept for the message. Otherwise so much is kept that a marker that
+        # two reads divide is found, and none is found twice.
+        self._seen = seen[1 - len(self.markers.token) :] if self.tokens else seen
         if self.tokens and not self.first.done():
             self.first.set_result(None)
-        if DONE in seen:
+        if self.markers.done in seen:
             self.close()
 
     def close(self) -> None:
@@ -159,7 +186,7 @@ async def _read_all(url: str, requests: Sequence[StreamedRequest]) -> None:
     imported_s = time.process_time()
     loop, where = asyncio.get_running_loop(), urlsplit(url)
     readers = [
-        StreamReader(one.to_bytes(where.netloc), loop.create_future(), loop.create_future())
+        StreamReader(one.to_bytes(where.netloc), one.markers, loop.create_future(), loop.create_future())
         for one in requests
     ]
     host, port = str(where.hostname), where.port or 80

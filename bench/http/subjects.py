@@ -18,6 +18,7 @@ from bench.streams import StreamTimes, gap_seconds, p99, tokens_per_s
 from deltastore.registry import Registry
 
 ENGINE, HTTP, BASELINE = "bare engine", "over HTTP", "baseline over HTTP"
+FREE, CONSTRAINED, BESIDE = "free", "constrained to JSON", "free beside constrained"
 PROMPT_TOKENS = 64
 KV_CACHE_GB = 0.5
 
@@ -77,12 +78,17 @@ def through_engine(
     return _sample(streams, num_new, {ENGINE: time.process_time() - before})
 
 
-def through_http(server: Server, requests: Sequence[StreamedRequest]) -> Sample:
-    """Answer all requests with a server; the processor time is that of each of its processes and of the clients."""
+def through_http(
+    server: Server, requests: Sequence[StreamedRequest], num_sampled: int | None = None
+) -> Sample:
+    """Answer all requests with a server; the processor time is that of each of its processes and of the clients.
+
+    With `num_sampled` the figures are those of so many of the requests, the first ones.
+    """
     before = server.tree.cpu_s()
     read = read_streams(server.url, requests)
     spent = {part: total - before.get(part, 0.0) for part, total in server.tree.cpu_s().items()}
-    return _sample(read.streams, requests[0].num_new, {**spent, "clients": read.cpu_s})
+    return _sample(read.streams[:num_sampled], requests[0].num_new, {**spent, "clients": read.cpu_s})
 
 
 def streamed_requests(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.http.subjects import BASELINE, ENGINE, HTTP, Subject
+from bench.http.subjects import BASELINE, BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, Subject
 from demo.table import table
 
 HEADS = ("streams", "variants", "")
@@ -55,6 +55,7 @@ def goals(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     most = max(one.num_streams for one in subjects if one.name == ENGINE)
     many = max(one.num_streams for one in subjects if one.name == HTTP)
     engine, http = found[ENGINE, most, 0], found[HTTP, most, 0]
+    free, constrained, beside = (found[name, most, 0] for name in (FREE, CONSTRAINED, BESIDE))
     asked = [
         (
             f"{most} streams: tokens/s over HTTP / bare engine",
@@ -68,6 +69,18 @@ def goals(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
             _ratio(found[HTTP, many, 0], found.get((BASELINE, many, 0)), "tokens_per_s"),
             "at least",
             2.0,
+        ),
+        (
+            f"{most} streams: time per token, constrained to JSON / free",
+            _ratio(free, constrained, "tokens_per_s"),
+            "at most",
+            1.15,
+        ),
+        (
+            f"{most} streams: p99 of free ones, beside as many constrained / all free",
+            _ratio(beside, free, "p99_gap_s"),
+            "at most",
+            1.1,
         ),
     ]
     return [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.http.clients import StreamedRequest, StreamReader
+from bench.http.clients import OF_GENERATE, StreamedRequest, StreamReader
 
 REPLY = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -22,7 +22,7 @@ def read(feed: Callable[[StreamReader], None]) -> StreamReader:
 
     async def run() -> StreamReader:
         loop = asyncio.get_running_loop()
-        reader = StreamReader(b"", loop.create_future(), loop.create_future())
+        reader = StreamReader(b"", OF_GENERATE, loop.create_future(), loop.create_future())
         feed(reader)
         await asyncio.gather(reader.first, reader.ended)
         return reader

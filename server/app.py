@@ -9,6 +9,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, Depends, FastAPI
 
 from server.api import access, bodies, errors, generate, keys, models, tokens, variants
+from server.api.artifacts import sources
 from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
@@ -24,7 +25,14 @@ PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
     tenants.me_router,
 )  # fmt: skip
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
-ADMIN_ROUTERS = (variants.router, health.metrics_router, stats.router, keys.router, tenants.router)
+ADMIN_ROUTERS = (
+    variants.router,
+    sources.router,
+    health.metrics_router,
+    stats.router,
+    keys.router,
+    tenants.router,
+)
 
 
 def create_app(service: Service) -> FastAPI:

@@ -11,18 +11,20 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from server.openmp_policy import let_threads_sleep
-from server.settings import Settings, load_settings
+from server.settings import DEFAULT_HUB_URL, Settings, load_settings
 
 app = typer.Typer(add_completion=False)
 
 # Defaults that are computed at start, by setting.
 COMPUTED: Mapping[str, str] = {
-    "admin_port": "none",
+    "admin_port": "none, they are on --port",
     "max_gpu_deltas": "as many as fit, up to 64",
-    "max_host_cache_gb": "an eighth of free memory, up to 16",
-    "kv_cache_gb": "as much as fits",
-    "max_batch_tokens": "128 on the CPU, 2048 on CUDA",
+    "max_host_cache_gb": "an eighth of free host memory, up to 16",
+    "kv_cache_gb": "as much as fits, up to what --max-num-seqs sequences use",
+    "max_batch_tokens": "128 on the CPU, 2048 on CUDA, at least twice --max-num-seqs",
     "max_model_len": "as the base was trained for",
+    "source_dir": "none",
+    "hub_url": f"HF_ENDPOINT, else {DEFAULT_HUB_URL}",
 }
 
 
@@ -44,7 +46,7 @@ def default_text(setting: str) -> str:
     field = Settings.model_fields[setting]
     if field.is_required():
         return "required"
-    if field.default is None:
+    if field.default is None or setting in COMPUTED:
         return COMPUTED.get(setting, "none")
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
@@ -59,7 +61,9 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="Port that serves only /metrics.")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="The only port of /metrics, /stats, /variants, /keys and /tenants.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
     max_gpu_deltas: Annotated[int | None, typer.Option(help="Slots for deltas, at least 2.")] = None,
@@ -136,6 +140,15 @@ def serve(
             help="Take --auth none on an address that other machines reach: anyone there may change every variant.",
         ),
     ] = None,
+    source_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Directory whose artifacts tenants may publish by their paths; repeatable."),
+    ] = None,
+    allow_hub: Annotated[
+        bool | None,
+        typer.Option("--allow-hub", help="Let tenants publish from public repositories of a hub."),
+    ] = None,
+    hub_url: Annotated[str | None, typer.Option(help="The only hub that is asked.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings by name.")] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its source, and exit.")

@@ -60,6 +60,10 @@ class LinkBroken(PeraxisError):
     """A process of the server sent what is no message; the link to it cannot be used any more."""
 
 
+class SourceUnavailable(PeraxisError):
+    """The hub that an artifact was to come from failed, or sent it incomplete."""
+
+
 class NotServable(PeraxisError):
     """A base that this server cannot serve: an unsupported architecture or device, or too little memory."""
 

@@ -45,7 +45,10 @@ from server.protocol.control import (
     MetricsWanted,
     Ping,
     Pong,
+    PutSourceJob,
     Serving,
+    SourceJobAnswer,
+    SourceJobWanted,
     StatsAnswer,
     StatsWanted,
     SupervisorMessage,
@@ -62,6 +65,7 @@ from server.protocol.limits import (
 )
 from server.protocol.messages import EngineFacts
 from server.protocol.processes import HttpProcessConfig, check_version
+from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
 from server.settings import Settings
 
@@ -135,6 +139,18 @@ class SupervisorLink:
         stats: ServerStats = await self._answer_to(("stats", call_id), StatsWanted(call_id))
         return stats
 
+    async def put_source_job(self, job: SourceJob) -> bool:
+        """Keep a state of a job that this process runs; False for a new one of a tenant that may have no more."""
+        call_id = next(self._call_ids)
+        return await self._answer_to(("source", call_id), PutSourceJob(call_id, job)) is not None
+
+    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
+        """Return the last state of a tenant's job; None if there is none."""
+        call_id = next(self._call_ids)
+        call = SourceJobWanted(call_id, tenant, name, job_id)
+        found: SourceJob | None = await self._answer_to(("source", call_id), call)
+        return found
+
     async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
         """Return the answer to a call about a tenant's limits."""
         answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
@@ -175,6 +191,8 @@ class SupervisorLink:
                     self._answered(("exposition", call_id), text)
                 case Adapters(call_id, adapters):
                     self._answered(("adapters", call_id), adapters)
+                case SourceJobAnswer(call_id, job):
+                    self._answered(("source", call_id), job)
                 case StatsAnswer(call_id, stats):
                     self._answered(("stats", call_id), stats)
                 case SeatTaken() | SeatRefused() | UsageOfTenant() | LimitsUnknown():

@@ -23,8 +23,10 @@ from server.log import configure_logging
 from server.metrics.local import LocalMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.protocol.messages import Resident
+from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
 from server.settings import Settings
+from server.sources.board import SourceBoard
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
@@ -55,6 +57,7 @@ class OneProcess(LocalLink):
         self._metrics = metrics
         self._engine = engine
         self._adapters = LoadedAdapters()
+        self._board = SourceBoard()
 
     async def exposition(self, is_ready: bool) -> bytes:
         """Return the metrics in Prometheus' text format."""
@@ -66,6 +69,14 @@ class OneProcess(LocalLink):
         with contextlib.suppress(PeraxisError):
             residents = await self._engine.residents()
         return self._metrics.stats(residents)
+
+    async def put_source_job(self, job: SourceJob) -> bool:
+        """Keep a state of a job; False for a new one of a tenant that may have no more."""
+        return self._board.put(None, job)
+
+    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
+        """Return the last state of a tenant's job; None if there is none."""
+        return self._board.find(tenant, name, job_id)
 
     async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
         """Change the record of loaded adapters, and return it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -17,11 +19,13 @@ from pydantic import (
     DirectoryPath,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -31,10 +35,16 @@ from deltastore.errors import SettingsError
 from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
+DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+def _default_hub_url() -> str:
+    """Return the hub that huggingface_hub would use."""
+    return os.environ.get("HF_ENDPOINT") or DEFAULT_HUB_URL
 
 
 class Settings(BaseModel):
@@ -47,7 +57,7 @@ class Settings(BaseModel):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     # 0 takes any free port.
     port: Port = 8000
-    # The port that serves only /metrics. None serves /metrics on `port`.
+    # The only port of /metrics, /stats, /variants and /keys. None serves them on `port`.
     admin_port: Port | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -90,12 +100,36 @@ class Settings(BaseModel):
     compat: Literal["none", "vllm-lora"] = "none"
     # Artifacts below this directory can be published by vLLM's load call. None: only registered names can be loaded.
     lora_dir: DirectoryPath | None = None
+    # Directories whose artifacts tenants may publish by their paths; none by default.
+    source_dir: Annotated[tuple[DirectoryPath, ...], NoDecode] = ()
+    # Publish from public repositories of the hub at `hub_url`.
+    allow_hub: bool = False
+    hub_url: str = Field(default_factory=_default_hub_url, validate_default=True)
     # "keys" asks for an API key of the registry. "none" gives every request to one tenant, with every role.
     auth: Literal["none", "keys"] = "none"
     # Serve without keys on an address that other machines reach.
     allow_unauthenticated: bool = False
     # Limits of tenants that have none of their own in the registry; only with `--auth keys`.
     default_limits: LimitsSetting = TenantLimits()
+
+    @field_validator("source_dir", mode="before")
+    @classmethod
+    def _split_directories(cls, value: object) -> object:
+        # In the environment, as in PATH.
+        return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+
+    @field_validator("source_dir")
+    @classmethod
+    def _make_directories_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(Path(os.path.abspath(each)) for each in value)
+
+    @field_validator("hub_url")
+    @classmethod
+    def _check_hub_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise ValueError("a hub's URL has the form https://HOST")
+        return value.rstrip("/")
 
     @model_validator(mode="after")
     def _without_keys_only_this_machine_is_served(self) -> Settings:
@@ -265,5 +299,7 @@ def _as_toml(value: object) -> str:
         return str(value)
     if isinstance(value, TenantLimits):
         return as_toml(value)
+    if isinstance(value, tuple):
+        return json.dumps([str(each) for each in value], ensure_ascii=False)
     # A JSON string is a valid TOML string. A SecretStr masks itself.
     return json.dumps(str(value), ensure_ascii=False)

@@ -51,12 +51,23 @@ def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) ->
     if not dry_run:
         objects.remove(digests)
         _unlink(leftovers, storage)
-    num_partials, partial_bytes = _collect_partials(root / "uploads", storage, dry_run)
+    num_partials, partial_bytes = collect_partials(root / "uploads", storage, dry_run=dry_run)
     num_drafts, draft_bytes = _collect_drafts(root, storage, dry_run)
     num_claims, claim_bytes = _collect_claims(root, storage, dry_run)
     num_leftovers = len(leftovers) + num_drafts + num_claims
     freed += partial_bytes + draft_bytes + claim_bytes
     return GcReport(tuple(digests), num_partials, num_leftovers, freed, dry_run)
+
+
+def collect_partials(directory: Path, storage: Storage, *, dry_run: bool) -> tuple[int, int]:
+    """Remove abandoned uploads, or with `dry_run` only count them. Return their number and bytes."""
+    count = num_bytes = 0
+    for path in sorted(directory.glob(f"*{PARTIAL}")):
+        with contextlib.suppress(FileNotFoundError), abandoned(path) as is_abandoned:
+            if is_abandoned:
+                count, num_bytes = count + 1, num_bytes + _size([path])
+                _unlink([] if dry_run else [path], storage)
+    return count, num_bytes
 
 
 def referenced(root: Path, storage: Storage) -> set[str]:
@@ -91,16 +102,6 @@ def abandoned(path: Path) -> Iterator[bool]:
             yield True
     finally:
         os.close(fd)
-
-
-def _collect_partials(directory: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
-    count = num_bytes = 0
-    for path in sorted(directory.glob(f"*{PARTIAL}")):
-        with contextlib.suppress(FileNotFoundError), abandoned(path) as is_abandoned:
-            if is_abandoned:
-                count, num_bytes = count + 1, num_bytes + _size([path])
-                _unlink([] if dry_run else [path], storage)
-    return count, num_bytes
 
 
 def _collect_drafts(root: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.collect import GcReport, collect, referenced
+from deltastore.registry.collect import GcReport, collect, collect_partials, referenced
 from deltastore.registry.listing import Listing
 from deltastore.registry.objects import Objects, Usage
 from deltastore.registry.records import (
@@ -287,6 +287,11 @@ class Registry:
             if not dry_run:
                 self._reserve.fill()
             return report
+
+    def remove_abandoned_uploads(self) -> int:
+        """Remove the partial files of uploads whose process has died, and return their number."""
+        with explained(self.root):
+            return collect_partials(self.root / "uploads", self._storage, dry_run=False)[0]
 
     def check(self) -> CheckReport:
         """Read and check every file. Takes no lock and changes nothing, so servers go on meanwhile."""

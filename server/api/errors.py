@@ -42,6 +42,7 @@ from server.errors import (
     QueueFull,
     RateLimited,
     RequestTimeout,
+    SourceUnavailable,
 )
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     RequestTimeout: Failure(408, "request_timeout", closes_connection=True),
     VariantQuarantined: Failure(424, "variant_quarantined"),
     CorruptObject: Failure(424, "variant_quarantined"),
+    SourceUnavailable: Failure(502, "source_unavailable", "server_error"),
     # A part of the server failed, such as the registry's disk or a step of the engine.
     PeraxisError: UNEXPECTED,
 }

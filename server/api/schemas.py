@@ -58,6 +58,12 @@ class UploadQuery(TenantQuery):
     visibility: Visibility | None = None  # None leaves it as it is; a new variant is private
 
 
+class SourceBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /variants` that publishes from a source: a file of a hub, or an absolute path."""
+
+    source: Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
 class VersionQuery(TenantQuery):
     version: Annotated[int, Field(ge=1, lt=1_000_000_000)] | None = None
 

@@ -21,6 +21,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
+from server.api.artifacts.source_jobs import SourceJobs
 from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
@@ -28,6 +29,7 @@ from server.frontend.engine_client import EngineClient
 from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.tenants.audit import AuditLog, Auditor
@@ -59,6 +61,12 @@ class WholeServer(LedgerLink, Protocol):
 
     async def stats(self) -> ServerStats:
         """Return the statistics of all processes."""
+
+    async def put_source_job(self, job: SourceJob) -> bool:
+        """Keep a state of a job that this process runs; False for a new one of a tenant that may have no more."""
+
+    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
+        """Return the last state of a tenant's job; None if there is none."""
 
     async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
         """Change the record of adapters that vLLM's calls have loaded, and return it."""
@@ -97,6 +105,7 @@ class Service:
         self.draining = False
         self.downloads = BackgroundThreads(DOWNLOAD_THREADS, "download")
         self.whole = whole
+        self.source_jobs = SourceJobs(whole.put_source_job)
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
         self.grammars = GrammarService(engine, self._text_workers)
@@ -123,6 +132,7 @@ class Service:
                 "`peraxis keys create --registry %s --tenant NAME --role admin`",
                 self.registry.root,
             )
+        await self._remove_abandoned_uploads()
 
     @property
     def text(self) -> TextService:
@@ -146,6 +156,13 @@ class Service:
         self.engine.check_ready()
         _ = self.text
 
+    async def _remove_abandoned_uploads(self) -> None:
+        """Remove what processes that were killed had received, of this server or of another one."""
+        try:
+            await asyncio.to_thread(self.registry.remove_abandoned_uploads)
+        except PeraxisError as error:
+            log.warning("abandoned uploads are left to `peraxis registry gc`: %s", error)
+
     async def _warm(self) -> None:
         try:
             await self._text_workers.warm()
@@ -166,6 +183,7 @@ class Service:
         deadline = time.monotonic() + self.settings.shutdown_timeout
         while self.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
+        await self.source_jobs.close()
         self.engine.disconnect(Draining("the server has shut down: send the request again"))
         await self.artifact_checks.close()
         if self._warming is not None:

@@ -20,8 +20,9 @@ from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
 from server.api.artifacts.publishing import Destination, publication_document
+from server.api.artifacts.sources import start_source
 from server.api.artifacts.uploads import receive_upload
-from server.api.bodies import json_body
+from server.api.bodies import JSON, json_body, media_type_of
 from server.api.json_replies import JsonReply
 from server.api.schemas import UploadQuery, VariantPatch, VersionQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
@@ -42,8 +43,10 @@ log = logging.getLogger(__name__)
 async def upload(
     request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> Response:
-    """Publish the body as the next version: 201, or 200 if the variant has these bytes already."""
+    """Publish the body as the next version: 201, or 200 if the variant has these bytes already; 202 for a source."""
     destination = Destination(changes, query.name, query.activate, query.visibility)
+    if media_type_of(request) == JSON:
+        return await start_source(request, service, destination)
     publication = await receive_upload(request, service, destination)
     return JsonReply(publication_document(publication), 201 if publication.created else 200)
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.limits import LimitAnswer, LimitCall
+from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
 
 # Largest message in either direction; the metrics of all processes are the longest.
@@ -54,8 +55,23 @@ class StatsAnswer(Struct, frozen=True, tag=True):
     stats: ServerStats
 
 
+class SourceJobAnswer(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its PutSourceJob or SourceJobWanted; None if it was refused or not found."""
+
+    call_id: int
+    job: SourceJob | None
+
+
 SupervisorMessage = (
-    EngineStarted | EngineLost | Ping | MetricsWanted | Exposition | Adapters | StatsAnswer | LimitAnswer
+    EngineStarted
+    | EngineLost
+    | Ping
+    | MetricsWanted
+    | Exposition
+    | Adapters
+    | StatsAnswer
+    | LimitAnswer
+    | SourceJobAnswer
 )
 
 
@@ -100,6 +116,22 @@ class StatsWanted(Struct, frozen=True, tag=True):
     call_id: int
 
 
+class PutSourceJob(Struct, frozen=True, tag=True):
+    """To the supervisor: keep the state of a job that this process runs."""
+
+    call_id: int
+    job: SourceJob
+
+
+class SourceJobWanted(Struct, frozen=True, tag=True):
+    """To the supervisor: answer with the last state of a job."""
+
+    call_id: int
+    tenant: str
+    name: str
+    job_id: str
+
+
 HttpProcessMessage = (
     Serving
     | CannotServe
@@ -109,4 +141,6 @@ HttpProcessMessage = (
     | AdaptersWanted
     | StatsWanted
     | LimitCall
+    | PutSourceJob
+    | SourceJobWanted
 )

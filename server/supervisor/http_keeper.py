@@ -30,7 +30,10 @@ from server.protocol.control import (
     MetricsWanted,
     Ping,
     Pong,
+    PutSourceJob,
     Serving,
+    SourceJobAnswer,
+    SourceJobWanted,
     StatsAnswer,
     StatsWanted,
     SupervisorMessage,
@@ -38,6 +41,7 @@ from server.protocol.control import (
 from server.protocol.limits import LimitCall
 from server.protocol.processes import HttpProcessConfig
 from server.settings import Settings
+from server.sources.board import SourceBoard
 from server.supervisor.child_process import ChildProcess
 from server.supervisor.process_metrics import ProcessMetrics
 from server.supervisor.restarts import Restarts
@@ -109,6 +113,7 @@ class HttpKeeper:
         self._engine_address: str | None = None
         self._draining = False
         self._adapters = LoadedAdapters()
+        self._board = SourceBoard()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -172,6 +177,7 @@ class HttpKeeper:
                 running.process.kill()
                 await running.process.wait()
                 self._metrics.aggregator.ended(running.identity)
+                self._board.lost(running.identity)
                 self._engine.report_gone(running.identity.encode())
                 self._shared.ledger.free(running.identity)
                 await asyncio.to_thread(shutil.rmtree, self._scratch_of(running.identity), ignore_errors=True)
@@ -250,6 +256,11 @@ class HttpKeeper:
                 running.link.send(Adapters(call_id, self._adapters.apply(change)))
             case ExpositionWanted(call_id, is_ready):
                 self._start_task(self._send_exposition(running, call_id, is_ready))
+            case PutSourceJob(call_id, job):
+                is_kept = self._board.put(running.identity, job)
+                running.link.send(SourceJobAnswer(call_id, job if is_kept else None))
+            case SourceJobWanted(call_id, tenant, name, job_id):
+                running.link.send(SourceJobAnswer(call_id, self._board.find(tenant, name, job_id)))
             case StatsWanted(call_id):
                 self._start_task(self._send_stats(running, call_id))
 

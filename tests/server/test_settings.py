@@ -161,3 +161,36 @@ def test_a_limit_that_is_none_is_named(
     monkeypatch.setenv("PERAXIS_DEFAULT_LIMITS", text)
     with pytest.raises(SettingsError, match=rf"default_limits .from PERAXIS_DEFAULT_LIMITS.: .*{message}"):
         loaded(tmp_path)
+
+
+def test_directories_of_sources_come_from_flags_the_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    config = tmp_path / "peraxis.toml"
+    config.write_text(f'source_dir = ["{one}", "{two}"]')
+    assert loaded(tmp_path).settings.source_dir == ()
+    assert loaded(tmp_path, config).settings.source_dir == (one, two)
+    monkeypatch.setenv("PERAXIS_SOURCE_DIR", f"{two}:{one}/../one")
+    assert loaded(tmp_path, config).settings.source_dir == (two, one)
+    found = loaded(tmp_path, config, source_dir=[one])
+    assert found.settings.source_dir == (one,)
+    assert f'source_dir = ["{one}"]  # from --source-dir' in found.describe()
+
+
+def test_the_hub_is_that_of_huggingface_hub_unless_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert loaded(tmp_path).settings.hub_url == "https://huggingface.co"
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/")
+    assert loaded(tmp_path).settings.hub_url == "https://mirror.example"
+    assert loaded(tmp_path, hub_url="http://own.example").settings.hub_url == "http://own.example"
+
+
+@pytest.mark.parametrize("url", ["hub.example", "ftp://hub.example", "https://", "https://me:x@hub.example"])
+def test_a_url_that_is_no_hub_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(SettingsError, match=r"hub_url .from --hub-url.: a hub's URL has the form"):
+        loaded(tmp_path, hub_url=url)

@@ -1,0 +1,113 @@
+"""Publications that go on after their request was answered, as tasks of one HTTP process. Knows no source.
+
+`WholeServer` keeps their states, so that every HTTP process can answer for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from server.errors import Draining, QueueFull
+from server.protocol.source_job import SourceJob
+from server.sources.board import MAX_RUNNING
+from server.workers.limits import Limits
+from server.workers.pool import WorkerPool
+
+# Downloads at a time in one HTTP process. One tenant has at most half of them.
+NUM_WORKERS = 4
+# A hub's list of a repository's files is parsed in it.
+LIMITS = Limits(memory_bytes=512 << 20, cpu_s=60.0)
+MODULES = ("server.sources.hub",)
+# Between two reports of the bytes that have come.
+REPORT_S = 1.0
+
+Put = Callable[[SourceJob], Awaitable[bool]]
+
+
+class Progress:
+    """The state of a running job, which its work changes."""
+
+    def __init__(self, job: SourceJob, put: Put) -> None:
+        self.job = job
+        self._put = put
+
+    async def report(self, **changes: Any) -> None:
+        """Change fields of the job's state and tell the server."""
+        self.job = msgspec.structs.replace(self.job, **changes)
+        await self._put(self.job)
+
+    async def counted(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yield the pieces, and report their bytes every `REPORT_S`."""
+        num_bytes, next_at = 0, time.monotonic() + REPORT_S
+        async for piece in pieces:
+            num_bytes += len(piece)
+            if time.monotonic() >= next_at:
+                next_at = time.monotonic() + REPORT_S
+                await self.report(num_bytes=num_bytes)
+            yield piece
+        await self.report(num_bytes=num_bytes)
+
+
+# Returns the document of what was published.
+Work = Callable[[Progress], Awaitable[dict[str, Any]]]
+
+
+class SourceJobs:
+    """The jobs of one HTTP process. Event loop only.
+
+    Args:
+        put: keeps a state of a job; False if the job may not start.
+    """
+
+    def __init__(self, put: Put) -> None:
+        self.workers = WorkerPool(NUM_WORKERS, LIMITS, MODULES)
+        self._put = put
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(
+        self, job: SourceJob, work: Work, explain: Callable[[BaseException], dict[str, Any]]
+    ) -> None:
+        """Start a job.
+
+        Args:
+            job: its first state.
+            work: publishes; its result ends the job as done, an error as failed.
+            explain: returns the ``error`` of a failed job.
+
+        Raises:
+            QueueFull: the tenant has as many running jobs as it may.
+        """
+        if not await self._put(job):
+            raise QueueFull(
+                f"{MAX_RUNNING} sources are being published: send this one when another has ended"
+            )
+        task = asyncio.create_task(self._run(Progress(job, self._put), work, explain))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel the jobs, which remove what they wrote, and end the workers."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.workers.close()
+
+    async def _run(
+        self, progress: Progress, work: Work, explain: Callable[[BaseException], dict[str, Any]]
+    ) -> None:
+        try:
+            [outcome] = await asyncio.gather(work(progress), return_exceptions=True)
+        except asyncio.CancelledError:
+            stopped = Draining("the server has shut down: send the request again")
+            await progress.report(status="failed", error=explain(stopped))
+            raise
+        if isinstance(outcome, BaseException):
+            await progress.report(status="failed", error=explain(outcome))
+        else:
+            await progress.report(status="done", result=outcome)

@@ -1,0 +1,192 @@
+"""Publishing from a source: `POST /variants` with a JSON body starts a job, which is polled at its `Location`.
+
+A source is a file of a hub, or below a directory that the operator allowed. Its artifact is checked and published as
+an upload is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.errors import ArtifactTooLarge, PeraxisError, VariantNotFound
+from deltastore.registry import Publication
+from deltastore.registry.records import check_names
+from deltastore.registry.uploads import SealedUpload
+from server.api.artifacts.publishing import (
+    Destination,
+    check,
+    counted,
+    gathered,
+    publication_document,
+    publish,
+    sealed_upload,
+)
+from server.api.artifacts.source_bytes import file_chunks, find_on_hub, hub_chunks
+from server.api.artifacts.source_jobs import Progress
+from server.api.bodies import json_body
+from server.api.errors import error_body, http_request_id_of
+from server.api.json_replies import JsonReply
+from server.api.schemas import SourceBody, TenantQuery
+from server.api.service import Service, ServiceDep, TenantDep
+from server.api.tenants.limits import counted_upload
+from server.errors import InvalidRequest, SourceUnavailable
+from server.protocol.source_job import SourceJob
+from server.sources.directories import PARAM, open_artifact, size_of
+from server.sources.reference import SCHEME, HubReference
+
+# Seconds after which a client should ask again.
+POLL_S = "1"
+
+router = APIRouter(prefix="/variants/{name}/sources")
+_source_body = json_body(SourceBody)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBytes:
+    """The artifact of a source, on its way."""
+
+    pieces: AsyncGenerator[bytes, None]
+    size_bytes: int | None
+    sha256: str | None  # as the source names it
+
+
+async def start_source(request: Request, service: Service, destination: Destination) -> Response:
+    """Answer `POST /variants` with a source: 202, and the job that publishes it.
+
+    Raises:
+        InvalidRequest, UsageError: no source that this server publishes from.
+        PublicNameTaken: the variant is to be public, and another tenant's of this name is.
+        QueueFull: the tenant has as many running jobs as it may, or no base was ever loaded.
+    """
+    body = await _source_body(request)
+    check_names(destination.tenant.name, destination.name)
+    if destination.visibility == "public":
+        await run_in_threadpool(service.registry.check_name_free, destination.tenant.name, destination.name)
+    reference = _reference(service, body.source)
+    # Refuse while no base was ever loaded: without one, no artifact can be checked.
+    _ = service.engine.facts
+    job = SourceJob(
+        id=secrets.token_hex(12),
+        tenant=destination.tenant.name,
+        name=destination.name,
+        source=body.source,
+        started_at=time.time(),
+    )
+    http_request_id = http_request_id_of(request)
+
+    async def work(progress: Progress) -> dict[str, Any]:
+        publishing = _publish(service, destination, reference, progress)
+        return publication_document(await counted(service, publishing))
+
+    await service.source_jobs.start(job, work, partial(_error, http_request_id))
+    location = f"/variants/{job.name}/sources/{job.id}"
+    if "tenant" in request.query_params:
+        location += f"?tenant={job.tenant}"
+    return JsonReply(_document(job), 202, headers={"Location": location, "Retry-After": POLL_S})
+
+
+@router.get("/{source_id}")
+async def show_source(
+    name: str,
+    source_id: str,
+    query: Annotated[TenantQuery, Query()],
+    service: ServiceDep,
+    tenant: TenantDep,
+) -> Response:
+    """Show a job: running, done with what an upload would have been answered, or failed with its error."""
+    job = await service.whole.find_source_job(tenant.name, name, source_id)
+    if job is None:
+        raise VariantNotFound(
+            "there is no such publication from a source: it ended long ago, or the server was restarted"
+        )
+    return JsonReply(_document(job), headers={"Retry-After": POLL_S} if job.status == "running" else {})
+
+
+def _reference(service: Service, source: str) -> HubReference | str:
+    """Return what a source names, a path as it is; raise InvalidRequest if this server does not publish from it."""
+    settings = service.settings
+    if source.startswith(SCHEME):
+        if not settings.allow_hub:
+            raise InvalidRequest(
+                "this server publishes from no hub: upload the artifact, or ask the operator for --allow-hub",
+                PARAM,
+            )
+        return HubReference.parse(source)
+    if not settings.source_dir:
+        raise InvalidRequest(
+            "this server publishes from no directory: upload the artifact, or ask the operator for --source-dir",
+            PARAM,
+        )
+    return source
+
+
+async def _publish(
+    service: Service, destination: Destination, reference: HubReference | str, progress: Progress
+) -> Publication:
+    """Fetch, check and publish. Leaving early removes what was written."""
+    found = await _open(service, destination, reference, progress)
+    async with aclosing(found.pieces) as pieces:
+        max_bytes = service.settings.max_upload_bytes
+        if found.size_bytes is not None and found.size_bytes > max_bytes:
+            raise ArtifactTooLarge(
+                f"the artifact has {found.size_bytes} bytes and this server takes {max_bytes}: publish a smaller "
+                "one, or raise the server's --max-upload-gb"
+            )
+        size_bytes = max_bytes if found.size_bytes is None else found.size_bytes
+        chunks = gathered(progress.counted(pieces), size_bytes)
+        tenant = destination.tenant
+        async with (
+            counted_upload(service, tenant, size_bytes, found.sha256),
+            sealed_upload(service, chunks) as sealed,
+        ):
+            _check_whole(sealed, found)
+            facts = await check(service, destination, sealed)
+            return await publish(service, destination, sealed, facts)
+
+
+async def _open(
+    service: Service, destination: Destination, reference: HubReference | str, progress: Progress
+) -> SourceBytes:
+    settings, tenant = service.settings, destination.tenant.name
+    if isinstance(reference, str):
+        descriptor = await service.run_in_background(open_artifact, reference, settings.source_dir)
+        size_bytes = size_of(descriptor)
+        found = SourceBytes(file_chunks(service, descriptor), size_bytes, None)
+    else:
+        workers = service.source_jobs.workers
+        file = await find_on_hub(workers, tenant, reference, settings.hub_url)
+        await progress.report(revision=file.commit)
+        max_bytes = min(file.size_bytes or settings.max_upload_bytes, settings.max_upload_bytes)
+        pieces = hub_chunks(workers, tenant, file, settings.hub_url, max_bytes)
+        found = SourceBytes(pieces, file.size_bytes, file.sha256)
+    await progress.report(size_bytes=found.size_bytes)
+    return found
+
+
+def _check_whole(sealed: SealedUpload, found: SourceBytes) -> None:
+    if found.size_bytes not in (None, sealed.size_bytes) or found.sha256 not in (None, sealed.digest):
+        raise SourceUnavailable("the artifact changed on its way or did not arrive whole: try again")
+
+
+def _error(http_request_id: str, error: BaseException) -> dict[str, Any]:
+    """Return the `error` of a job as a refused upload has it."""
+    known = error if isinstance(error, PeraxisError) else PeraxisError(f"{type(error).__name__}: {error}")
+    document: dict[str, Any] = error_body(known, http_request_id)["error"]
+    return document
+
+
+def _document(job: SourceJob) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(job)
+    del document["tenant"]
+    return document

@@ -1,0 +1,164 @@
+"""A Hugging Face hub on loopback: the routes that huggingface_hub asks, and repositories that misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+FILE = "delta.safetensors"
+
+
+@dataclass(slots=True)
+class Repository:
+    """A repository of the hub: its commits, the newest last, each with its files.
+
+    Attributes:
+        redirect: where a file's bytes are; None sends them from the repository itself.
+        announced_bytes: instead of the true size, in replies to HEAD.
+        sent_bytes: of each file; None sends all.
+        stalls: sends one byte of a file, then nothing until `release` is set.
+        etag: instead of the SHA-256.
+        status: of every reply, instead of 200.
+    """
+
+    commits: dict[str, dict[str, bytes]]
+    redirect: str | None = None
+    announced_bytes: int | None = None
+    sent_bytes: int | None = None
+    stalls: bool = False
+    etag: str | None = None
+    status: int | None = None
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+def commit(content: bytes, name: str = FILE) -> dict[str, dict[str, bytes]]:
+    """Return one commit with one file, named by its content."""
+    return {hashlib.sha1(content).hexdigest(): {name: content, "README.md": b"# A delta"}}
+
+
+class Hub:
+    """Repositories by name, and the requests that have come."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.headers: list[dict[str, str]] = []
+
+    def add(self, name: str, content: bytes, **behaviour: Any) -> Repository:
+        """Add the repository `acme/NAME` with one file."""
+        added = self.repositories[f"acme/{name}"] = Repository(commit(content), **behaviour)
+        return added
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    """Run a hub on a free port of loopback."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    hub = server.hub = Hub(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        for repository in hub.repositories.values():
+            repository.release.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        path = urlsplit(self.path).path
+        hub.requests.append((self.command, path))
+        hub.headers.append(dict(self.headers))
+        parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self._info(hub.repositories.get("/".join(parts[2:4])), unquote(parts[5]))
+        elif parts[2:3] == ["resolve"] or parts[0] == "cdn":
+            is_cdn = parts[0] == "cdn"
+            name = "/".join(parts[1:3] if is_cdn else parts[:2])
+            self._file(hub.repositories[name], name, parts[3], unquote("/".join(parts[4:])), is_cdn)
+        else:
+            self._send(404, {})
+
+    def _info(self, repository: Repository | None, revision: str) -> None:
+        if repository is None:
+            self._send(401, {"X-Error-Code": "RepoNotFound"})
+            return
+        if repository.status is not None:
+            self._send(repository.status, {})
+            return
+        newest = list(repository.commits)[-1]
+        found = {"main": newest}.get(revision, revision)
+        if found not in repository.commits:
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": name} for name in repository.commits[found]]
+        self._send(200, {}, json.dumps({"id": "acme/x", "sha": found, "siblings": siblings}).encode())
+
+    def _file(self, repository: Repository, name: str, revision: str, file: str, is_cdn: bool) -> None:
+        content = repository.commits.get(revision, {}).get(file)
+        if content is None:
+            self._send(404, {"X-Error-Code": "EntryNotFound"})
+            return
+        etag = repository.etag or hashlib.sha256(content).hexdigest()
+        headers = {"X-Repo-Commit": revision, "ETag": f'"{etag}"'}
+        if repository.redirect is not None and not is_cdn:
+            location = f"{repository.redirect}/cdn/{name}/{revision}/{file}"
+            linked = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'}
+            self._send(302, {**headers, **linked, "Location": location})
+        elif self.command == "HEAD" and repository.announced_bytes is not None:
+            self._send(200, {**headers, "Content-Length": str(repository.announced_bytes)})
+        elif repository.stalls and self.command == "GET":
+            self._stall(repository, content)
+        elif repository.sent_bytes is not None and self.command == "GET":
+            # Without a length, so that the client sees an orderly end.
+            self._send(
+                200,
+                {**headers, "Connection": "close", "Content-Length": ""},
+                content[: repository.sent_bytes],
+            )
+            self.close_connection = True
+        else:
+            self._send(200, headers, content)
+
+    def _stall(self, repository: Repository, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[:1])
+        self.wfile.flush()
+        repository.release.wait(60)
+        self.close_connection = True
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            if value:
+                self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)

@@ -26,18 +26,34 @@ ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
+                # A status on vLLM's calls for LoRA adapters.
+                "code": {"type": ["string", "integer"]},
             },
         }
     },
 }
 FILE = {"type": "string", "format": "binary"}
 FORM = {"type": "object", "required": ["file"], "properties": {"file": FILE}}
-# A body that is no JSON of one shape, by route.
+TEXT = {"type": "string"}
+# Bodies that a route reads itself: they are no JSON of one shape, or their errors have another server's.
 BODIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("POST", "/variants"): {
         "application/octet-stream": {"schema": FILE},
         "multipart/form-data": {"schema": FORM},
+    },
+    ("POST", "/v1/load_lora_adapter"): {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["lora_name", "lora_path"],
+                "properties": {"lora_name": TEXT, "lora_path": TEXT, "load_inplace": {"type": "boolean"}},
+            }
+        }
+    },
+    ("POST", "/v1/unload_lora_adapter"): {
+        "application/json": {
+            "schema": {"type": "object", "required": ["lora_name"], "properties": {"lora_name": TEXT}}
+        }
     },
 }
 # Statuses of errors that any call may answer: those of its credentials, its parameters and a server that is busy.
@@ -52,6 +68,7 @@ MORE: Mapping[tuple[str, str], Sequence[int]] = {
     ("POST", "/tokenize"): (424,),
     ("POST", "/detokenize"): (424,),
     ("POST", "/variants"): (201, 408, 409, 413, 507),
+    ("POST", "/v1/load_lora_adapter"): (409, 424, 507),
     ("PATCH", "/variants/{name}"): (409, 424, 507),
     ("DELETE", "/variants/{name}"): (507,),
     ("POST", "/variants/{name}/load"): (409, 413, 424),

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.server.api.compat.conftest import LoraServer, lora_server
-from tests.server.helpers.live_server import Artifacts
+from tests.server.helpers.live_server import Artifacts, eventually
 
 JSON = {"Content-Type": "application/json"}
 
@@ -147,3 +148,22 @@ def test_after_a_restart_of_the_pod_controllers_load_again(artifacts: Artifacts,
             assert aibrix.load() == (True, False)
             assert aibrix.load() == (False, True)
             assert len(lora.server.client.get("/variants/restarted").json()["versions"]) == 1
+
+
+def test_an_engine_that_starts_again_forgets_no_adapter(artifacts: Artifacts, tmp_path: Path) -> None:
+    with lora_server(artifacts, tmp_path) as lora:
+        aibrix = AibrixController(lora.server.client, "kept", "plain.safetensors")
+        assert aibrix.load() == (True, False)
+        (engine,) = [
+            child
+            for child in psutil.Process(lora.server.process.pid).children()
+            if "server.engine.main" in child.cmdline()
+        ]
+        engine.kill()
+        assert eventually(lambda: lora.server.client.get("/ready").status_code == 503)
+        assert aibrix.load() == (False, True)
+        assert eventually(lambda: lora.server.client.get("/ready").status_code == 200)
+        assert aibrix.load() == (False, True)
+        body = {"model": "kept", "prompt": "hello", "max_tokens": 1}
+        assert lora.server.client.post("/v1/completions", json=body).status_code == 200
+        assert aibrix.unload() == 200

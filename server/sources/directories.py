@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from deltastore.errors import shown
@@ -60,8 +60,8 @@ def _below(path: str, allowed: Sequence[Path]) -> tuple[Path, list[str]]:
     raise _refused(path)
 
 
-def _open_below(root: Path, parts: list[str]) -> int | None:
-    """Open a regular file, or the one artifact of a directory; None if it is neither."""
+def open_path(root: Path, parts: Iterable[str]) -> int:
+    """Return a descriptor of the file or directory that `parts` lead to from `root`; raise OSError, also for a link."""
     current = os.open(root, DIRECTORY)
     for part in parts:
         try:
@@ -69,6 +69,12 @@ def _open_below(root: Path, parts: list[str]) -> int | None:
         finally:
             os.close(current)
         current = following
+    return current
+
+
+def _open_below(root: Path, parts: list[str]) -> int | None:
+    """Open a regular file, or the one artifact of a directory; None if it is neither."""
+    current = open_path(root, parts)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, current)
         mode = os.fstat(current).st_mode

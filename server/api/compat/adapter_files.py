@@ -1,7 +1,6 @@
 """Find the artifact that vLLM's `lora_path` names below the directory that the operator allows. Knows no HTTP.
 
-Paths come from clients. Each part is opened relative to the one before and never through a symbolic link, so that no
-path, and no link that is made meanwhile, leads out of the directory.
+Paths come from clients; `server/sources/directories.py` follows no symbolic link below the directory.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import BinaryIO
 
 from deltastore.errors import shown
 from server.errors import InvalidRequest
+from server.sources.directories import ARTIFACT_SUFFIX, open_path
 
 MAX_PATH = 4096
 PARAM = "lora_path"
-SUFFIX = ".safetensors"
 # The file by which peft tells an adapter.
 PEFT_CONFIG = "adapter_config.json"
 
@@ -73,16 +72,9 @@ def _parts_below(lora_path: str, lora_dir: Path | None) -> tuple[str, ...]:
 
 def _open_parts(lora_dir: Path, parts: tuple[str, ...], lora_path: str) -> int | None:
     """Return a descriptor of the file or directory, or None if there is none."""
-    descriptor = os.open(lora_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for part in parts:
-            # O_NONBLOCK: a named pipe would wait for its writer.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            below = os.open(part, flags, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = below
+        return open_path(lora_dir, parts)
     except OSError as error:
-        os.close(descriptor)
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return None
         if error.errno == errno.ELOOP:
@@ -90,7 +82,6 @@ def _open_parts(lora_dir: Path, parts: tuple[str, ...], lora_path: str) -> int |
                 lora_path, "leads through a symbolic link: give the path of the file itself"
             ) from error
         raise _refused(lora_path, f"cannot be read: {error.strerror}") from error
-    return descriptor
 
 
 def _only_artifact(names: list[str], lora_path: str) -> str:
@@ -100,12 +91,13 @@ def _only_artifact(names: list[str], lora_path: str) -> str:
         raise _refused(
             lora_path,
             "is a PEFT adapter, and this server takes deltas. Make one of it: "
-            f"peraxis compress --base BASE --finetune {adapter} --out {adapter}{SUFFIX}",
+            f"peraxis compress --base BASE --finetune {adapter} --out {adapter}{ARTIFACT_SUFFIX}",
         )
-    artifacts = [name for name in names if name.endswith(SUFFIX)]
+    artifacts = [name for name in names if name.endswith(ARTIFACT_SUFFIX)]
     if len(artifacts) != 1:
         raise _refused(
-            lora_path, f"is a directory with {len(artifacts)} {SUFFIX} files: give the path of one file"
+            lora_path,
+            f"is a directory with {len(artifacts)} {ARTIFACT_SUFFIX} files: give the path of one file",
         )
     return artifacts[0]
 

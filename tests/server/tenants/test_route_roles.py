@@ -19,7 +19,7 @@ from server.api.access import ROLES
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
-from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, live_server
+from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, eventually, live_server
 
 # Variants as the tenant acme sees them. Their names are equally long, so that replies about them are.
 OWN, PUBLIC, PRIVATE, ABSENT = "v-own", "v-pub", "v-prv", "v-abs"
@@ -85,6 +85,7 @@ CALLS: Mapping[tuple[str, str], Call] = {
     ("POST", "/variants/{name}/pin"): Call(202, "owned", after=("POST", "/variants/{name}/unpin")),
     ("POST", "/variants/{name}/unpin"): Call(202, "owned"),
     ("GET", "/variants/{name}/artifact"): Call(200, "owned"),
+    ("GET", "/variants/{name}/sources/{source_id}"): Call(200, "owned"),
     ("POST", "/v1/load_lora_adapter"): Call(200, "owned", json={"lora_name": TARGET, "lora_path": "a"}),
     ("POST", "/v1/unload_lora_adapter"): Call(
         200, "owned", json={"lora_name": TARGET}, before=("POST", "/v1/load_lora_adapter")
@@ -107,6 +108,7 @@ class Table:
     auditor: Auditor
     artifacts: Artifacts
     clients: Mapping[str, httpx.Client]
+    source_ids: dict[str, str] = field(default_factory=dict)  # of publications, by target
 
     def ask(self, caller: str, route: tuple[str, str], target: str) -> httpx.Response:
         call, (method, path) = CALLS[route], route
@@ -118,7 +120,9 @@ class Table:
         key_id = self.keys.create(self.auditor, "acme", ["inference"]).id if "{key_id}" in path else ""
         request = self.clients[caller].build_request(
             method,
-            path.format(name=target, model_id=target, key_id=key_id),
+            path.format(
+                name=target, model_id=target, key_id=key_id, source_id=self.source_ids.get(target, "0" * 24)
+            ),
             params=params,
             json=with_target(call.json, target),
             content=call.content,
@@ -134,6 +138,14 @@ class Table:
             content=self.artifacts.chatty.read_bytes(),
         )
         assert reply.status_code == 201, reply.text
+
+    def publish_from_source(self, target: str) -> None:
+        """Start and await a publication of the target's own bytes, which makes no new version."""
+        client, source = self.clients[OWNERS[target]], str(self.artifacts.chatty)
+        begun = client.post("/variants", params={"name": target}, json={"source": source})
+        assert begun.status_code == 202, begun.text
+        self.source_ids[target] = begun.json()["id"]
+        assert eventually(lambda: client.get(begun.headers["Location"]).json()["status"] == "done")
 
 
 def with_target(document: Any, target: str) -> Any:
@@ -162,7 +174,8 @@ def table(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "acme": made("acme", "inference", "publish"),
         "globex": made("globex", "inference", "publish"),
     }
-    options = ("--auth", "keys", "--compat", "vllm-lora", "--max-gpu-deltas", 4)
+    options: tuple[object, ...] = ("--auth", "keys", "--compat", "vllm-lora", "--max-gpu-deltas", 4)
+    options += ("--source-dir", artifacts.chatty.parent)
     with live_server(artifacts.base, registry, *options) as server:
         clients = {
             caller: httpx.Client(
@@ -175,6 +188,7 @@ def table(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
         table = Table(server, keys, auditor, artifacts, clients)
         for target in OWNERS:
             table.publish(target)
+            table.publish_from_source(target)
         assert datetime.now(UTC) > expired_at
         yield table
         for client in clients.values():

@@ -62,6 +62,15 @@ def lose_the_client(registry: Registry) -> None:
         raise ConnectionError
 
 
+def test_abandoned_uploads_are_removed_and_running_ones_are_not(registry: Registry) -> None:
+    (registry.root / "uploads" / f"{'0' * 32}.part").write_bytes(b"of a process that was killed")
+    with registry.open_upload(None) as upload:
+        upload.write(b"half")
+        assert registry.remove_abandoned_uploads() == 1
+        assert len(os.listdir(registry.root / "uploads")) == 1
+        upload.seal()
+
+
 def test_a_published_upload_leaves_no_partial_file(registry: Registry) -> None:
     push(registry, artifact(1), "a")
     assert os.listdir(registry.root / "uploads") == []

@@ -128,6 +128,44 @@ def test_a_version_is_deleted_alone_and_its_number_is_not_used_again(
     assert server.upload("thinned", artifacts.plain).json()["version"] == 3
 
 
+def test_the_only_version_is_deleted_with_its_variant_alone_unless_it_is_inactive(
+    server: LiveServer, artifacts: Artifacts
+) -> None:
+    server.upload("single", artifacts.plain)
+    reply = server.client.delete("/variants/single?version=1")
+    assert (reply.status_code, error_of(reply)["code"]) == (400, "invalid_request")
+    assert server.client.delete("/variants/single").json() == {"name": "single", "deleted": [1]}
+    assert server.upload("single", artifacts.plain, activate="false").json()["active"] is False
+    reply = server.generate("single")
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
+    assert server.generate("single@2", max_new_tokens=1).json()["version"] == 2
+    assert server.client.delete("/variants/single?version=2").json()["deleted"] == [2]
+    assert server.client.get("/variants/single").status_code == 404
+
+
+def test_a_version_is_deleted_while_a_request_runs_on_it(server: LiveServer, artifacts: Artifacts) -> None:
+    server.upload("outlived", artifacts.plain)
+    server.upload("outlived", artifacts.third)
+    alone = server.token_ids("plain", max_new_tokens=100)
+    with server.streaming("outlived@1", max_new_tokens=100) as stream:
+        events = [next(stream)]
+        assert server.client.delete("/variants/outlived?version=1").json()["deleted"] == [1]
+        assert server.generate("outlived@1").status_code == 404
+        events += stream
+    assert [data["token_id"] for name, data in events if name == "token"] == alone
+    assert events[-1][1]["version"] == 1
+    assert server.generate("outlived", max_new_tokens=1).json()["version"] == 2
+
+
+def test_deleting_twice_is_not_found(server: LiveServer, artifacts: Artifacts) -> None:
+    server.upload("gone", artifacts.plain)
+    server.upload("gone", artifacts.third)
+    for path in ("/variants/gone?version=1", "/variants/gone"):
+        assert server.client.delete(path).status_code == 200
+        reply = server.client.delete(path)
+        assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
+
+
 @pytest.mark.parametrize(("version", "status"), [("1", 400), ("7", 404), ("0", 400), ("one", 400)])
 def test_an_invalid_deletion_is_refused(server: LiveServer, version: str, status: int) -> None:
     reply = server.client.delete(f"/variants/third?version={version}")

@@ -90,8 +90,10 @@ def _settings() -> Iterator[list[str]]:
     options = {parameter.name: parameter for parameter in serve.params}
     for name, setting in Settings.model_fields.items():
         default = "required" if setting.is_required() else _default(setting.default)
-        flag = f"`--{name.replace('_', '-')}`"
-        yield [flag, f"`{ENV_PREFIX}{name.upper()}`", _plain(options[name].help), default]
+        # A table of settings has no flag.
+        flag = f"`--{name.replace('_', '-')}`" if name in options else ""
+        meaning = options[name].help if name in options else setting.description
+        yield [flag, f"`{ENV_PREFIX}{name.upper()}`", _plain(meaning or ""), default]
 
 
 def _errors() -> Iterator[list[str]]:
@@ -121,7 +123,9 @@ def _label_names(family: Any) -> list[str]:
 
 
 def _default(value: object) -> str:
-    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`" if isinstance(value, str | int | float) else ""
 
 
 def _first_line(function: Callable[..., Any] | None) -> str:

@@ -109,8 +109,10 @@ class Settings(BaseModel):
     auth: Literal["none", "keys"] = "none"
     # Serve without keys on an address that other machines reach.
     allow_unauthenticated: bool = False
-    # Limits of tenants that have none of their own in the registry; only with `--auth keys`.
-    default_limits: LimitsSetting = TenantLimits()
+    default_limits: LimitsSetting = Field(
+        TenantLimits(),
+        description="With --auth keys: a table of the limits of tenants that have none of their own in the registry.",
+    )
 
     @field_validator("source_dir", mode="before")
     @classmethod

@@ -110,7 +110,7 @@ class Settings(BaseModel):
     # Serve without keys on an address that other machines reach.
     allow_unauthenticated: bool = False
     default_limits: LimitsSetting = Field(
-        TenantLimits(),
+        default=TenantLimits(),
         description="With --auth keys: a table of the limits of tenants that have none of their own in the registry.",
     )
 

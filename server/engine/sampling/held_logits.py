@@ -9,6 +9,7 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from server.engine.request_state import SequenceOutput
 from server.engine.sampling.token_masks import apply_masks
@@ -53,7 +54,9 @@ class HeldLogits:
             return None
         for output in masks:
             del self._waiting_since[output]
-        return list(masks), apply_masks(torch.stack(rows), list(masks.values()))
+        # Steps with variants of more tokens have wider logits.
+        logits = pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
+        return list(masks), apply_masks(logits, list(masks.values()))
 
     def drop(self, output: SequenceOutput) -> None:
         """Drop the logits of a preempted sequence, which computes them again."""

@@ -99,7 +99,12 @@ class Supervisor:
             self._metrics.aggregator.started(ENGINE)
 
     def _on_serving(self) -> None:
+        # The engine may have welcomed the HTTP processes and not yet the supervisor.
+        self._engine.client.welcomed.add_done_callback(lambda _: self._announce())
+
+    def _announce(self) -> None:
         """Print one line when every HTTP process serves for the first time."""
-        if not self._is_announced and self._http.num_serving == self._settings.http_workers:
+        client, num_serving = self._engine.client, self._http.num_serving
+        if not self._is_announced and client.has_facts and num_serving == self._settings.http_workers:
             self._is_announced = True
-            print(f"{self._engine.client.facts.base.id} is served at {self._url}", flush=True)
+            print(f"{client.facts.base.id} is served at {self._url}", flush=True)

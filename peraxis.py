@@ -199,11 +199,23 @@ def _memory_message(error: MemoryError | RuntimeError) -> str:
 def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
     module, other = entry.module, entry.other_form
     if other is not None and any(arg.partition("=")[0] == other.option for arg in args):
-        module = other.module
+        module, other = other.module, None
     group = get_group(importlib.import_module(module).app)
+    if other is not None and "--help" in args:
+        _list_options(group, other)
     # A missing command is then reported in one line, like every other wrong argument.
     group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
+
+
+def _list_options(group: Any, other: OtherForm) -> None:
+    """Add the other form's options to the help page of each command, in a panel of their own."""
+    for name, command in get_group(importlib.import_module(other.module).app).commands.items():
+        params = group.commands[name].params
+        known = {param.name for param in params}
+        for option in [param for param in command.params if param.name not in known]:
+            option.rich_help_panel = f"With {other.option}"  # type: ignore[attr-defined]
+            params.append(option)
 
 
 def _placeholder() -> None:

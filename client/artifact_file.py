@@ -32,11 +32,13 @@ class ArtifactFile:
             progress: Called with the number of bytes hashed since the last call.
 
         Raises:
-            UsageError: It is no regular file.
+            UsageError: It does not exist, or is no regular file.
             ArtifactError: It is no artifact.
             OSError: It cannot be read.
         """
-        if path.exists() and not path.is_file():
+        if not path.exists():
+            raise UsageError(f"{path}: no such file: give the artifact that `peraxis compress` wrote")
+        if not path.is_file():
             raise UsageError(f"{path} is no file: give the artifact that `peraxis compress` wrote")
         digest, num_bytes = hashlib.sha256(), 0
         for block in _blocks(path):

@@ -75,8 +75,12 @@ class ServerAddress:
             )
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
             raise UsageError(f"--url {url!r} is no server's address: give one such as http://host:8000")
+        if parsed.path.rstrip("/").endswith("/v1"):
+            raise UsageError(f"--url {url!r}: leave /v1 out, which only OpenAI's clients need")
         key, where = os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         if key_file is not None:
+            if not key_file.exists():
+                raise UsageError(f"{key_file}: no such file: give --key-file a file that holds the key")
             with key_file.open("rb") as file:
                 key, where = file.read(MAX_KEY_BYTES + 1).decode("latin-1"), str(key_file)
             if not key.strip():

@@ -13,7 +13,7 @@ from msgspec import Struct
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Url
 from client.output import print_reply, print_table, printable
-from client.reference import key_path
+from client.reference import key_id_of
 from deltastore.errors import UsageError
 
 app = typer.Typer(
@@ -129,8 +129,10 @@ def revoke(
 
     Example: peraxis keys revoke 3f9a0c1b2d4e
     """
+    # A whole key that was pasted must not reach a URL, where logs would keep it.
+    key_id = key_id_of(key_id)
     with RemoteServer(ServerAddress.of(url, key_file)) as server:
-        content = server.call("DELETE", key_path(key_id))
+        content = server.call("DELETE", f"/keys/{key_id}")
     if as_json:
         print_reply(content)
         return

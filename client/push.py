@@ -12,7 +12,7 @@ from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
 from client.output import print_reply, printable, size
 from client.publishing import ANSWER_S, Publishing, publish
-from client.reference import path_of
+from client.reference import check_new_name
 from client.replies import UploadReply
 from deltastore.progress import byte_progress
 
@@ -48,7 +48,7 @@ def push(
     """
     address = ServerAddress.of(url, key_file, tenant)
     # Refuse a name that cannot be one before the file is hashed.
-    path_of(name)
+    check_new_name(name)
     total = file.stat().st_size if file.is_file() else 0
     with byte_progress(total, f"digest of {file.name}", progress) as bar:
         artifact = ArtifactFile.read(file, bar.update)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 from deltastore.errors import UsageError
 
 # Digits of a version number, so that an absurd one takes no time.
 MAX_VERSION_DIGITS = 9
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# An id, or the key that begins with it.
+KEY_OR_ID = re.compile(r"(?:pxk_)?([0-9a-f]{12})(?:_[0-9a-f]*)?")
 
 
 def path_of(name: str) -> str:
@@ -19,14 +23,30 @@ def path_of(name: str) -> str:
     # Such a path would belong to another route.
     if not name.strip("."):
         raise UsageError(f"{name!r} is no variant's name: `peraxis ls` lists them")
+    if "@" in name:
+        raise UsageError(f"{name!r}: this command takes a NAME without @VERSION")
     return f"/variants/{quote(name, safe='')}"
 
 
-def key_path(key_id: str) -> str:
-    """Return the path of an API key. Raises UsageError if no key can have the id."""
-    if not key_id.strip("."):
-        raise UsageError(f"{key_id!r} is no key's id: `peraxis keys list` lists them")
-    return f"/keys/{quote(key_id, safe='')}"
+def check_new_name(name: str) -> None:
+    """Raise UsageError if no variant can be published under the name."""
+    if NAME.fullmatch(name) is None:
+        raise UsageError(
+            f"--name {name!r} cannot be a variant's: take 1 to 64 letters, digits, '.', '_' and '-', "
+            "and begin with a letter or digit"
+        )
+
+
+def key_id_of(text: str) -> str:
+    """Return the id in an id or a whole API key.
+
+    Raises:
+        UsageError: There is none. The message does not repeat the text, which may be a secret.
+    """
+    found = KEY_OR_ID.fullmatch(text.strip())
+    if found is None:
+        raise UsageError("a key's id has 12 hex digits: `peraxis keys list` lists them")
+    return found[1]
 
 
 def parse_reference(reference: str) -> tuple[str, dict[str, str] | None]:

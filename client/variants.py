@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Name, Reference, Tenant, Url
+from client.options import DEFAULT_URL, Json, KeyFile, Name, Tenant, Url
 from client.output import print_json, print_reply, print_table, printable, short, size
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
@@ -121,7 +121,12 @@ def rollback(
 
 @app.command()
 def rm(
-    reference: Reference,
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]", help="The variant; without a version, it and all its versions."
+        ),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")] = False,
     url: Url = DEFAULT_URL,
     key_file: KeyFile = None,

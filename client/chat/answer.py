@@ -22,6 +22,8 @@ from client.output import printable
 SILENCE_S = 300.0
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
+# Of a speed: fewer pieces of text, or pieces in less time, came in one packet and tell nothing of the server.
+MIN_PIECES, MIN_MEASURED_S = 3, 0.05
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -67,6 +69,7 @@ class Answer:
     sent_at: float = field(default_factory=time.perf_counter)
     first_at: float | None = None
     last_at: float | None = None
+    num_pieces: int = 0
 
     @property
     def first_token_s(self) -> float | None:
@@ -75,11 +78,13 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens after the first over the time from the first text to the last; None while it is unknown."""
+        """Tokens after the first over the time from the first text to the last; None if that is too short."""
         if self.usage is None or self.first_at is None or self.last_at is None:
             return None
         elapsed_s = self.last_at - self.first_at
-        return (self.usage.completion_tokens - 1) / elapsed_s if elapsed_s > 0 else None
+        if self.num_pieces < MIN_PIECES or elapsed_s < MIN_MEASURED_S:
+            return None
+        return (self.usage.completion_tokens - 1) / elapsed_s
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -104,6 +109,7 @@ class Answer:
         if text:
             self.last_at = time.perf_counter()
             self.first_at = self.first_at or self.last_at
+            self.num_pieces += 1
             self.text += text
         return text
 

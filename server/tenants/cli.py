@@ -18,7 +18,7 @@ import typer
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
 from server.tenants.audit import AuditLog, Auditor
-from server.tenants.keys import KeyStore, key_document
+from server.tenants.keys import KEY, KeyStore, key_document
 
 app = typer.Typer(help="Create, list and revoke API keys in a registry on disk.", no_args_is_help=True)
 
@@ -100,6 +100,8 @@ def revoke(
 ) -> None:
     """Revoke a key. Every server on the registry refuses it within a second."""
     root = _registry(registry)
+    if (whole := KEY.fullmatch(key_id)) is not None:
+        key_id = whole[1]
     KeyStore(root).revoke(_auditor(root), key_id)
     if as_json:
         _print_json({"id": key_id, "revoked": True})

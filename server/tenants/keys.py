@@ -124,7 +124,9 @@ class KeyStore:
         # The file of a damaged record can be removed, too.
         record = self._directory.read().get(key_id)
         if not KEY_ID.fullmatch(key_id) or not self._directory.remove(key_id):
-            raise KeyNotFound(f"there is no key {key_id[:64]!r}: list the keys for their ids")
+            # Anything else than an id may be a secret.
+            named = f"key {key_id!r}" if KEY_ID.fullmatch(key_id) else "key of this id"
+            raise KeyNotFound(f"there is no {named}: list the keys for their ids")
         auditor.write(Change("revoke_key", None if record is None else record.tenant, subject_key_id=key_id))
 
     def records(self, tenant: str | None = None) -> dict[str, KeyRecord]:

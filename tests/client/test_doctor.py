@@ -35,6 +35,11 @@ def test_a_running_server_has_no_failed_check(server: LiveServer, capsys: Output
     assert [line[0] for line in lines][:2] == ["ok", "ok"]
 
 
+def test_help_lists_the_options_of_both_forms(capsys: Output) -> None:
+    assert run(["doctor", "--help"]) == 0
+    assert {"--base", "--url", "--key-file"} <= set(capsys.readouterr().out.split())
+
+
 def test_the_keys_tenant_roles_and_expiry_are_told(capsys: Output) -> None:
     code, checks = examined(capsys, ALIVE, READY, ME, STATS)
     assert code == 0

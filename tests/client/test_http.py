@@ -74,6 +74,17 @@ def test_a_file_without_a_key_is_refused_and_its_content_not_shown(
     assert server.calls == []
 
 
+def test_a_key_file_that_does_not_exist_ends_with_2(tmp_path: Path, capsys: Output) -> None:
+    assert run(["ls", "--key-file", str(tmp_path / "gone")]) == 2
+    assert f"{tmp_path / 'gone'}: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://host:8000/v1", "http://host/llm/v1/"])
+def test_the_path_of_openais_routes_is_refused_with_the_way_out(url: str, capsys: Output) -> None:
+    assert run(["ls", "--url", url]) == 2
+    assert "leave /v1 out" in capsys.readouterr().err
+
+
 def test_an_address_does_not_show_its_key() -> None:
     assert "pxk_secret" not in repr(ServerAddress("http://host", "pxk_secret"))
 

@@ -13,7 +13,7 @@ import pytest
 from peraxis import run
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from tests.client.helpers.scripted_server import scripted_server
+from tests.client.helpers.scripted_server import answer, scripted_server
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 
 Output = pytest.CaptureFixture[str]
@@ -75,6 +75,29 @@ def test_keys_are_listed_without_their_text_and_revoked_by_id(guarded: Guarded, 
     assert guarded.run("keys", "revoke", made["id"]) == 0
     assert capsys.readouterr().out == f"revoked {made['id']}\n"
     assert guarded.document(capsys, "keys", "list", "--tenant", "short") == {"keys": []}
+
+
+def test_a_whole_key_is_revoked_by_its_id_alone(capsys: Output) -> None:
+    with scripted_server(answer(200, {"id": "0" * 12, "revoked": True})) as server:
+        assert run(["keys", "revoke", f"pxk_{'0' * 12}_{'ab' * 32}", "--url", server.url]) == 0
+    assert server.calls == [f"DELETE /keys/{'0' * 12}"]
+    assert capsys.readouterr().out == f"revoked {'0' * 12}\n"
+
+
+@pytest.mark.parametrize("text", ["ab" * 32, f"pxk_{'ab' * 32}", f"{'ab' * 32}_", "secret-word"])
+def test_what_holds_no_id_is_neither_sent_nor_repeated(text: str, capsys: Output) -> None:
+    with scripted_server() as server:
+        assert run(["keys", "revoke", text, "--url", server.url]) == 2
+    assert server.calls == []
+    assert text[:12] not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["create", "list", "revoke"])
+def test_help_lists_the_options_of_both_forms(command: str, capsys: Output) -> None:
+    assert run(["keys", command, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "With --registry" in page
+    assert {"--registry", "--url", "--key-file"} <= set(page.split())
 
 
 def test_without_a_key_every_command_ends_with_4(guarded: Guarded, capsys: Output) -> None:

@@ -84,6 +84,17 @@ def test_an_artifact_becomes_the_next_version(
     assert server.client.get("/variants/pushed").json()["active"] == 1
 
 
+@pytest.mark.parametrize("name", ["my model", "", "a/b", "..", "a" * 65])
+def test_a_name_that_no_variant_can_have_ends_with_2(name: str, file: Path, capsys: Output) -> None:
+    assert run(["push", str(file), "--name", name, "--url", "http://127.0.0.1:1"]) == 2
+    assert "take 1 to 64 letters, digits, '.', '_' and '-'" in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_exist_ends_with_2(tmp_path: Path, capsys: Output) -> None:
+    assert run(["push", str(tmp_path / "gone"), "--name", "a", "--url", "http://127.0.0.1:1"]) == 2
+    assert f"{tmp_path / 'gone'}: no such file: give the artifact" in capsys.readouterr().err
+
+
 def test_an_artifact_that_the_server_has_is_not_sent_again(
     server: LiveServer, artifacts: Artifacts, capsys: Output
 ) -> None:

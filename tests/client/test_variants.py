@@ -142,7 +142,15 @@ def test_on_a_terminal_rm_with_yes_does_not_ask(server: LiveServer, two_versions
 
 
 @pytest.mark.parametrize(
-    "args", [["load", "a@x"], ["rm", "a@"], ["show", ".."], ["promote", "a", "0"], ["pin", "a@1234567890"]]
+    "args",
+    [
+        ["load", "a@x"],
+        ["rm", "a@"],
+        ["show", ".."],
+        ["show", "a@1"],
+        ["promote", "a", "0"],
+        ["pin", "a@1234567890"],
+    ],
 )
 def test_a_wrong_name_or_version_ends_with_2_before_any_call(args: list[str], capsys: Output) -> None:
     with scripted_server() as server:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from client.chat.answer import Answer, ReceivedUsage
 from peraxis import run
 from tests.client.helpers.scripted_server import (
     Reaction,
@@ -105,6 +106,16 @@ def test_json_has_the_text_the_version_and_the_times(capsys: Output) -> None:
         "usage": {"prompt_tokens": 5, "completion_tokens": 3},
     }
     assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("num_pieces", "last_at", "speed"), [(3, 1.5, 4.0), (2, 1.5, None), (3, 1.0001, None)]
+)
+def test_a_speed_is_told_only_of_text_that_came_over_time(
+    num_pieces: int, last_at: float, speed: float | None
+) -> None:
+    received = Answer("a", usage=ReceivedUsage(5, 3), first_at=1.0, last_at=last_at, num_pieces=num_pieces)
+    assert received.tokens_per_s == speed
 
 
 def test_line_separators_in_an_answer_do_not_split_its_events(capsys: Output) -> None:

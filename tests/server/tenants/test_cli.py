@@ -75,6 +75,16 @@ def test_revoking_an_absent_key_fails(root: Path, capsys: Output) -> None:
     assert "there is no key" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
+def test_a_whole_key_is_revoked_by_its_id_and_its_secret_not_shown(root: Path, capsys: Output) -> None:
+    assert keys(root, "create", "--tenant", "acme", "--role", "inference", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert keys(root, "revoke", made["key"]) == 0
+    assert capsys.readouterr().out == f"revoked {made['id']}\n"
+    secret = made["key"].rpartition("_")[2]
+    assert keys(root, "revoke", secret) == 1
+    assert secret[:8] not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "args",
     [

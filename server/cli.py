@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from deltastore.registry.place import check_place
 from server.openmp_policy import let_threads_sleep
 from server.settings import DEFAULT_HUB_URL, Settings, load_settings
 
@@ -62,7 +63,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     admin_port: Annotated[
-        int | None, typer.Option(help="The only port of /metrics, /stats, /variants, /keys and /tenants.")
+        int | None,
+        typer.Option(
+            help="Serve /metrics, /stats, /variants, /keys and /tenants on this port, and no longer on --port."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
@@ -170,6 +174,8 @@ def serve(
     if print_config:
         print(loaded.describe())
         return
+    # Before a server makes a registry there.
+    check_place(loaded.settings.registry)
     let_threads_sleep(os.environ)
     # Deferred: --help and --print-config need none of this, and only the inline engine imports torch.
     if loaded.settings.engine == "inline":

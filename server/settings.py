@@ -291,6 +291,11 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> str:
         return f"{name} is missing: give {_flag_name(name)}, {ENV_PREFIX}{name.upper()} or {name} in a --config file"
     if first["type"] == "extra_forbidden":
         return f"{name} ({origins[name]}) is not a setting: `peraxis serve --help` lists them"
+    if first["type"] == "path_not_directory":
+        path = first["input"]
+        problem = f"{path} is a file" if Path(path).exists() else f"there is no directory {path}"
+        wanted = "the directory of a Hugging Face checkpoint" if name == "base" else "an existing directory"
+        return f"{name} ({origins[name]}): {problem}: give {wanted}"
     return f"{name} ({origins[name]}): {message[0].lower()}{message[1:]}, got {first['input']!r}"
 
 

@@ -61,6 +61,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: no such directory; give the directory of a Hugging Face checkpoint"
             )
+        if not (path / "config.json").exists():
+            raise CheckpointError(
+                f"{path / 'config.json'} does not exist, so {path} is not the directory of a Hugging Face checkpoint: "
+                "give another one, or fetch the checkpoint again"
+            )
         try:
             config = _read_object(path / "config.json")
             tensors = _collect(path)

@@ -6,7 +6,6 @@ Its exit code is 0 when it was told to stop, and `CANNOT_START` when the base co
 from __future__ import annotations
 
 import gc
-import logging
 import signal
 import sys
 import threading
@@ -25,8 +24,6 @@ from server.metrics.engine import EngineMetrics
 from server.process_tree import die_with_parent
 from server.protocol.processes import EngineConfig, check_version
 from server.settings import Settings
-
-log = logging.getLogger(__name__)
 
 CANNOT_START = 3
 # How long clients have to ask why the engine cannot start.
@@ -66,7 +63,7 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
     except Draining:
         return 0
     except PeraxisError as error:
-        log.error("the engine cannot start: %s", error)
+        # Not logged here: each client gets the error, and the supervisor reports it.
         refuse_clients(socket, error, REFUSE_S, stopping)
         return CANNOT_START
     finally:

@@ -99,6 +99,8 @@ class EngineKeeper:
         error = self.client.welcomed.exception()
         if error is not None and self._num_started == 1:
             raise error
+        if error is not None:
+            log.error("the engine cannot start: %s", error)
         return error is None
 
     async def _watch(self, process: ChildProcess) -> None:

@@ -17,6 +17,7 @@ import typer
 
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
+from deltastore.registry.place import check_place, is_registry
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KEY, KeyStore, key_document
 
@@ -111,8 +112,10 @@ def revoke(
 
 def _registry(path: Path, *, is_made: bool = False) -> Path:
     """Return the directory of a registry. With `is_made`, an empty or missing one becomes a registry."""
-    if not (path / "variants").is_dir():
-        if not is_made or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+    if not is_registry(path):
+        if is_made:
+            check_place(path)
+        else:
             raise UsageError(
                 f"{path} is not a registry: give the directory that `peraxis serve --registry` is given"
             )

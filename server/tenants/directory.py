@@ -85,7 +85,10 @@ class RecordDirectory(Generic[R]):
         return frozenset(self._versions.keys() - self._records.keys())
 
     async def current(self) -> Mapping[str, R]:
-        """Return all records as they were at most `FRESH_S` ago. Event loop only; files are read on a thread."""
+        """Return all records with the changes by this object, and those by others that are older than `FRESH_S`.
+
+        Event loop only; files are read on a thread.
+        """
         if time.monotonic() - self._read_at > FRESH_S:
             async with self._refreshing:
                 # Not again for those that waited for the lock.
@@ -113,6 +116,7 @@ class RecordDirectory(Generic[R]):
         with explained(self._root):
             self._storage.make_dirs(self._path)
             self._storage.replace(self._path / f"{name}{SUFFIX}", msgspec.json.encode(record), MODE)
+        self._expire()
 
     def remove(self, name: str) -> bool:
         """Remove a record, durably. Return False if there is none."""
@@ -125,7 +129,14 @@ class RecordDirectory(Generic[R]):
             # Also without a file: the process that removed it may have died before its sync.
             if self._path.is_dir():
                 self._storage.fsync_dir(self._path)
-            return is_removed
+        self._expire()
+        return is_removed
+
+    def _expire(self) -> None:
+        """Make the next use of the records read them again."""
+        # After a reading under way, which may have missed the change and sets the time when it ends.
+        with self._reading:
+            self._read_at = float("-inf")
 
     def _modified_ns(self) -> int | None:
         try:

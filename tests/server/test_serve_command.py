@@ -78,7 +78,27 @@ def test_a_directory_without_a_checkpoint_is_named(
 ) -> None:
     code, line = failed(capsys, "--base", tmp_path, "--registry", tmp_path / "r", "--port", 0)
     assert code == 1
-    assert str(tmp_path / "config.json") in line
+    assert f"{tmp_path / 'config.json'} does not exist" in line
+    assert "damaged" not in line
+
+
+def test_an_engine_that_cannot_start_says_why_once(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    assert (
+        run(["serve", "--base", f"{tmp_path / 'base'}", "--registry", f"{tmp_path / 'r'}", "--port", "0"])
+        == 1
+    )
+    assert capfd.readouterr().err.count("does not exist") == 1
+
+
+def test_a_checkpoint_is_not_made_into_a_registry(
+    capsys: pytest.CaptureFixture[str], artifacts: Artifacts
+) -> None:
+    before = sorted(artifacts.base.iterdir())
+    code, line = failed(capsys, "--base", artifacts.base, "--registry", artifacts.base, "--port", 0)
+    assert code == 2
+    assert f"{artifacts.base} is not a registry" in line
+    assert sorted(artifacts.base.iterdir()) == before
 
 
 def test_a_registry_that_is_a_file_is_named(
@@ -86,8 +106,8 @@ def test_a_registry_that_is_a_file_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     code, line = failed(capsys, "--base", artifacts.base, "--registry", tmp_path / "file", "--port", 0)
-    assert code == 1
-    assert str(tmp_path / "file") in line
+    assert code == 2
+    assert f"{tmp_path / 'file'} is a file and not a registry" in line
 
 
 def test_a_missing_setting_is_named_with_every_way_to_set_it(capsys: pytest.CaptureFixture[str]) -> None:

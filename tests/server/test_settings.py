@@ -64,7 +64,15 @@ def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         ({"device": "tpu"}, "device (from --device): input should be 'auto', 'cpu' or 'cuda', got 'tpu'"),
         ({"dtype": "int8"}, "dtype (from --dtype): input should be 'auto', 'bfloat16'"),
-        ({"base": Path("/no/such/base")}, "base (from --base): path does not point to a directory"),
+        (
+            {"base": Path("/no/such/base")},
+            "base (from --base): there is no directory /no/such/base: give the directory of a Hugging Face checkpoint",
+        ),
+        ({"base": Path(__file__)}, f"base (from --base): {__file__} is a file: give the directory"),
+        (
+            {"source_dir": [Path("/no/such")]},
+            "source_dir (from --source-dir): there is no directory /no/such: give an existing directory",
+        ),
         ({"auth": "tokens"}, "auth (from --auth): input should be 'none' or 'keys', got 'tokens'"),
         ({"host": "0.0.0.0"}, "host 0.0.0.0 may be reached from other machines and auth is none"),
         ({"host": "::"}, "take --auth keys or --host 127.0.0.1, or --allow-unauthenticated"),

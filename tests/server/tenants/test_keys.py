@@ -140,6 +140,21 @@ def test_a_revoked_key_is_gone_and_cannot_be_revoked_again(store: KeyStore, audi
             store.revoke(auditor, absent)
 
 
+def test_a_store_admits_its_own_new_key_at_once_and_refuses_a_revoked_one_at_once(
+    store: KeyStore, auditor: Auditor
+) -> None:
+    async def talk() -> None:
+        first = await asyncio.to_thread(store.create, auditor, "ops", ["admin"])
+        assert (await store.caller(first.text)).key_id == first.id
+        second = await asyncio.to_thread(store.create, auditor, "acme", ["inference"])
+        assert (await store.caller(second.text)).key_id == second.id
+        await asyncio.to_thread(store.revoke, auditor, second.id)
+        with pytest.raises(InvalidApiKey):
+            await store.caller(second.text)
+
+    asyncio.run(talk())
+
+
 def test_a_change_by_another_process_is_seen_without_a_restart(
     store: KeyStore, auditor: Auditor, tmp_path: Path
 ) -> None:

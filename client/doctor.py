@@ -11,28 +11,14 @@ from msgspec import Struct
 from client.errors import NoAnswer, ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import Json, KeyFile
-from client.output import printable
+from client.replies import MeReply
 from deltastore.diagnosis import Diagnosis, diagnose, has_failed, print_diagnoses
 from deltastore.errors import PeraxisError
+from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
 
 NOT_FOUND = 404
-
-
-class MyKey(Struct, frozen=True):
-    """The key that the server has found in a call."""
-
-    id: str
-    expires_at: str | None = None
-
-
-class MeReply(Struct, frozen=True):
-    """The answer of `GET /me`; without keys on the server, `key` is None."""
-
-    tenant: str
-    roles: tuple[str, ...]
-    key: MyKey | None = None
 
 
 class ServerFacts(Struct, frozen=True):

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 
 from client.errors import AuthenticationFailed, NoAnswer, NoServer, ServerRefused, UnexpectedReply
-from client.output import printable
 from deltastore.errors import UsageError
+from deltastore.tables import printable
 
 KEY_VARIABLE = "PERAXIS_API_KEY"
 MAX_KEY_BYTES = 4096

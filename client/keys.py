@@ -12,9 +12,10 @@ from msgspec import Struct
 
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Url
-from client.output import print_reply, print_table, printable
+from client.output import print_reply
 from client.reference import key_id_of
 from deltastore.errors import UsageError
+from deltastore.tables import print_table, printable
 
 app = typer.Typer(
     help="Create, list and revoke tenants' API keys, on a server or, with --registry DIR, in a registry on disk.",

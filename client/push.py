@@ -10,11 +10,13 @@ import typer
 from client.artifact_file import ArtifactFile
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
-from client.output import print_reply, printable, size
+from client.output import print_reply, size
 from client.publishing import ANSWER_S, Publishing, publish
 from client.reference import check_new_name
 from client.replies import UploadReply
+from client.tenancy import tenant_of_admin
 from deltastore.progress import byte_progress
+from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -54,11 +56,13 @@ def push(
         artifact = ArtifactFile.read(file, bar.update)
     with RemoteServer(address, ANSWER_S) as server:
         content = publish(server, Publishing(artifact, name, activate, visibility), progress)
+        tenant = None if as_json else tenant_of_admin(server)
     reply = parsed(content, UploadReply)
     if as_json:
         print_reply(content)
         return
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
+    owner = "" if tenant is None else f"{printable(tenant)}/"
     print(
-        f"{printable(reply.name)}@{reply.version}  {size(reply.size_bytes)}  {printable(reply.digest)}  {state}"
+        f"{owner}{printable(reply.name)}@{reply.version}  {size(reply.size_bytes)}  {printable(reply.digest)}  {state}"
     )

@@ -35,6 +35,7 @@ class VariantReply(Struct, frozen=True):
     active: int | None
     versions: tuple[VersionReply, ...]
     visibility: str = "private"
+    owner: str = "-"
 
     @property
     def active_version(self) -> VersionReply | None:
@@ -71,3 +72,18 @@ class UploadReply(Struct, frozen=True):
     digest: str
     size_bytes: int
     active: bool
+
+
+class MyKey(Struct, frozen=True):
+    """The key that the server has found in a call."""
+
+    id: str
+    expires_at: str | None = None
+
+
+class MeReply(Struct, frozen=True):
+    """The answer of `GET /me`; without keys on the server, `key` is None."""
+
+    tenant: str
+    roles: tuple[str, ...]
+    key: MyKey | None = None

@@ -6,9 +6,10 @@ import typer
 
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Reference, Tenant, Url
-from client.output import print_reply, printable
+from client.output import print_reply
 from client.reference import parse_reference, path_of
 from client.replies import StatusReply
+from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
+from client.errors import ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Name, Tenant, Url
-from client.output import print_json, print_reply, print_table, printable, short, size
+from client.output import print_json, print_reply, short, size
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
+from client.tenancy import SharedVariant, not_owned, shared_variants, tenant_of
 from deltastore.errors import PeraxisError, shown
+from deltastore.tables import print_table, printable
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -22,17 +26,32 @@ app = typer.Typer(no_args_is_help=True)
 def ls(
     url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
 ) -> None:
-    """List the registered variants.
+    """List the registered variants, and those that other tenants have made public.
 
     Example: peraxis ls
     """
-    content = _call(ServerAddress.of(url, key_file, tenant), "GET", "/variants")
-    variants = parsed(content, VariantsReply).variants
+    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+        content = server.call("GET", "/variants")
+        variants = parsed(content, VariantsReply).variants
+        shared = shared_variants(server, [variant.name for variant in variants])
+        if not (as_json or variants):
+            _tell_none(server, "no variants")
     if as_json:
-        print_reply(content)
+        print_json({**json.loads(content), "shared": msgspec.to_builtins(shared)})
         return
-    head = ("NAME", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "VISIBILITY", "DIGEST", "CREATED")
-    print_table(head, [_listed(variant) for variant in variants])
+    head = (
+        "NAME",
+        "OWNER",
+        "ACTIVE",
+        "VERSIONS",
+        "SIZE",
+        "LEVEL",
+        "PINNED",
+        "VISIBILITY",
+        "DIGEST",
+        "CREATED",
+    )
+    print_table(head, [*map(_listed, variants), *map(_listed_as_shared, shared)])
 
 
 @app.command()
@@ -43,13 +62,13 @@ def ps(
 
     Example: peraxis ps
     """
-    content = _call(ServerAddress.of(url, key_file, tenant), "GET", "/variants")
-    resident = [
-        (variant, version)
-        for variant in parsed(content, VariantsReply).variants
-        for version in variant.versions
-        if version.is_resident
-    ]
+    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+        variants = parsed(server.call("GET", "/variants"), VariantsReply).variants
+        resident = [
+            (variant, version) for variant in variants for version in variant.versions if version.is_resident
+        ]
+        if not (as_json or resident):
+            _tell_none(server, "no variants in memory or with requests" if variants else "no variants")
     if as_json:
         found = [{"name": variant.name, **msgspec.to_builtins(version)} for variant, version in resident]
         print_json({"resident": found})
@@ -77,7 +96,12 @@ def show(
 
     Example: peraxis show instruct
     """
-    content = _call(ServerAddress.of(url, key_file, tenant), "GET", path_of(name))
+    path = path_of(name)
+    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+        try:
+            content = server.call("GET", path)
+        except ServerRefused as error:
+            raise not_owned(server, name, error) from error
     variant = parsed(content, VariantReply)
     if as_json:
         print_reply(content)
@@ -146,7 +170,8 @@ def rm(
         and not _confirmed(f"Delete {reference}{everything} from {address.url}?")
     ):
         raise typer.Abort
-    content = _call(address, "DELETE", path, params)
+    with RemoteServer(address) as server:
+        content = server.call("DELETE", path, params=params)
     deleted = parsed(content, DeletedReply)
     if as_json:
         print_reply(content)
@@ -173,9 +198,10 @@ def version_below(variant: VariantReply) -> int:
     return max(below)
 
 
-def _call(address: ServerAddress, method: str, path: str, params: dict[str, str] | None = None) -> bytes:
-    with RemoteServer(address) as server:
-        return server.call(method, path, params=params)
+def _tell_none(server: RemoteServer, what: str) -> None:
+    """Say on stderr that a list is empty, and whose it is."""
+    tenant = tenant_of(server)
+    print(what if tenant is None else f"{what} of tenant {printable(tenant)}", file=sys.stderr)
 
 
 def _activate(server: RemoteServer, name: str, version: int, as_json: bool) -> None:
@@ -197,9 +223,10 @@ def _listed(variant: VariantReply) -> tuple[str, ...]:
     versions = str(len(variant.versions))
     active = variant.active_version
     if active is None:
-        return variant.name, "-", versions, "-", "-", "-", variant.visibility, "-", "-"
+        return variant.name, variant.owner, "-", versions, "-", "-", "-", variant.visibility, "-", "-"
     return (
         variant.name,
+        variant.owner,
         str(active.version),
         versions,
         size(active.size_bytes),
@@ -209,6 +236,11 @@ def _listed(variant: VariantReply) -> tuple[str, ...]:
         short(active.digest),
         _date(active.created_at),
     )
+
+
+def _listed_as_shared(shared: SharedVariant) -> tuple[str, ...]:
+    """Return the row in `ls` of another tenant's variant."""
+    return shared.name, shared.owner, "-", "-", "-", "-", "-", "public", "-", "-"
 
 
 def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ import msgspec
 
 from client.errors import ServerRefused, UnexpectedReply
 from client.http import ErrorFields, ServerAddress, parsed
-from client.output import printable
+from deltastore.tables import printable
 
 # Of silence between two pieces of an answer, in seconds; a variant may have to be loaded before the first.
 SILENCE_S = 300.0
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
+BAD_REQUEST = 400
 # Of a speed: fewer pieces of text, or pieces in less time, came in one packet and tell nothing of the server.
 MIN_PIECES, MIN_MEASURED_S = 3, 0.05
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
@@ -135,7 +136,11 @@ async def stream(address: ServerAddress, body: Mapping[str, Any], answer: Answer
         ):
             if not reply.is_success:
                 await reply.aread()
-                raise address.refusal(reply)
+                refused = address.refusal(reply)
+                if refused.status == BAD_REQUEST:
+                    # The server's messages of wrong requests do not name the model.
+                    refused = ServerRefused(f"{answer.model}: {refused}", refused.status, refused.code)
+                raise refused
             answer.version = _version_of(reply)
             answer.digest = reply.headers.get("x-peraxis-digest")
             async for data in _events(reply):

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from client.chat.answer import Answer
-from client.output import printable, short
+from client.output import short
+from deltastore.tables import printable
 
 
 def visible(text: str) -> str:

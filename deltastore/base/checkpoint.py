@@ -58,9 +58,8 @@ class Checkpoint:
             CheckpointError: The directory is missing, holds no safetensors, or one of its files cannot be read.
         """
         if not path.is_dir():
-            raise CheckpointError(
-                f"{path}: no such directory; give the directory of a Hugging Face checkpoint"
-            )
+            defect = "not a directory" if path.exists() else "no such directory"
+            raise CheckpointError(f"{path}: {defect}; give the directory of a Hugging Face checkpoint")
         if not (path / "config.json").exists():
             raise CheckpointError(
                 f"{path / 'config.json'} does not exist, so {path} is not the directory of a Hugging Face checkpoint: "

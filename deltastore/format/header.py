@@ -233,14 +233,14 @@ def _check_header_length(length: int, size: int, where: str) -> None:
     limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
     if length > limit:
         raise ArtifactError(
-            f"{where}: its header claims {length} bytes, more than the {limit} allowed in a file of {size}: "
-            "not a safetensors file, or a damaged one"
+            f"{where}: not a safetensors file, or a damaged one: its header claims {length} bytes, more than the "
+            f"{limit} allowed in a file of {size}"
         )
 
 
 def _check_brace(raw: bytes, where: str) -> None:
     if not raw.startswith(b"{"):
-        raise ArtifactError(f"{where}: its header does not begin with '{{': not a safetensors file")
+        raise ArtifactError(f"{where}: not a safetensors file: its header does not begin with '{{'")
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import typer
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
 from deltastore.registry.place import check_place, is_registry
+from deltastore.tables import print_table
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KEY, KeyStore, key_document
 
@@ -86,11 +87,18 @@ def list_keys(
     if as_json:
         _print_json({"keys": documents})
         return
-    for key in documents:
-        expires = f"expires {key['expires_at']}" if key["expires_at"] else "does not expire"
-        print(
-            f"{key['id']}  {key['tenant']:<20} {','.join(key['roles']):<24} made {key['created_at']}  {expires}"
+    # As `keys list` without --registry prints them.
+    rows = [
+        (
+            key["id"],
+            key["tenant"],
+            ",".join(key["roles"]),
+            key["created_at"][:19],
+            (key["expires_at"] or "never")[:19],
         )
+        for key in documents
+    ]
+    print_table(("ID", "TENANT", "ROLES", "CREATED", "EXPIRES"), rows)
 
 
 @app.command()

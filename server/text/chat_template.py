@@ -15,6 +15,10 @@ from server.text.conversation import Conversation
 from server.text.failures import failures_as
 
 MAX_CHARACTERS = 8 << 20
+NO_TEMPLATE = (
+    "there is no chat template here: publish the variant with a tokenizer that has one, "
+    "or send a prompt to /v1/completions"
+)
 
 
 def render(template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:

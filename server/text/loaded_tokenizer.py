@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
-from server.text.chat_template import render
+from server.text.chat_template import NO_TEMPLATE, render
 from server.text.conversation import Conversation
 from server.text.decoding.incremental import Decode, NewText, NewTokens, decode_new
 from server.text.failures import failures_as
@@ -117,7 +117,7 @@ class LoadedTokenizer:
             InvalidRequest: there is no template, it refuses the messages, or makes too much text.
         """
         if self.chat_template is None:
-            raise InvalidRequest("there is no chat template here: send a prompt instead", "messages")
+            raise InvalidRequest(NO_TEMPLATE, "messages")
         text = render(self.chat_template, conversation, self.template_variables)
         return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
 

@@ -42,8 +42,8 @@ def test_a_key_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "key").write_text("pxk_file\n")
     monkeypatch.setenv("PERAXIS_API_KEY", "pxk_environment")
     with scripted_server(NO_VARIANTS, NO_VARIANTS) as server:
-        assert run(["ls", "--url", server.url]) == 0
-        assert run(["ls", "--url", server.url, "--key-file", str(tmp_path / "key")]) == 0
+        assert run(["ps", "--json", "--url", server.url]) == 0
+        assert run(["ps", "--json", "--url", server.url, "--key-file", str(tmp_path / "key")]) == 0
     keys = [each.headers.get("Authorization") for each in server.received]
     assert keys == ["Bearer pxk_environment", "Bearer pxk_file"]
 

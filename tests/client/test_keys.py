@@ -139,6 +139,30 @@ def test_an_administrator_acts_for_a_tenant(guarded: Guarded, artifacts: Artifac
     assert "theirs" not in json.dumps(guarded.document(capsys, "ls"))
 
 
+def test_a_public_variant_of_another_tenant_is_listed_with_its_owner_and_show_explains(
+    guarded: Guarded, artifacts: Artifacts, capsys: Output, tmp_path: Path
+) -> None:
+    public = ["--name", "for-all", "--tenant", "giver", "--visibility", "public"]
+    assert guarded.run("push", str(artifacts.plain), *public) == 0
+    assert capsys.readouterr().out.startswith("giver/for-all@1 ")
+    assert guarded.run("keys", "create", "--tenant", "taker", "--role", "inference") == 0
+    (tmp_path / "key").write_text(capsys.readouterr().out)
+    assert guarded.accepts(tmp_path / "key")
+    captured = capsys.readouterr()
+    rows = [line.split() for line in captured.out.splitlines()]
+    assert ["for-all", "giver"] in [row[:2] for row in rows]
+    assert captured.err.endswith("no variants of tenant taker\n")
+    assert guarded.run("show", "for-all", key_file=tmp_path / "key") == 1
+    assert "is public and belongs to tenant 'giver'" in capsys.readouterr().err
+
+
+def test_a_push_with_an_admin_key_tells_its_tenant(
+    guarded: Guarded, artifacts: Artifacts, capsys: Output
+) -> None:
+    assert guarded.run("push", str(artifacts.plain), "--name", "own") == 0
+    assert capsys.readouterr().out.startswith("ops/own@1 ")
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -47,6 +47,7 @@ def test_ls_has_a_line_per_variant(server: LiveServer, two_versions: str, capsys
     head, *rows = fields(capsys)
     assert head == [
         "NAME",
+        "OWNER",
         "ACTIVE",
         "VERSIONS",
         "SIZE",
@@ -57,13 +58,20 @@ def test_ls_has_a_line_per_variant(server: LiveServer, two_versions: str, capsys
         "CREATED",
     ]
     (row,) = [row for row in rows if row[0] == two_versions]
-    assert row[1:3] == ["2", "2"]
+    assert row[1:4] == ["default", "2", "2"]
     assert len(row) == len(head)
 
 
 def test_ls_gives_the_servers_document_as_json(server: LiveServer, capsys: Output) -> None:
     names = [variant["name"] for variant in document(server, capsys, "ls")["variants"]]
     assert {"plain", "chatty", "third"} <= set(names)
+
+
+@pytest.mark.parametrize("command", ["ls", "ps"])
+def test_an_empty_list_is_told_on_stderr(command: str, capsys: Output) -> None:
+    with scripted_server(answer(200, {"variants": []})) as server:
+        assert run([command, "--tenant", "acme", "--url", server.url]) == 0
+    assert capsys.readouterr().err == "no variants of tenant acme\n"
 
 
 def test_show_has_a_line_per_version_and_the_fidelity(

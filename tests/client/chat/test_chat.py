@@ -195,6 +195,12 @@ def test_a_failed_answer_is_one_line(
     assert line.count("\n") == 1
 
 
+def test_a_wrong_request_names_the_model(capsys: Output) -> None:
+    with scripted_server(refuse(400, "invalid_request", "there is no chat template here")) as server:
+        assert run(["chat", "plain", "--once", "Hi", "--url", server.url]) == 1
+    assert capsys.readouterr().err == "error: plain: there is no chat template here\n"
+
+
 def test_on_a_terminal_a_conversation_goes_on_until_the_end_of_input() -> None:
     with scripted_server(
         said("Hello."), refuse(503, "overloaded", "busy: try again"), said("Bye.")

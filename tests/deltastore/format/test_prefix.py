@@ -33,7 +33,7 @@ def test_the_beginning_of_an_artifact_passes_however_short_it_is(tmp_path: Path)
 )
 def test_a_header_length_that_no_file_can_have_is_refused(first_bytes: bytes) -> None:
     with pytest.raises(
-        ArtifactError, match=r"the upload: its header claims \d+ bytes, more than the \d+ all"
+        ArtifactError, match=r"the upload: not a safetensors file, or a damaged one: its header claims"
     ):
         check_prefix(first_bytes, GIGABYTES)
 
@@ -50,5 +50,7 @@ def test_a_header_that_is_too_long_for_the_file_is_refused() -> None:
 
 @pytest.mark.parametrize("rest", [b"[", b"\0" * 9, b' {"a"'])
 def test_a_header_that_does_not_begin_with_a_brace_is_refused(rest: bytes) -> None:
-    with pytest.raises(ArtifactError, match=r"does not begin with '\{': not a safetensors file"):
+    with pytest.raises(
+        ArtifactError, match=r"the upload: not a safetensors file: its header does not begin with '\{'"
+    ):
         check_prefix(struct.pack("<Q", 4088) + rest, GIGABYTES)

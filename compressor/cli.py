@@ -202,6 +202,12 @@ def compress(
             f"({_size(result.full_bytes)}), because tensors that are no matrices are stored whole",
             file=sys.stderr,
         )
+    if not result.manifest.tensors:
+        print(
+            f"warning: {out}: the fine-tune's tensors are the base's, so this delta changes nothing: "
+            "check --finetune and --base",
+            file=sys.stderr,
+        )
     if as_json:
         _print_json(result.as_json())
     else:

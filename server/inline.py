@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 
@@ -31,6 +32,8 @@ from server.supervisor.signals import first_of, first_signal
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
+
+log = logging.getLogger(__name__)
 
 ADDRESS = "inproc://engine"
 
@@ -99,6 +102,8 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     error = starting.exception() if starting.done() else None
     if error is None:
         await first_of(signalled, engine)
+    if signalled.done():
+        log.info("shutting down: running requests have %g s to end", settings.shutdown_timeout)
     starting.cancel()
     watching.cancel()
     stopped.set()

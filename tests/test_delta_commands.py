@@ -63,6 +63,22 @@ def test_compress_prints_its_result_as_json(models: TinyModels, tmp_path: Path, 
     assert result["num_unchanged"] == 0
 
 
+def test_a_fine_tune_that_is_the_base_is_warned_of(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    args = [
+        "compress",
+        "--base",
+        str(models.base),
+        "--finetune",
+        str(models.base),
+        "--out",
+        str(tmp_path / "d"),
+    ]
+    assert run([*args, "--method", "scalar", "--no-progress"]) == 0
+    assert "this delta changes nothing: check --finetune and --base" in capsys.readouterr().err
+
+
 def test_full_bytes_are_those_of_the_fine_tune_at_16_bits(
     models: TinyModels, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -143,7 +143,8 @@ class Registry:
                     record = directory.record(number)
                     self.check_not_quarantined(record)
                     return record
-        raise directory.not_found()
+        # Of the caller's own directory, whatever other tenants have.
+        raise self._directory(tenant, name).not_found()
 
     def is_live(self, record: VersionRecord) -> bool:
         """True until a version is deleted, by any server. Reads one small file, so it may be called often.

@@ -158,7 +158,7 @@ class VariantDirectory:
     def not_found(self, number: int | None = None) -> VariantNotFound:
         if number is None:
             return VariantNotFound(
-                f"there is no variant {self.name!r}: list the variants, or upload it first"
+                f"there is no variant {self.name!r} of tenant {self.tenant!r}: list the variants, or upload it first"
             )
         return VariantNotFound(
             f"variant {self.name!r} has no version {number}: list its versions, or leave the number out"

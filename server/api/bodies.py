@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ SLOW_BYTES = 120 << 10
 
 MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
+# Fields of other APIs, with the name that one has in a call of this server.
+OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -143,7 +145,7 @@ def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from error
+        raise invalid(str(error), decoder.type.__struct_fields__) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(
             f"the body is no valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
@@ -154,12 +156,19 @@ def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
         raise InvalidRequest("the body is nested too deeply: send a flatter one") from error
 
 
-def invalid(message: str) -> InvalidRequest:
-    """Return the error of a body that msgspec refused; it names the field at fault."""
+def invalid(message: str, fields: Collection[str] = ()) -> InvalidRequest:
+    """Return the error of a body that msgspec refused; it names the field at fault.
+
+    Args:
+        message: msgspec's.
+        fields: the names of the body's own fields.
+    """
     if unknown := UNKNOWN_FIELD.fullmatch(message):
         name, path = unknown[1], (unknown[2] or "").removeprefix(".")
+        other = None if path else OTHER_NAMES.get(name)
+        way_out = f"use {other}" if other in fields else "remove it"
         return InvalidRequest(
-            f"{shown(name)}{f' in {path}' if path else ''} is not a field of this call: remove it",
+            f"{shown(name)}{f' in {path}' if path else ''} is not a field of this call: {way_out}",
             _first_name(path) or name[:80],
         )
     if missing := MISSING_FIELD.fullmatch(message):

@@ -10,6 +10,7 @@ import math
 import threading
 
 import torch
+from tqdm import tqdm
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.loader import Loader
@@ -135,10 +136,10 @@ def _report_memory(
     # One page more is padding.
     kv_bytes = (kv_cache.num_pages + 1) * attention.page_tokens * attention.bytes_per_token
     log.info(
-        "%d slots of %.2f GB; a KV cache of %.2f GB for %d tokens; a request may have %d of the model's %d positions",
+        "%d slots of %s; a KV cache of %s for %d tokens; a request may have %d of the model's %d positions",
         len(slots),
-        slot_bytes / 1e9,
-        kv_bytes / 1e9,
+        tqdm.format_sizeof(slot_bytes, "B"),
+        tqdm.format_sizeof(kv_bytes, "B"),
         kv_cache.max_tokens,
         max_model_len,
         model.max_positions,

@@ -6,6 +6,7 @@ Parses no tenant's byte, so that nothing that a tenant sends can end it. Imports
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from server.supervisor.runtime_directory import runtime_directory, scratch_direc
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 # How much longer than `shutdown_timeout` HTTP processes may take to send their last bytes.
 LAST_BYTES_S = 5.0
@@ -48,6 +51,7 @@ async def _supervise(settings: Settings, sockets: list[socket.socket], runtime: 
         await first_of(running, stopped)
         if running.done():
             running.result()
+        log.info("shutting down: running requests have %g s to end", settings.shutdown_timeout)
         return await stopped
     finally:
         running.cancel()

@@ -32,11 +32,12 @@ from server.tenants.limits.windows import SlidingCount, Windows
 
 # When one of the tenant's requests or uploads ends is not known; this is when to ask again.
 RETRY_S = 1.0
-DESCRIPTIONS = {
-    "requests_per_minute": "requests per minute",
-    "tokens_per_minute": "tokens per minute",
-    "max_running": "running requests",
-    "max_uploads": "uploads under way",
+# For messages: what a tenant with this limit may do.
+ALLOWED = {
+    "requests_per_minute": "send {} request{} per minute",
+    "tokens_per_minute": "use {} token{} per minute",
+    "max_running": "run {} request{} at a time",
+    "max_uploads": "have {} upload{} under way",
 }
 
 
@@ -174,12 +175,12 @@ def _refusal_of_request(
 
 def _refused(call: TakeSeat, refusal: _Refusal, limits: TenantLimits, rates: Rates) -> SeatRefused:
     limit = getattr(limits, refusal.limit)
-    most = f"{limit} {DESCRIPTIONS[refusal.limit]} of tenant {call.tenant!r}"
+    allowed = ALLOWED[refusal.limit].format(limit, "" if limit == 1 else "s")
     if refusal.wait_s is None:
-        message = f"the request alone is more than the {most}: send a smaller one"
+        message = f"tenant {call.tenant!r} may {allowed}, and this call alone is more: send a smaller one"
         return SeatRefused(call.call_id, rates, refusal.limit, message, None)
     retry_after_s = max(1, math.ceil(refusal.wait_s))
-    message = f"it would be more than the {most}: send it again in {retry_after_s} s"
+    message = f"tenant {call.tenant!r} may {allowed}: send this one again in {retry_after_s} s"
     return SeatRefused(call.call_id, rates, refusal.limit, message, retry_after_s)
 
 

@@ -49,11 +49,26 @@ def test_every_tenant_uses_a_public_variant_and_only_its_owner_a_private_one(reg
     assert (
         registry.resolve("globex", "open").digest == registry.resolve("acme", "open").digest == digest_of(1)
     )
-    assert not_found(registry, "globex", "own") == not_found(registry, "acme", "absent").replace(
+    assert not_found(registry, "globex", "own") == not_found(registry, "globex", "absent").replace(
         "absent", "own"
     )
     assert seen_by(registry, "globex") == {"open": "acme"}
     assert seen_by(registry, "acme") == {"open": "acme", "own": "acme"}
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_the_error_of_an_absent_variant_names_the_callers_tenant_whatever_others_have(
+    registry: Registry, owned: bool
+) -> None:
+    def message(name: str) -> str:
+        with pytest.raises(VariantNotFound) as caught:
+            registry.resolve("globex", name, owned=owned)
+        return str(caught.value)
+
+    absent = message("a")
+    assert absent.startswith("there is no variant 'a' of tenant 'globex'")
+    push(registry, artifact(1), "a", tenant="acme")
+    assert message("a") == absent
 
 
 def test_a_public_variant_is_not_among_what_another_tenant_owns(registry: Registry) -> None:

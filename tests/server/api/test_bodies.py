@@ -133,6 +133,12 @@ def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -
     run(what)
 
 
+def test_a_field_of_openai_is_answered_with_the_name_that_it_has_here() -> None:
+    message = "Object contains unknown field `max_tokens`"
+    assert str(bodies.invalid(message, ("prompt", "max_new_tokens"))).endswith("use max_new_tokens")
+    assert str(bodies.invalid(message, ("prompt",))).endswith("remove it")
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,6 +175,40 @@ def test_a_request_that_exceeds_a_limit_by_itself_has_no_time_to_come_again() ->
             assert (answer.limit, answer.retry_after_s) == (name, None)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            TenantLimits(requests_per_minute=1),
+            "tenant 'a' may send 1 request per minute: send this one again in",
+        ),
+        (
+            TenantLimits(tokens_per_minute=5),
+            "tenant 'a' may use 5 tokens per minute: send this one again in",
+        ),
+        (
+            TenantLimits(max_running=1),
+            "tenant 'a' may run 1 request at a time: send this one again in 1 s",
+        ),
+        (
+            TenantLimits(tokens_per_minute=4),
+            "tenant 'a' may use 4 tokens per minute, and this call alone is more: send a smaller one",
+        ),
+    ],
+    ids=["requests", "tokens", "running", "alone"],
+)
+def test_a_refusal_is_a_sentence_about_what_the_tenant_may_do(limits: TenantLimits, message: str) -> None:
+    async def main() -> None:
+        ledger = ledger_of(limits)
+        await take(ledger, request(1, 5))
+        refused = await take(ledger, request(2, 5))
+        assert isinstance(refused, SeatRefused)
+        assert refused.message.startswith(message)
+
+    with fake_clock():
+        run(main())
 
 
 def test_the_rates_after_admission_are_what_is_left() -> None:

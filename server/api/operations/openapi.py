@@ -56,6 +56,14 @@ BODIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
         }
     },
 }
+OBJECT = {"application/json": {"schema": {"type": "object"}}}
+# What calls answer with that is no JSON object.
+OTHER_REPLIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("GET", "/metrics"): {"text/plain": {"schema": TEXT}},
+    ("GET", "/variants/{name}/artifact"): {"application/octet-stream": {"schema": FILE}},
+    ("POST", "/v1/load_lora_adapter"): {"text/plain": {"schema": TEXT}},
+    ("POST", "/v1/unload_lora_adapter"): {"text/plain": {"schema": TEXT}},
+}
 # Statuses of errors that any call may answer: those of its credentials, its parameters and a server that is busy.
 COMMON = (400, 401, 403, 404, 429, 503)
 # Those of a call with a body: too slow, too large.
@@ -121,6 +129,10 @@ def _complete(operation: dict[str, Any], context: RouteContext, call: tuple[str,
         if status >= HTTPStatus.BAD_REQUEST:
             response["content"] = {"application/json": {"schema": {"$ref": SCHEMAS + "Error"}}}
         responses.setdefault(str(status), response)
+    # FastAPI takes a reply without a model for a string.
+    for status in responses:
+        if status.startswith("2"):
+            responses[status]["content"] = OTHER_REPLIES.get(call, OBJECT)
 
 
 def _bodies(context: RouteContext) -> Iterator[type[msgspec.Struct]]:

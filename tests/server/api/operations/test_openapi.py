@@ -55,6 +55,23 @@ def test_every_reference_names_a_schema(document: dict[str, Any]) -> None:
     assert named == set(document["components"]["schemas"])
 
 
+def test_a_reply_is_described_as_an_object_unless_it_is_text_or_a_file(document: dict[str, Any]) -> None:
+    contents = {
+        (method, path, status): reply["content"]
+        for path, calls in document["paths"].items()
+        for method, call in calls.items()
+        for status, reply in call["responses"].items()
+        if status.startswith("2")
+    }
+    others = {call: content for call, content in contents.items() if "application/json" not in content}
+    assert {call[:2]: [*content] for call, content in others.items()} == {
+        ("get", "/metrics"): ["text/plain"],
+        ("get", "/variants/{name}/artifact"): ["application/octet-stream"],
+    }
+    for call in contents.keys() - others.keys():
+        assert contents[call] == {"application/json": {"schema": {"type": "object"}}}
+
+
 def test_no_request_of_schemathesis_fails_the_server_or_gets_a_status_that_is_not_documented(
     server: LiveServer,
 ) -> None:

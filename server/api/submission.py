@@ -136,8 +136,11 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
                 echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
         _check_echoes(requests, echoes)
         # Before a grammar is compiled, which takes a worker's time.
-        num_tokens = sum(len(request.prompt_ids) for request in requests)
-        seat = await service.limiter.admit(call.tenant.name, len(requests), num_tokens)
+        num_prompt = sum(len(request.prompt_ids) for request in requests)
+        num_new = sum(each.sampling_params.n * each.sampling_params.max_new_tokens for each in requests)
+        seat = await service.limiter.admit(
+            call.tenant.name, len(requests), num_prompt, num_new, call.length_field
+        )
         events.hold(seat)
         constraint = None
         if call.requested.grammar is not None:

@@ -19,6 +19,7 @@ class TakeSeat(Struct, frozen=True, tag=True):
     kind: SeatKind
     num_requests: int = 0
     num_tokens: int = 0  # of the prompts
+    num_new_tokens: int = 0  # at most, of all sequences; reserved until the GiveBack
     num_bytes: int = 0  # of an upload
 
 
@@ -43,7 +44,7 @@ class Rate(Struct, frozen=True, array_like=True):
     """One limit per minute, as `x-ratelimit-*` headers show it."""
 
     limit: int
-    remaining: int
+    remaining: int  # without what running requests have reserved
     reset_s: float  # until all of it is free again, if nothing else comes
 
 

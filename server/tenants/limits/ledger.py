@@ -1,7 +1,8 @@
 """Counts the work of all tenants of one server and decides what their limits admit. One process of the server has it.
 
 Work under way is kept by its holder, which is an HTTP process, so that a process that dies frees what it held. The
-windows of the last minute belong to no holder and outlive every process but this one. Knows no connection and no HTTP.
+windows of the last minute belong to no holder and outlive every process but this one. The tokens that a running request
+may still generate are reserved beside the window. Knows no connection and no HTTP.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class _UnderWay:
     """The work of one tenant that has begun and not ended."""
 
     num_running: int = 0
+    num_reserved_tokens: int = 0
     num_uploads: int = 0
     upload_bytes: int = 0
 
     def add(self, seat: TakeSeat, sign: int) -> None:
         if seat.kind == "request":
             self.num_running += sign * seat.num_requests
+            self.num_reserved_tokens += sign * seat.num_new_tokens
         else:
             self.num_uploads += sign
             self.upload_bytes += sign * seat.num_bytes
@@ -113,14 +116,15 @@ class Ledger:
             is_full = limits.max_uploads is not None and under_way.num_uploads >= limits.max_uploads
             refusal = _Refusal("max_uploads", RETRY_S) if is_full else None
         if refusal is not None:
-            return _refused(call, refusal, limits, _rates(limits, last_minute))
+            return _refused(call, refusal, limits, _rates(limits, under_way, last_minute))
         reserved_bytes = under_way.upload_bytes
         self._seats[holder][call.call_id] = call
         under_way.add(call, 1)
         if call.kind == "request":
             await self._count(call.tenant, call.num_requests, call.num_tokens)
             last_minute = await self._last_minute(call.tenant)
-        return SeatTaken(call.call_id, _rates(limits, last_minute), limits, reserved_bytes)
+        rates = _rates(limits, under_way, last_minute)
+        return SeatTaken(call.call_id, rates, limits, reserved_bytes)
 
     async def _give_back(self, holder: str, call: GiveBack) -> None:
         seat = self._seats.get(holder, {}).pop(call.call_id, None)
@@ -154,14 +158,15 @@ def _refusal_of_request(
 ) -> _Refusal | None:
     """Return the limit with the longest wait; None if the request fits all of them."""
     waits: dict[str, float] = {}
-    for name, limit, amount, window in (
-        ("requests_per_minute", limits.requests_per_minute, call.num_requests, last_minute.requests),
-        ("tokens_per_minute", limits.tokens_per_minute, call.num_tokens, last_minute.tokens),
+    num_tokens, num_reserved = call.num_tokens + call.num_new_tokens, under_way.num_reserved_tokens
+    for name, limit, amount, reserved, window in (
+        ("requests_per_minute", limits.requests_per_minute, call.num_requests, 0, last_minute.requests),
+        ("tokens_per_minute", limits.tokens_per_minute, num_tokens, num_reserved, last_minute.tokens),
     ):
         if limit is not None:
             if amount > limit:
                 return _Refusal(name, None)
-            waits[name] = window.wait_s(limit, amount)
+            waits[name] = _wait_s(window, reserved, limit, amount)
     if limits.max_running is not None:
         if call.num_requests > limits.max_running:
             return _Refusal("max_running", None)
@@ -184,14 +189,20 @@ def _refused(call: TakeSeat, refusal: _Refusal, limits: TenantLimits, rates: Rat
     return SeatRefused(call.call_id, rates, refusal.limit, message, retry_after_s)
 
 
-def _rates(limits: TenantLimits, last_minute: _LastMinute) -> Rates:
+def _wait_s(window: SlidingCount, reserved: int, limit: int, amount: int) -> float:
+    """Return the seconds until `amount` more may fit; at least `RETRY_S` while a reservation keeps them out."""
+    is_full = window.used + reserved + amount > limit
+    return max(window.wait_s(limit, amount), RETRY_S if is_full and reserved else 0.0)
+
+
+def _rates(limits: TenantLimits, under_way: _UnderWay, last_minute: _LastMinute) -> Rates:
     return Rates(
-        _rate(limits.requests_per_minute, last_minute.requests),
-        _rate(limits.tokens_per_minute, last_minute.tokens),
+        _rate(limits.requests_per_minute, 0, last_minute.requests),
+        _rate(limits.tokens_per_minute, under_way.num_reserved_tokens, last_minute.tokens),
     )
 
 
-def _rate(limit: int | None, window: SlidingCount) -> Rate | None:
+def _rate(limit: int | None, reserved: int, window: SlidingCount) -> Rate | None:
     if limit is None:
         return None
-    return Rate(limit, max(0, limit - window.used), window.wait_s(limit, limit))
+    return Rate(limit, max(0, limit - window.used - reserved), _wait_s(window, reserved, limit, limit))

@@ -67,12 +67,18 @@ class Limiter:
         self._link = link
         self._call_ids = itertools.count()
 
-    async def admit(self, tenant: str, num_requests: int, num_prompt_tokens: int) -> Seat:
-        """Count requests of a tenant and the tokens of their prompts. Release the seat when they have ended.
+    async def admit(
+        self, tenant: str, num_requests: int, num_prompt_tokens: int, num_new_tokens: int, length_field: str
+    ) -> Seat:
+        """Count requests of a tenant and the tokens of their prompts, and reserve those they may generate.
+
+        Release the seat when they have ended.
 
         Args:
             num_requests: prompts; the sequences of one prompt are one request.
             num_prompt_tokens: of all prompts together.
+            num_new_tokens: the most that all sequences together may generate.
+            length_field: the name in the call of what bounds `num_new_tokens`, for errors.
 
         Raises:
             RateLimited: the tenant is over a limit.
@@ -80,9 +86,14 @@ class Limiter:
             QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
         """
         call = TakeSeat(
-            next(self._call_ids), tenant, "request", num_requests=num_requests, num_tokens=num_prompt_tokens
+            next(self._call_ids),
+            tenant,
+            "request",
+            num_requests=num_requests,
+            num_tokens=num_prompt_tokens,
+            num_new_tokens=num_new_tokens,
         )
-        return await self._take(call)
+        return await self._take(call, length_field)
 
     async def admit_upload(self, tenant: str, size_bytes: int) -> Seat:
         """Count an upload of a tenant. Release the seat when it is published or has failed.
@@ -105,7 +116,7 @@ class Limiter:
         assert isinstance(answer, UsageOfTenant)
         return answer
 
-    async def _take(self, call: TakeSeat) -> Seat:
+    async def _take(self, call: TakeSeat, length_field: str = "") -> Seat:
         if self._link is None:
             return Seat()
         try:
@@ -116,7 +127,7 @@ class Limiter:
             raise
         if isinstance(answer, SeatRefused):
             if answer.retry_after_s is None:
-                raise InvalidRequest(answer.message, "prompt")
+                raise _too_large(answer, call, length_field)
             raise RateLimited(
                 answer.message, answer.limit, retry_after_s=answer.retry_after_s, rates=answer.rates
             )
@@ -133,3 +144,15 @@ class Limiter:
         if isinstance(answer, LimitsUnknown):
             raise QueueFull(answer.message)
         return answer
+
+
+def _too_large(refused: SeatRefused, call: TakeSeat, length_field: str) -> InvalidRequest:
+    """Return the error of a call that exceeds a limit by itself."""
+    limit = refused.rates.tokens
+    if refused.limit != "tokens_per_minute" or limit is None or call.num_tokens >= limit.limit:
+        return InvalidRequest(refused.message, "prompt")
+    message = (
+        f"{refused.message}, or lower {length_field} ({call.num_tokens} prompt tokens and up to "
+        f"{call.num_new_tokens} new ones)"
+    )
+    return InvalidRequest(message, length_field)

@@ -20,7 +20,8 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The most that a tenant may use of one server; None is unlimited."""
 
     requests_per_minute: Positive | None = None
-    # Prompt tokens count when a request is admitted, generated tokens when it has ended.
+    # Prompt tokens count when a request is admitted, generated tokens when it has ended. Until then, the most that it
+    # may generate is reserved.
     tokens_per_minute: Positive | None = None
     max_running: Positive | None = None  # requests that wait or run in the engine
     max_uploads: Positive | None = None  # under way

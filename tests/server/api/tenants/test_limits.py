@@ -68,6 +68,25 @@ def test_every_prompt_of_a_call_is_a_request_and_every_token_of_its_sequences_co
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=3), talk)
 
 
+def test_calls_at_the_same_time_share_what_the_tenant_may_still_generate(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        body = {"model": "base", "prompt": "hello", "max_tokens": 10, "n": 4, "temperature": 1}
+        sending = (app.client.post("/v1/completions", json=body) for _ in range(8))
+        replies = await asyncio.gather(*sending)
+        assert {reply.status_code for reply in replies} == {200, 429}
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        assert error_of(refused)["param"] == "tokens_per_minute"
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert (await usage(app))["tokens_last_minute"] <= 100
+        too_large = await app.client.post("/v1/completions", json={**body, "max_tokens": 25})
+        assert (too_large.status_code, error_of(too_large)["param"]) == (400, "max_tokens")
+        assert "lower max_tokens" in error_of(too_large)["message"]
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100), talk)
+
+
 def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
         leaving = asyncio.create_task(generate(app, max_new_tokens=200, n=4))

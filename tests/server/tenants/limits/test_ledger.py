@@ -48,8 +48,17 @@ async def usage(ledger: Ledger, tenant: str = "a") -> UsageOfTenant:
     return answer
 
 
-def request(call_id: int, num_tokens: int = 1, tenant: str = "a", num_requests: int = 1) -> TakeSeat:
-    return TakeSeat(call_id, tenant, "request", num_requests=num_requests, num_tokens=num_tokens)
+def request(
+    call_id: int, num_tokens: int = 1, tenant: str = "a", num_requests: int = 1, num_new: int = 0
+) -> TakeSeat:
+    return TakeSeat(
+        call_id,
+        tenant,
+        "request",
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_new_tokens=num_new,
+    )
 
 
 def upload(call_id: int, num_bytes: int = 0) -> TakeSeat:
@@ -98,6 +107,69 @@ def test_seats_and_tokens_are_those_of_a_plain_model(
                 now = await usage(ledger, name)
                 assert now.num_running == sum(size for owner, size in held.values() if owner == name)
                 assert now.num_tokens == tokens[name]
+
+    with fake_clock():
+        run(main())
+
+
+RUNS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), HOLDERS, st.integers(0, 30), st.integers(0, 60)),
+        st.tuples(st.just("give_back"), HOLDERS, st.integers(0, 30), st.integers(0, 60)),
+        st.tuples(st.just("advance"), HOLDERS, st.integers(0, 70), st.just(0)),
+        st.tuples(st.just("free"), HOLDERS, st.just(0), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=RUNS, limit=st.integers(1, 100))
+def test_what_was_used_and_what_is_reserved_never_exceed_the_limit(
+    steps: Sequence[tuple[str, str, int, int]], limit: int
+) -> None:
+    """A take has prompt tokens and new ones; a give-back has a seat's number and the tokens that it generated."""
+
+    async def main(clock: Clock) -> None:
+        ledger = ledger_of(TenantLimits(tokens_per_minute=limit))
+        reserved: dict[tuple[str, int], int] = {}
+        for number, (kind, holder, first, second) in enumerate(steps):
+            before = (await usage(ledger)).num_tokens
+            if kind == "take":
+                answer = await take(ledger, request(number, first, num_new=second), holder)
+                fits = before + sum(reserved.values()) + first + second <= limit
+                assert isinstance(answer, SeatTaken) == fits
+                if isinstance(answer, SeatTaken):
+                    reserved[holder, number] = second
+                assert answer.rates.tokens is not None
+                left = limit - (await usage(ledger)).num_tokens - sum(reserved.values())
+                assert answer.rates.tokens.remaining == left
+            elif kind == "give_back":
+                most = reserved.pop((holder, first), 0)
+                await ledger.answer(holder, GiveBack(first, min(second, most)))
+                assert (await usage(ledger)).num_tokens == before + min(second, most)
+            elif kind == "advance":
+                clock.advance(first)
+            else:
+                ledger.free(holder)
+                reserved = {key: value for key, value in reserved.items() if key[0] != holder}
+            assert (await usage(ledger)).num_tokens + sum(reserved.values()) <= limit
+
+    with fake_clock() as clock:
+        run(main(clock))
+
+
+def test_tokens_that_a_running_request_has_reserved_keep_others_out_until_it_ends() -> None:
+    async def main() -> None:
+        ledger = ledger_of(TenantLimits(tokens_per_minute=100))
+        await take(ledger, request(1, 10, num_new=60))
+        refused = await take(ledger, request(2, 10, num_new=60))
+        assert isinstance(refused, SeatRefused)
+        # The end of the first request is not known; without its reservation the second one fits.
+        assert (refused.limit, refused.retry_after_s) == ("tokens_per_minute", 1)
+        assert refused.rates.tokens is not None
+        assert refused.rates.tokens.remaining == 30
+        await ledger.answer("http-1", GiveBack(1, 5))
+        assert isinstance(await take(ledger, request(2, 10, num_new=60)), SeatTaken)
 
     with fake_clock():
         run(main())
@@ -168,6 +240,7 @@ def test_a_request_that_exceeds_a_limit_by_itself_has_no_time_to_come_again() ->
         for limits, call, name in (
             (TenantLimits(requests_per_minute=2), request(1, num_requests=3), "requests_per_minute"),
             (TenantLimits(tokens_per_minute=9), request(1, 10), "tokens_per_minute"),
+            (TenantLimits(tokens_per_minute=9), request(1, 5, num_new=5), "tokens_per_minute"),
             (TenantLimits(max_running=2), request(1, num_requests=3), "max_running"),
         ):
             answer = await take(ledger_of(limits), call)

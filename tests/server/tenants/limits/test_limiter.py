@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest import mock
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_without_an_answer_the_request_is_refused_and_its_seat_is_given_back(
     async def main() -> None:
         link = SilentLink()
         with pytest.raises(QueueFull, match="cannot count"):
-            await Limiter(link).admit("a", 1, 5)
+            await Limiter(link).admit("a", 1, 5, 0, "max_tokens")
         assert link.told == [GiveBack(link.asked[0].call_id, 0)]
 
     asyncio.run(main())
@@ -70,7 +71,7 @@ def test_without_an_answer_the_request_is_refused_and_its_seat_is_given_back(
 def test_a_client_that_leaves_while_its_request_waits_for_a_seat_gives_it_back() -> None:
     async def main() -> None:
         link = SilentLink()
-        asking = asyncio.create_task(Limiter(link).admit("a", 1, 5))
+        asking = asyncio.create_task(Limiter(link).admit("a", 1, 5, 0, "max_tokens"))
         while not link.asked:
             await asyncio.sleep(0)
         asking.cancel()
@@ -86,7 +87,7 @@ def test_a_refusal_is_the_error_that_names_its_limit_and_its_wait() -> None:
         rates = Rates(requests=Rate(1, 0, 60.0))
         refused = SeatRefused(0, rates, "requests_per_minute", "too many", 17)
         with pytest.raises(RateLimited, match="too many") as caught:
-            await Limiter(AnsweringLink(refused)).admit("a", 1, 5)
+            await Limiter(AnsweringLink(refused)).admit("a", 1, 5, 0, "max_tokens")
         error = caught.value
         assert (error.param, error.retry_after_s, error.rates) == ("requests_per_minute", 17, rates)
 
@@ -97,7 +98,21 @@ def test_a_request_that_never_fits_is_invalid() -> None:
     async def main() -> None:
         refused = SeatRefused(0, Rates(), "tokens_per_minute", "too large", None)
         with pytest.raises(InvalidRequest, match="too large"):
-            await Limiter(AnsweringLink(refused)).admit("a", 1, 5)
+            await Limiter(AnsweringLink(refused)).admit("a", 1, 5, 0, "max_tokens")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("num_prompt", "param"), [(99, "max_tokens"), (100, "prompt")])
+def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(
+    num_prompt: int, param: str
+) -> None:
+    async def main() -> None:
+        limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(tokens_per_minute=100))))
+        with pytest.raises(InvalidRequest, match="100 tokens per minute") as caught:
+            await limiter.admit("a", 1, num_prompt, 2, "max_tokens")
+        assert caught.value.param == param
+        assert (await limiter.admit("a", 1, 98, 2, "max_tokens")).rates.tokens == Rate(100, 0, mock.ANY)
 
     asyncio.run(main())
 
@@ -105,7 +120,7 @@ def test_a_request_that_never_fits_is_invalid() -> None:
 def test_limits_that_cannot_be_read_refuse_the_request() -> None:
     async def main() -> None:
         with pytest.raises(QueueFull, match="damaged"):
-            await Limiter(AnsweringLink(LimitsUnknown(0, "damaged"))).admit("a", 1, 5)
+            await Limiter(AnsweringLink(LimitsUnknown(0, "damaged"))).admit("a", 1, 5, 0, "max_tokens")
 
     asyncio.run(main())
 
@@ -113,7 +128,7 @@ def test_limits_that_cannot_be_read_refuse_the_request() -> None:
 def test_without_a_ledger_everything_is_admitted_and_nothing_is_known() -> None:
     async def main() -> None:
         limiter = Limiter()
-        seat = await limiter.admit("a", 10**6, 10**9)
+        seat = await limiter.admit("a", 10**6, 10**9, 10**9, "max_tokens")
         seat.release(10**9)
         assert (seat.rates, seat.limits) == (Rates(), TenantLimits())
         assert await limiter.usage("a") is None
@@ -124,9 +139,9 @@ def test_without_a_ledger_everything_is_admitted_and_nothing_is_known() -> None:
 def test_a_seat_of_the_ledger_in_this_process_is_released_once() -> None:
     async def main() -> None:
         limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(max_running=1))))
-        seat = await limiter.admit("a", 1, 5)
+        seat = await limiter.admit("a", 1, 5, 0, "max_tokens")
         with pytest.raises(RateLimited):
-            await limiter.admit("a", 1, 5)
+            await limiter.admit("a", 1, 5, 0, "max_tokens")
         seat.release(3)
         seat.release(3)
         await asyncio.sleep(0)

@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
-from server.engine.failing_alone import FailingAlone, step_failed
+from server.engine.failing_alone import FailingAlone, step_failed, too_long
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
+from server.engine.request_limits import RequestLimits
 from server.engine.request_state import OnEvent, RequestState, SequenceOutput
 from server.engine.residency_calls import ResidencyCalls, load_timeout
-from server.engine.sampling.held_logits import HeldLogits, mask_timeout
+from server.engine.sampling.held_logits import HeldLogits, mask_timeout, masked
 from server.engine.sampling.sampler import LastLogits, score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
@@ -32,16 +34,7 @@ from server.protocol.messages import DeltaState, Level, Mask
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Bounds on requests."""
-
-    max_open: int  # requests that run or wait
-    max_model_len: int  # tokens of prompt and output together
-    load_timeout_s: float
-    mask_timeout_s: float  # for which a constrained sequence waits for its mask
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -143,11 +136,13 @@ class EngineCore:
         Send the tokens before the next step, so that their clients compute the next masks while it runs.
         """
         ready = self._held.take_ready()
-        if ready is None:
-            return False
-        outputs, logits = ready
-        self._sample_each([output.sequence for output in outputs], logits)
-        return True
+        for output in self._held.take_views():
+            # Another sequence of its request may have failed just now.
+            if (state := self._requests.get(output.sequence.request_id)) is not None:
+                with self._failing_alone(state):
+                    self._held.keep_copy(output)
+        self._sample_each([(held.output.sequence, held) for held in ready], masked)
+        return bool(ready)
 
     def step(self) -> bool:
         """Make finished loads visible and run one step of the model. Return whether there was one to run."""
@@ -164,7 +159,7 @@ class EngineCore:
         for sequence in plan.too_long:
             state = self._requests.get(sequence.request_id)
             if state is not None:
-                self._fail(state, _too_long(self._kv_cache.max_tokens))
+                self._fail(state, too_long(self._kv_cache.max_tokens))
         self._report(plan)
         if plan.batch:
             self._execute(plan)
@@ -285,7 +280,7 @@ class EngineCore:
         The logits of constrained sequences are held for `sample_masked`.
         """
         row, now = 0, time.monotonic()
-        ready: list[tuple[int, Sequence]] = []
+        ready: list[tuple[Sequence, int]] = []
         for sequence, num_tokens, _ in batch:
             start, row = row, row + sequence.num_logits(num_tokens)
             state = self._requests.get(sequence.request_id)
@@ -300,12 +295,9 @@ class EngineCore:
             elif (output := state.outputs[sequence.index]).is_constrained:
                 self._held.hold(output, logits[row - 1], now)
             else:
-                ready.append((row - 1, sequence))
-        if not ready:
-            return
+                ready.append((sequence, row - 1))
         # Usually every row belongs to a sequence that has all its tokens.
-        sampled = logits if len(ready) == len(logits) else logits[[row for row, _ in ready]]
-        self._sample_each([sequence for _, sequence in ready], sampled)
+        self._sample_each(ready, lambda rows: logits if len(rows) == len(logits) else logits[rows])
 
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
@@ -316,13 +308,25 @@ class EngineCore:
         scored = score(logits[: len(following)], following, num_top)
         state.outputs[sequence.index].add_prompt_logprobs(scored)
 
-    def _sample_each(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """Sample the next token of each sequence from its row of `logits`, ``[sequences, vocab]``."""
-        last = LastLogits(logits)
-        for row, sequence in enumerate(sequences):
+    def _sample_each(self, ready: list[tuple[Sequence, T]], gather: Callable[[list[T]], Tensor]) -> None:
+        """Sample the next token of each sequence from its row of `gather`; if that fails, of each one alone."""
+        if not ready:
+            return
+        try:
+            last = LastLogits(gather([item for _, item in ready]))
+        except Exception as error:
+            log.exception("no logits to sample %s from", [sequence.id for sequence, _ in ready])
+            if not self._runner.is_usable():
+                raise
+            if len(ready) > 1:
+                for one in ready:
+                    self._sample_each([one], gather)
+            elif (failed := self._requests.get(ready[0][0].request_id)) is not None:
+                self._fail(failed, step_failed(error))
+            return
+        for row, (sequence, _) in enumerate(ready):
             # Its request may have failed just now with another of its sequences.
-            state = self._requests.get(sequence.request_id)
-            if state is not None:
+            if (state := self._requests.get(sequence.request_id)) is not None:
                 with self._failing_alone(state):
                     self._sample(state, sequence, last, row)
 
@@ -392,9 +396,3 @@ class EngineCore:
         self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
-
-
-def _too_long(max_tokens: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the key-value cache holds {max_tokens} tokens, and more are needed: shorten the prompt"
-    )

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from deltastore.errors import PeraxisError
 from server.engine.request_state import RequestState
-from server.errors import EngineFailed
+from server.errors import EngineFailed, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -41,3 +41,10 @@ class FailingAlone:
 def step_failed(error: Exception) -> EngineFailed:
     """Return the error of a request whose step raised something else than a PeraxisError."""
     return EngineFailed(f"the step failed: {type(error).__name__}: {error}")
+
+
+def too_long(max_tokens: int) -> InvalidRequest:
+    """Return the error of a request with a sequence that the whole KV cache cannot hold."""
+    return InvalidRequest(
+        f"the key-value cache holds {max_tokens} tokens, and more are needed: shorten the prompt"
+    )

@@ -18,6 +18,9 @@ from server.errors import InvalidRequest
 MAX_BYTES = 256 << 10
 # serde_json, which llguidance reads schemas with, refuses deeper documents.
 MAX_DEPTH = 100
+# llguidance clamps the bounds of numbers to 64-bit integers, and then breaks the schema.
+BOUND_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_BOUND = 2**63 - 1
 # Calls in one answer with `tool_choice` "required".
 MAX_CALLS = 32
 # llguidance's options of a schema. Clients must not set them: they could make it ignore keywords.
@@ -61,15 +64,15 @@ def matching_schema(schema: Mapping[str, Any]) -> Grammar:
     """Return the grammar of JSON that matches a schema.
 
     Raises:
-        InvalidRequest: the schema is too large or too deep.
+        InvalidRequest: the schema is too large or too deep, or bounds a number beyond 64 bits.
     """
-    check_depth(schema, "response_format")
+    check_schema(schema, "response_format")
     return _checked(f"start: {_json(schema)}\n", "response_format")
 
 
 def arguments_of(tool: ToolSchema) -> Grammar:
     """Return the grammar of the arguments of one call of `tool`; raises as `matching_schema`."""
-    check_depth(tool.parameters, "tools")
+    check_schema(tool.parameters, "tools")
     return _checked(f"start: {_json(tool.parameters)}\n", "tools")
 
 
@@ -80,10 +83,10 @@ def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
         may_repeat: the array may have several calls.
 
     Raises:
-        InvalidRequest: a schema is too deep, or all together are too large.
+        InvalidRequest: a schema is too deep or bounds a number beyond 64 bits, or all together are too large.
     """
     for tool in tools:
-        check_depth(tool.parameters, "tools")
+        check_schema(tool.parameters, "tools")
     more = f' ("," call){{0,{MAX_CALLS - 1}}}' if may_repeat else ""
     names = [f"call_{number}" for number in range(len(tools))]
     rules = [
@@ -95,14 +98,31 @@ def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
     return _checked("\n".join(lines) + "\n", "tools")
 
 
-def check_depth(document: object, param: str) -> None:
-    """Refuse JSON that is nested more than `MAX_DEPTH` deep; InvalidRequest names `param`."""
+def check_schema(document: object, param: str) -> None:
+    """Refuse JSON that is nested more than `MAX_DEPTH` deep, or that bounds a number beyond 64 bits.
+
+    Raises:
+        InvalidRequest: names `param`.
+    """
     level = [document]
     for _ in range(MAX_DEPTH):
+        for value in level:
+            _check_bounds(value, param)
         level = [child for value in level for child in _children(value)]
         if not level:
             return
     raise InvalidRequest(f"{param}: a schema is nested more than {MAX_DEPTH} deep: make it flatter", param)
+
+
+def _check_bounds(value: object, param: str) -> None:
+    if not isinstance(value, Mapping):
+        return
+    for key in BOUND_KEYS:
+        bound = value.get(key)
+        if isinstance(bound, int | float) and not -MAX_BOUND <= bound <= MAX_BOUND:
+            raise InvalidRequest(
+                f"{param}: {key} is out of the range of 64-bit integers: choose a smaller bound", param
+            )
 
 
 def _children(value: object) -> Iterator[object]:

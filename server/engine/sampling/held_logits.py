@@ -5,6 +5,7 @@ A step computes the logits of a sequence's next token without its mask, so the m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -14,6 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 from server.engine.request_state import SequenceOutput
 from server.engine.sampling.token_masks import apply_masks
 from server.errors import MaskTimeout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A sequence that can be sampled."""
+
+    output: SequenceOutput
+    logits: Tensor  # [vocab] float32
+    mask: bytes
 
 
 class HeldLogits:
@@ -42,21 +52,23 @@ class HeldLogits:
         self._views.add(output)
         self._waiting_since.setdefault(output, now)
 
-    def take_ready(self) -> tuple[list[SequenceOutput], Tensor] | None:
-        """Remove the sequences whose masks have come. Return them and their masked logits ``[sequences, vocab]``."""
-        masks = {output: output.mask for output in self._rows if output.mask is not None}
-        rows = [self._rows.pop(output) for output in masks]
-        for output in self._views & self._rows.keys():
-            # A view would keep the logits of its whole step.
+    def take_ready(self) -> list[Held]:
+        """Remove and return the sequences whose masks have come."""
+        ready = [Held(o, row, o.mask) for o, row in self._rows.items() if o.mask is not None]
+        for held in ready:
+            self._views.discard(held.output)
+            del self._rows[held.output], self._waiting_since[held.output]
+        return ready
+
+    def take_views(self) -> list[SequenceOutput]:
+        """Return the sequences whose rows are still views of the last step's logits; call `keep_copy` for each."""
+        views, self._views = self._views, set()
+        return [output for output in self._rows if output in views]
+
+    def keep_copy(self, output: SequenceOutput) -> None:
+        """Copy a sequence's row, if it is held: a view would keep the logits of its whole step."""
+        if output in self._rows:
             self._rows[output] = self._rows[output].clone()
-        self._views.clear()
-        if not masks:
-            return None
-        for output in masks:
-            del self._waiting_since[output]
-        # Steps with variants of more tokens have wider logits.
-        logits = pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
-        return list(masks), apply_masks(logits, list(masks.values()))
 
     def drop(self, output: SequenceOutput) -> None:
         """Drop the logits of a preempted sequence, which computes them again."""
@@ -71,6 +83,13 @@ class HeldLogits:
         """Return the sequences whose masks have not come in time."""
         waiting = takewhile(lambda item: now - item[1] > self._timeout_s, self._waiting_since.items())
         return [output for output, _ in waiting if output.mask is None]
+
+
+def masked(ready: list[Held]) -> Tensor:
+    """Return the logits ``[sequences, vocab]`` of sequences; those of tokens outside the masks are minus infinity."""
+    # Steps with variants of more tokens have wider logits.
+    logits = pad_sequence([held.logits for held in ready], batch_first=True, padding_value=-torch.inf)
+    return apply_masks(logits, [held.mask for held in ready])
 
 
 def mask_timeout(mask_timeout_s: float) -> MaskTimeout:

@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from deltastore.base.checkpoint import Checkpoint
-from server.engine.core import EngineCore, RequestLimits
+from server.engine.core import EngineCore
 from server.engine.model_runner import ModelRunner
+from server.engine.request_limits import RequestLimits
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler

@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from bench.blocking_engine import Mode
 from deltastore.errors import PeraxisError
+from server.engine import core
 from server.engine.model_runner import Batch
+from server.engine.sampling import held_logits
+from server.engine.sampling.held_logits import Held, HeldLogits
 from server.errors import Draining, EngineFailed, MaskTimeout
 from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import Change, make_pair
@@ -315,3 +318,49 @@ def test_logits_that_are_not_finite_fail_a_constrained_request_alone(
     answer = start_constrained(served, None, PROMPT, max_new_tokens=NUM_NEW).answer()
     assert "not finite" in str(error_of(answer))
     assert running.answer().token_ids == free
+
+
+@pytest.mark.parametrize("function", ["apply_masks", "pad_sequence"])
+def test_masked_logits_that_cannot_be_computed_fail_their_own_request_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    want, free = constrained(served), unconstrained(served)
+    faulty = ByHand.start(served, PROMPT, max_new_tokens=NUM_NEW, n=2)
+    faulty.next_token()
+    original = getattr(held_logits, function)
+    marked = pack({77}, faulty.pending.request.num_embeddings)
+    masked = held_logits.masked
+
+    def fails_for_marked(ready: list[Held]) -> Tensor:
+        def fails(*args: Any, **kwargs: Any) -> Tensor:
+            if any(held.mask == marked for held in ready):
+                raise RuntimeError("as if the device had no memory")
+            result: Tensor = original(*args, **kwargs)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(held_logits, function, fails)
+            return masked(ready)
+
+    monkeypatch.setattr(core, "masked", fails_for_marked)
+    waiting = start_constrained(served, None, PROMPT, max_new_tokens=NUM_NEW)
+    running = served.start(None, LONG_PROMPT, max_new_tokens=NUM_NEW)
+    faulty.send_bits(1, marked)
+    assert "as if the device had no memory" in str(error_of(faulty.pending.answer()))
+    assert waiting.answer().token_ids == want
+    assert running.answer().token_ids == free
+    assert eventually(lambda: served.metric("kv_cache_usage_ratio") == 0)
+
+
+def test_a_row_that_cannot_be_copied_fails_its_own_request_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, free = constrained(served), unconstrained(served)
+    running = served.start(None, LONG_PROMPT, max_new_tokens=NUM_NEW)
+    monkeypatch.setattr(HeldLogits, "keep_copy", lambda held, output: 1 // 0)
+    faulty = ByHand.start(served, PROMPT, max_new_tokens=NUM_NEW)
+    faulty.next_token()
+    assert "ZeroDivisionError" in str(error_of(faulty.pending.answer()))
+    monkeypatch.undo()
+    assert running.answer().token_ids == free
+    assert constrained(served) == want

@@ -107,3 +107,21 @@ def test_fields_that_contradict_each_other_are_refused_by_name(fields: dict[str,
 def test_fields_of_another_shape_are_refused_when_they_are_parsed(fields: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         ask(**fields)
+
+
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+@pytest.mark.parametrize("bound", [2**63, -(2**70), 1e300, 10**400])
+def test_a_bound_beyond_64_bits_is_refused_by_name(key: str, bound: float) -> None:
+    number = {"type": "integer", key: bound}
+    nested = {"type": "object", "properties": {"a": {"type": "array", "items": number}}}
+    with pytest.raises(InvalidRequest, match=f"{key} is out of the range") as refused:
+        ask(tools=[tool(parameters=nested)], tool_choice="required")
+    assert refused.value.param == "tools"
+    with pytest.raises(InvalidRequest, match=f"{key} is out of the range") as refused:
+        matching_schema(nested)
+    assert refused.value.param == "response_format"
+
+
+def test_bounds_within_64_bits_and_properties_with_their_names_are_taken() -> None:
+    matching_schema({"type": "integer", "minimum": -(2**53), "maximum": 2**53})
+    matching_schema({"type": "object", "properties": {"minimum": {"type": "integer"}}})

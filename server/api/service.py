@@ -107,7 +107,8 @@ class Service:
         self.whole = whole
         self.source_jobs = SourceJobs(whole.put_source_job)
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
-        self._text_workers = text_pool(min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS))
+        num_text_workers = min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS)
+        self._text_workers = text_pool(num_text_workers, several_tenants=settings.auth == "keys")
         self.grammars = GrammarService(engine, self._text_workers)
         self._text: TextService | None = None
         self._warming: asyncio.Task[None] | None = None

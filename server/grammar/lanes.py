@@ -1,6 +1,7 @@
 """Workers that keep matchers: each request stays with one of them, so that a token costs no replay. Event loop only.
 
-Knows neither engine nor HTTP. A lane is a pool of one worker, which has a queue per tenant and variant, served in turn.
+Knows neither engine nor HTTP. A lane is a pool of one worker, which has a queue per tenant and variant; tenants are
+served in turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from server.grammar.matching import (
 )
 from server.text.variant_text import VariantText
 from server.text.variant_work import WORK_LIMITS, VariantWork, WorkKind
+from server.workers.fair_limiter import tenant_of
 from server.workers.pool import WorkerPool
 
 NUM_LANES = 2
@@ -44,7 +46,7 @@ class Lane:
         """Return the calls of a tenant on a variant, for one more request; give it back with `leave`."""
         key = (text.share, vocabulary)
         if key not in self._shares:
-            work = VariantWork(self._pool, key, text.label, kind=MATCHING)
+            work = VariantWork(self._pool, (tenant_of(text.share), key), text.label, kind=MATCHING)
             self._shares[key] = LaneShare(work, text, vocabulary)
         self.num_open += 1
         self._shares[key].num_open += 1

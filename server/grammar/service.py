@@ -17,6 +17,7 @@ from server.grammar.mask_feed import MaskFeed
 from server.grammar.matching import NextMasks, Vocabulary, opening_masks, reading_vocabulary
 from server.text.variant_text import VariantText
 from server.text.variant_work import VariantWork, WorkKind
+from server.workers.fair_limiter import tenant_of
 from server.workers.pool import WorkerPool
 
 # Of the masks of grammars that were tried.
@@ -73,7 +74,7 @@ class GrammarService:
     def _work(self, text: VariantText) -> VariantWork:
         if text.share not in self._works:
             self._works[text.share] = VariantWork(
-                self._pool, ("grammar", text.share), text.label, kind=TRYING
+                self._pool, (tenant_of(text.share), ("grammar", text.share)), text.label, kind=TRYING
             )
             if len(self._works) > MAX_WORKS:
                 self._works.popitem(last=False)

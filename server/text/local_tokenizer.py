@@ -1,15 +1,15 @@
-"""The base's tokenizer in the HTTP process. Long texts are handled on threads, one of a tenant at a time."""
+"""The base's tokenizer in the HTTP process. Long texts are handled on threads, one per tenant and variant."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from server.text.loaded_tokenizer import LoadedTokenizer
-from server.workers.fair_limiter import FairLimiter
+from server.workers.fair_limiter import FairLimiter, Share
 
 # A shorter text takes less time than a thread does to start on it.
 SHORT_CHARS = 2000
@@ -29,7 +29,7 @@ class LocalTokenizer:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def run(
-        self, share: Hashable, num_chars: int, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts
+        self, share: Share, num_chars: int, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts
     ) -> T:
         """Call a function of the tokenizer; raises what it does, and QueueFull.
 
@@ -49,7 +49,7 @@ class LocalTokenizer:
                 work.cancel()
             raise
 
-    async def _run_on_thread(self, started: asyncio.Event, share: Hashable, call: Callable[[], T]) -> T:
+    async def _run_on_thread(self, started: asyncio.Event, share: Share, call: Callable[[], T]) -> T:
         async with self._limiter.seat(share):
             started.set()
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -29,9 +29,9 @@ FACTS_BYTES = 16 << 10
 MAX_WORKS = 4096
 
 
-def text_pool(num_workers: int) -> WorkerPool:
+def text_pool(num_workers: int, several_tenants: bool = False) -> WorkerPool:
     """Return a pool of workers for a `TextService`; its owner closes it."""
-    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES)
+    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES, several_tenants=several_tenants)
 
 
 class TextService:

@@ -5,7 +5,7 @@ The base's tokenizer runs in this process. A variant's own tokenizer, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -19,6 +19,7 @@ from server.text.local_tokenizer import LocalTokenizer
 from server.text.staging import Staging
 from server.text.variant_work import VariantWork
 from server.text.worker_tasks import Generation, NotLoaded, with_tokenizer
+from server.workers.fair_limiter import Share
 
 CHARS_PER_TOKEN = 4
 # Names the content of the base's tokenizer.
@@ -120,7 +121,7 @@ class VariantText:
         return await self._in_worker(function, *args)
 
     @property
-    def share(self) -> Hashable:
+    def share(self) -> Share:
         """The tenant and the digest, whose work has a queue of its own."""
         return self._work.share
 

@@ -6,11 +6,12 @@ Event loop only. Knows no tokenizer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 from server.errors import InvalidRequest, WorkerDied, WorkerTimeout
+from server.workers.fair_limiter import Share
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 
@@ -58,7 +59,7 @@ class VariantWork:
     def __init__(
         self,
         pool: WorkerPool,
-        share: Hashable,
+        share: Share,
         label: str,
         now: Callable[[], float] = time.monotonic,
         kind: WorkKind = TEXT_WORK,

@@ -1,4 +1,4 @@
-"""Divides the seats of a pool among shares in turn. Event loop only; knows no process and no task."""
+"""Divides the seats of a pool among tenants and their shares in turn. Event loop only; knows no process and no task."""
 
 from __future__ import annotations
 
@@ -9,26 +9,40 @@ from contextlib import asynccontextmanager
 
 from server.errors import QueueFull
 
+# A tenant, or a tenant and a part of its work, such as one of its variants.
+Share = str | tuple[str, Hashable]
+Queue = deque[asyncio.Event]
+
+
+def tenant_of(share: Share) -> str:
+    """Return the tenant that a share belongs to."""
+    return share if isinstance(share, str) else share[0]
+
 
 class FairLimiter:
-    """Gives each task a seat; shares with waiting tasks get free seats in turn.
+    """Gives each task a seat. Tenants with waiting tasks get free seats in turn, and so do the shares of a tenant.
 
     Args:
         num_seats: tasks that run at a time.
         seats_per_share: seats that one share may have.
         max_waiting: waiting tasks of one share; further ones are refused.
+        seats_per_tenant: seats that all shares of one tenant may have; None is all.
     """
 
-    def __init__(self, num_seats: int, seats_per_share: int, max_waiting: int) -> None:
+    def __init__(
+        self, num_seats: int, seats_per_share: int, max_waiting: int, seats_per_tenant: int | None = None
+    ) -> None:
         self._num_free = num_seats
         self._seats_per_share = seats_per_share
+        self._seats_per_tenant = num_seats if seats_per_tenant is None else seats_per_tenant
         self._max_waiting = max_waiting
-        self._taken: Counter[Hashable] = Counter()
-        # The share whose turn is next comes first.
-        self._waiting: OrderedDict[Hashable, deque[asyncio.Event]] = OrderedDict()
+        self._taken: Counter[Share] = Counter()
+        self._taken_by_tenant: Counter[str] = Counter()
+        # The tenant whose turn is next comes first, and so does its next share.
+        self._waiting: OrderedDict[str, OrderedDict[Share, Queue]] = OrderedDict()
 
     @asynccontextmanager
-    async def seat(self, share: Hashable) -> AsyncIterator[None]:
+    async def seat(self, share: Share) -> AsyncIterator[None]:
         """Wait for a seat and hold it inside the `async with` block.
 
         Raises:
@@ -40,16 +54,12 @@ class FairLimiter:
         finally:
             self._release(share)
 
-    async def _acquire(self, share: Hashable) -> None:
-        # A share with waiting tasks has all its seats, or none is free: a new task cannot pass them.
+    async def _acquire(self, share: Share) -> None:
+        # A waiting share or its tenant has all its seats, or none is free: a new task cannot pass it.
         if self._has_seat_for(share):
             self._take(share)
             return
-        queue = self._waiting.setdefault(share, deque())
-        if len(queue) >= self._max_waiting:
-            raise QueueFull(f"{len(queue)} tasks of the same tenant and variant wait: try again in a moment")
-        turn = asyncio.Event()
-        queue.append(turn)
+        turn = self._join(share)
         try:
             await turn.wait()
         except asyncio.CancelledError:
@@ -59,33 +69,59 @@ class FairLimiter:
                 self._leave(share, turn)
             raise
 
-    def _has_seat_for(self, share: Hashable) -> bool:
-        return self._num_free > 0 and self._taken[share] < self._seats_per_share
+    def _has_seat_for(self, share: Share) -> bool:
+        return (
+            self._num_free > 0
+            and self._taken[share] < self._seats_per_share
+            and self._taken_by_tenant[tenant_of(share)] < self._seats_per_tenant
+        )
 
-    def _take(self, share: Hashable) -> None:
+    def _take(self, share: Share) -> None:
         self._num_free -= 1
         self._taken[share] += 1
+        self._taken_by_tenant[tenant_of(share)] += 1
 
-    def _release(self, share: Hashable) -> None:
+    def _release(self, share: Share) -> None:
+        tenant = tenant_of(share)
         self._num_free += 1
         self._taken[share] -= 1
+        self._taken_by_tenant[tenant] -= 1
         if not self._taken[share]:
             del self._taken[share]
+        if not self._taken_by_tenant[tenant]:
+            del self._taken_by_tenant[tenant]
         self._serve_next()
 
     def _serve_next(self) -> None:
-        """Give a free seat to the first waiting share that may have one more; it is last in the next turn."""
-        share = next(filter(self._has_seat_for, self._waiting), None)
+        """Give a free seat to the first tenant with a share that may have one more; both are last in the next turn."""
+        waiting = (share for shares in self._waiting.values() for share in shares)
+        share = next(filter(self._has_seat_for, waiting), None)
         if share is None:
             return
-        turn = self._waiting[share].popleft()
-        self._waiting.move_to_end(share)
-        if not self._waiting[share]:
-            del self._waiting[share]
+        shares = self._waiting[tenant_of(share)]
+        turn = shares[share].popleft()
+        shares.move_to_end(share)
+        self._waiting.move_to_end(tenant_of(share))
+        self._drop_if_empty(share)
         self._take(share)
         turn.set()
 
-    def _leave(self, share: Hashable, turn: asyncio.Event) -> None:
-        self._waiting[share].remove(turn)
-        if not self._waiting[share]:
-            del self._waiting[share]
+    def _join(self, share: Share) -> asyncio.Event:
+        shares = self._waiting.setdefault(tenant_of(share), OrderedDict())
+        queue = shares.setdefault(share, deque())
+        if len(queue) >= self._max_waiting:
+            raise QueueFull(f"{len(queue)} tasks of the same tenant and variant wait: try again in a moment")
+        turn = asyncio.Event()
+        queue.append(turn)
+        return turn
+
+    def _leave(self, share: Share, turn: asyncio.Event) -> None:
+        self._waiting[tenant_of(share)][share].remove(turn)
+        self._drop_if_empty(share)
+
+    def _drop_if_empty(self, share: Share) -> None:
+        shares = self._waiting[tenant_of(share)]
+        if not shares[share]:
+            del shares[share]
+        if not shares:
+            del self._waiting[tenant_of(share)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from server.errors import Draining, WorkerDied, WorkerTimeout
-from server.workers.fair_limiter import FairLimiter
+from server.workers.fair_limiter import FairLimiter, Share
 from server.workers.limits import NICENESS, Limits
 from server.workers.worker_main import Reply
 from server.workers.worker_process import WorkerProcess, pack_task
@@ -35,18 +35,25 @@ class WorkerPool:
         limits: of each task, unless its call has others.
         modules: modules that a worker imports before its first task.
         niceness: of the workers, above that of this process.
+        several_tenants: one tenant has at most all workers but one, so that slow work of its many shares leaves one.
     """
 
     def __init__(
-        self, num_workers: int, limits: Limits, modules: tuple[str, ...] = (), niceness: int = NICENESS
+        self,
+        num_workers: int,
+        limits: Limits,
+        modules: tuple[str, ...] = (),
+        niceness: int = NICENESS,
+        several_tenants: bool = False,
     ) -> None:
         self._num_workers = num_workers
         self._limits = limits
         self._modules = modules
         self._niceness = niceness
-        self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING)
+        seats_per_tenant = max(1, num_workers - 1) if several_tenants else None
+        self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING, seats_per_tenant)
         # The shares that each worker served lately: it may have their tokenizers loaded.
-        self._workers: dict[WorkerProcess, deque[Hashable]] = {}
+        self._workers: dict[WorkerProcess, deque[Share]] = {}
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
         self._spawning: set[asyncio.Task[WorkerProcess]] = set()
@@ -57,7 +64,7 @@ class WorkerPool:
 
     async def run(
         self,
-        share: Hashable,
+        share: Share,
         deadline_s: float,
         function: Callable[[*Ts], T],
         *args: *Ts,
@@ -67,7 +74,7 @@ class WorkerPool:
         """Call ``function(*args)`` in a worker and return its result. Cancelling the call kills the worker.
 
         Args:
-            share: the owner of the work; each has its own queue, and the queues are served in turn.
+            share: the owner of the work; each has its own queue. Tenants are served in turn, then their shares.
             deadline_s: seconds after which a running task is killed. Waiting does not count.
             function: a function of a module; it, its arguments and its result are pickled.
             limits: of this task; None takes the pool's.
@@ -123,7 +130,7 @@ class WorkerPool:
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
 
-    async def _take(self, share: Hashable) -> WorkerProcess:
+    async def _take(self, share: Share) -> WorkerProcess:
         """Return an idle worker, if possible one that served the share before, or a new one."""
         for worker in [worker for worker in self._idle if not worker.is_usable]:
             self._discard(worker)

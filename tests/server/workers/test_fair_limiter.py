@@ -22,7 +22,7 @@ class Tasks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, name: str) -> None:
-        """Start a task of the share that its first letter names."""
+        """Start a task of a tenant, its first letter; in "a.x1" the share is the tenant's variant "x"."""
         self._tasks[name] = asyncio.create_task(self._hold(name))
         await settle()
 
@@ -35,7 +35,7 @@ class Tasks:
         await settle()
 
     async def _hold(self, name: str) -> None:
-        async with self._limiter.seat(name[0]):
+        async with self._limiter.seat((name[0], name[2]) if "." in name else name[0]):
             self.order.append(name)
             self.ends[name] = asyncio.Event()
             await self.ends[name].wait()
@@ -72,6 +72,46 @@ def test_waiting_shares_are_served_in_turn() -> None:
         for name in ("a1", "a2", "b1", "c1", "a3", "b2"):
             await tasks.end(name)
         assert tasks.order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+    run(test())
+
+
+def test_a_tenant_with_many_waiting_shares_has_one_turn_like_another() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        for name in ("a.u1", "a.v1", "a.v2", "a.w1", "b.x1", "b.x2"):
+            await tasks.start(name)
+        for name in ("a.u1", "a.v1", "b.x1", "a.w1", "b.x2", "a.v2"):
+            await tasks.end(name)
+        assert tasks.order == ["a.u1", "a.v1", "b.x1", "a.w1", "b.x2", "a.v2"]
+
+    run(test())
+
+
+def test_a_tenant_with_many_shares_leaves_a_seat_to_another() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=3, seats_per_share=1, max_waiting=8, seats_per_tenant=2))
+        for name in ("a.u1", "a.v1", "a.w1", "b.x1"):
+            await tasks.start(name)
+        assert tasks.order == ["a.u1", "a.v1", "b.x1"]
+        await tasks.end("b.x1")
+        assert tasks.order == ["a.u1", "a.v1", "b.x1"]
+        await tasks.end("a.u1")
+        assert tasks.order == ["a.u1", "a.v1", "b.x1", "a.w1"]
+        for name in ("a.v1", "a.w1"):
+            await tasks.end(name)
+
+    run(test())
+
+
+def test_shares_of_the_only_tenant_may_have_all_seats() -> None:
+    async def test() -> None:
+        tasks = Tasks(FairLimiter(num_seats=2, seats_per_share=1, max_waiting=8))
+        for name in ("a.u1", "a.u2", "a.v1"):
+            await tasks.start(name)
+        assert tasks.order == ["a.u1", "a.v1"]
+        for name in ("a.u1", "a.u2", "a.v1"):
+            await tasks.end(name)
 
     run(test())
 

@@ -185,6 +185,21 @@ def test_a_share_that_fills_its_seats_does_not_delay_another() -> None:
     with_pool(test)
 
 
+def test_many_shares_of_one_tenant_do_not_delay_another_of_several() -> None:
+    async def test() -> None:
+        pool = WorkerPool(2, LIMITS, several_tenants=True)
+        async with asyncio.timeout(WAIT_S):
+            slow = [asyncio.create_task(pool.run(("slow", name), WAIT_S, tasks.spin)) for name in "abcd"]
+            assert await pool.run(("other", "a"), WAIT_S, tasks.add, 2, 3) == 5
+            assert not any(call.done() for call in slow)
+            for call in slow:
+                call.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+            await pool.close()
+
+    asyncio.run(test())
+
+
 def test_a_share_has_a_bounded_queue() -> None:
     async def test(pool: WorkerPool) -> None:
         calls = [asyncio.create_task(pool.run("a", WAIT_S, tasks.spin)) for _ in range(MAX_WAITING + 2)]

@@ -18,6 +18,7 @@ from msgspec import Struct
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import Visibility
 from deltastore.registry.storage import Storage, explained
+from server.tenants.limits.tenant_limits import TenantLimits
 from server.tenants.tenant import Role
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Change(Struct, frozen=True, omit_defaults=True):
     visibility: Visibility | None = None
     subject_key_id: str | None = None  # of the key that was made or revoked
     roles: tuple[Role, ...] = ()
+    limits: TenantLimits | None = None  # as they are now; null is unlimited
 
 
 class AuditLog:

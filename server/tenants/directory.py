@@ -1,7 +1,7 @@
 """A directory of small JSON records, one file each, that every server on a registry reads again when it has changed.
 
-Owns reading, watching and atomic writing. Must not know what the records mean. Files have mode 0600. A file is replaced
-by rename or removed, never overwritten in place, so the directory's modification time tells of every change.
+Owns reading, watching and atomic writing. Must not know what the records mean. Files have mode 0600. This module
+replaces a file by rename; an operator may overwrite it in place, which only the status of the file tells.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 
 # The age at which records are looked at again before they are used.
 FRESH_S = 0.5
-# Clocks of file systems are coarse: a second change in the same tick leaves the modification time as it was. A
-# directory is read again until its last change is older than this.
+# Between two readings for records that `current` does not have: unknown names must not keep the disk busy.
+REREAD_S = 0.05
+# Clocks of file systems are coarse: a second change in the same tick leaves a file's times as they were. A file is
+# read again until its last change is older than this.
 SETTLED_NS = 2_000_000_000
 MAX_BYTES = 64 << 10
 DIRECTORY = "tenants"
@@ -71,8 +73,8 @@ class RecordDirectory(Generic[R]):
         self._records: Mapping[str, R] = {}
         # Of the files, the damaged ones included.
         self._versions: dict[str, FileVersion] = {}
-        # The directory's modification time, once no change can hide behind it.
-        self._settled_ns: int | None = None
+        # The files that were read so long after their last change that no other can hide behind it.
+        self._settled: frozenset[str] = frozenset()
         self._read_at = float("-inf")
         self._refreshing = asyncio.Lock()
         self._reading = threading.Lock()
@@ -96,18 +98,24 @@ class RecordDirectory(Generic[R]):
                     await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
         return self._records
 
+    async def latest(self) -> Mapping[str, R]:
+        """Return all records with every change made before the call. Waits until the files may be read again.
+
+        Event loop only; files are read on a thread, at most once per `REREAD_S`.
+        """
+        asked = time.monotonic()
+        async with self._refreshing:
+            # Not again for those that waited for the lock.
+            if self._read_at < asked:
+                await asyncio.sleep(max(0.0, self._read_at + REREAD_S - time.monotonic()))
+                await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
+        return self._records
+
     def read(self) -> Mapping[str, R]:
         """Read the files that have changed, and return all records as they are now."""
         with self._reading, explained(self._root):
             begun = time.monotonic()
-            modified_ns = self._modified_ns()
-            if modified_ns is None:
-                self._records, self._versions, self._settled_ns = {}, {}, None
-            elif modified_ns != self._settled_ns:
-                self._read_changed()
-                is_whole = len(self._records) == len(self._versions)
-                is_settled = time.time_ns() - modified_ns > SETTLED_NS
-                self._settled_ns = modified_ns if is_whole and is_settled else None
+            self._read_changed()
             self._read_at = begun
             return self._records
 
@@ -138,28 +146,30 @@ class RecordDirectory(Generic[R]):
         with self._reading:
             self._read_at = float("-inf")
 
-    def _modified_ns(self) -> int | None:
-        try:
-            return os.stat(self._path).st_mtime_ns
-        except FileNotFoundError:
-            return None
-
     def _read_changed(self) -> None:
+        settled_before_ns = time.time_ns() - SETTLED_NS
         versions = self._scan()
         records = {}
         for name, version in versions.items():
             is_known = version == self._versions.get(name)
-            record = self._records.get(name) if is_known else None
+            record = self._records.get(name) if is_known and name in self._settled else None
             # A file that could not be read is tried again, and logged once.
             record = record or self._read_file(name, is_logged=is_known)
             if record is not None:
                 records[name] = record
         self._records, self._versions = records, versions
+        self._settled = frozenset(
+            name for name, version in versions.items() if version.changed_ns < settled_before_ns
+        )
 
     def _scan(self) -> dict[str, FileVersion]:
         """Return the version of every regular file whose name is a record's. Opening another kind may block."""
-        versions = {}
-        with os.scandir(self._path) as entries:
+        versions: dict[str, FileVersion] = {}
+        try:
+            found = os.scandir(self._path)
+        except FileNotFoundError:
+            return versions
+        with found as entries:
             for entry in entries:
                 name = entry.name.removesuffix(SUFFIX)
                 if name == entry.name or not self._pattern.fullmatch(name):

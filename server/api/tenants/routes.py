@@ -60,7 +60,7 @@ async def set_limits(
 
 def _set_limits(service: Service, auditor: Auditor, name: str, limits: TenantLimits) -> None:
     service.limits.write(name, limits)
-    auditor.write(Change("set_limits", name))
+    auditor.write(Change("set_limits", name, limits=limits))
 
 
 def _tenants(service: Service) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deltastore.errors import PeraxisError, UsageError
-from deltastore.registry.records import NAME, is_name
+from deltastore.registry.records import NAME, PUBLIC, is_name
 from deltastore.registry.storage import Storage
 from server.errors import QueueFull
 from server.tenants.directory import RecordDirectory
@@ -62,10 +62,10 @@ class LimitsDirectory:
             UsageError: no tenant may have this name.
             RegistryError, StorageFull: the disk failed; the limits are the old ones or the new ones.
         """
-        if not is_name(tenant):
+        if not is_name(tenant) or tenant == PUBLIC:
             raise UsageError(
                 f"tenant name {tenant!r} is not allowed: take 1 to 64 letters, digits, '.', '_' or '-', "
-                "the first of them a letter or a digit"
+                f"the first of them a letter or a digit, and not {PUBLIC!r}"
             )
         self._directory.write(tenant, limits)
 

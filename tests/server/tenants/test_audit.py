@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from server.tenants.audit import AuditLog, Auditor, Change
+from server.tenants.limits.tenant_limits import FIELDS, TenantLimits
 
 PROMOTED = Change("promote", "acme", variant="chat", version=2, digest="ab" * 32)
 
@@ -27,6 +28,12 @@ def test_a_line_holds_what_was_changed_and_by_whom(tmp_path: Path) -> None:
         "key_id": "0123456789ab", "request_id": "req-7", "action": "promote", "tenant": "acme", "variant": "chat",
         "version": 2, "digest": "ab" * 32,
     }  # fmt: skip
+
+
+def test_a_line_about_limits_holds_their_values(tmp_path: Path) -> None:
+    Auditor(AuditLog(tmp_path)).write(Change("set_limits", "acme", limits=TenantLimits(max_running=3)))
+    (line,) = lines(tmp_path)
+    assert line["limits"] == {**dict.fromkeys(FIELDS), "max_running": 3}
 
 
 def test_hostile_text_stays_inside_its_line(tmp_path: Path) -> None:

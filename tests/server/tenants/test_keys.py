@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import stat
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from deltastore.errors import RegistryError, UsageError
 from server.errors import InvalidApiKey, KeyNotFound
+from server.tenants import directory as directory_module
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.directory import FRESH_S, MAX_BYTES, RecordDirectory
 from server.tenants.keys import KeyStore, NewKey
@@ -275,16 +275,70 @@ def test_a_directory_that_cannot_be_read_admits_nothing(
         caller(store, key.text)
 
 
-def test_after_its_last_change_has_settled_a_directory_is_not_read_again(
+def test_after_its_last_change_has_settled_a_file_is_not_read_again_until_it_changes(
     store: KeyStore, auditor: Auditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = store.create(auditor, "acme", ["inference"])
-    directory = file_of(tmp_path, key).parent
-    an_hour_ago = time.time() - 3600
-    os.utime(directory, (an_hour_ago, an_hour_ago))
-    assert list(store.records()) == [key.id]
-    monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was read again"))
-    assert list(store.records()) == [key.id]
+    # Every change lies further back than this.
+    monkeypatch.setattr(directory_module, "SETTLED_NS", -3600 * 10**9)
+    reads, read = [], RecordDirectory._read_file
+
+    def counted(directory: RecordDirectory[Any], name: str, *, is_logged: bool) -> Any:
+        reads.append(name)
+        return read(directory, name, is_logged=is_logged)
+
+    monkeypatch.setattr(RecordDirectory, "_read_file", counted)
+    for _ in range(3):
+        assert list(store.records()) == [key.id]
+    assert reads == [key.id]
+    path = file_of(tmp_path, key)
+    path.write_bytes(edited(path.read_bytes(), tenant="globex"))
+    assert store.records()[key.id].tenant == "globex"
+    assert reads == [key.id] * 2
+
+
+def test_a_file_that_is_edited_in_place_with_its_old_time_and_length_is_read_again(
+    store: KeyStore, auditor: Auditor, tmp_path: Path
+) -> None:
+    key = store.create(auditor, "acme", ["inference"])
+    path = file_of(tmp_path, key)
+    status = path.stat()
+    assert store.records()[key.id].tenant == "acme"
+    path.write_bytes(path.read_bytes().replace(b"acme", b"ecma"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.records()[key.id].tenant == "ecma"
+
+
+def test_a_key_that_another_process_has_just_made_is_known_at_once(
+    store: KeyStore, auditor: Auditor, tmp_path: Path
+) -> None:
+    elsewhere = KeyStore(tmp_path)
+
+    async def talk() -> None:
+        for _ in range(3):
+            key = await asyncio.to_thread(elsewhere.create, auditor, "acme", ["inference"])
+            assert (await store.caller(key.text)).key_id == key.id
+
+    asyncio.run(talk())
+
+
+def test_unknown_keys_at_once_share_a_reading(store: KeyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = [], RecordDirectory.read
+
+    def counted(directory: RecordDirectory[Any]) -> Any:
+        reads.append(directory)
+        return read(directory)
+
+    monkeypatch.setattr(RecordDirectory, "read", counted)
+
+    async def talk() -> None:
+        texts = [f"pxk_{number:012x}_{'0' * 64}" for number in range(100)]
+        found = await asyncio.gather(*map(store.caller, texts), return_exceptions=True)
+        assert {type(each) for each in found} == {InvalidApiKey}
+
+    asyncio.run(talk())
+    # The first for keys that were unread, the second for those that were unknown then.
+    assert len(reads) == 2
 
 
 def test_each_change_of_a_key_is_one_audit_line_without_the_key(

@@ -40,6 +40,14 @@ def test_another_server_sees_limits_that_were_set_replaced_or_removed(tmp_path: 
     asyncio.run(main())
 
 
+def test_limits_that_are_edited_in_place_are_read_again(tmp_path: Path) -> None:
+    directory = LimitsDirectory(tmp_path, DEFAULT)
+    directory.write("acme", SMALL)
+    assert dict(directory.own()) == {"acme": SMALL}
+    (tmp_path / "tenants/limits/acme.json").write_text('{"max_running": 2}')
+    assert dict(directory.own()) == {"acme": TenantLimits(max_running=2)}
+
+
 def test_a_damaged_file_admits_nothing_until_the_limits_are_set_again(tmp_path: Path) -> None:
     directory = LimitsDirectory(tmp_path, DEFAULT)
     directory.write("acme", SMALL)
@@ -50,7 +58,7 @@ def test_a_damaged_file_admits_nothing_until_the_limits_are_set_again(tmp_path: 
     assert LimitsDirectory(tmp_path, DEFAULT).of("acme") == SMALL
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\n", "x" * 65])
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\n", "x" * 65, "public"])
 def test_a_name_that_is_no_tenants_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="tenant name"):
         LimitsDirectory(tmp_path, DEFAULT).write(name, SMALL)

@@ -7,9 +7,11 @@ it can be made again from what a call brings: a worker may die at any time.
 from __future__ import annotations
 
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -34,6 +36,10 @@ MAX_MATCHERS = 1024
 MAX_AHEAD = 16
 # Time and memory of a grammar, in llguidance's units; a step ends with an error past them. A state has 1 to 2 kB.
 PARSER_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# Processor time to compile a grammar and to compute its first masks. Lanes, which tenants share, compile it again.
+MAX_TRIAL_CPU_S = 0.25
+# First and last tokens of the first mask that a trial takes a step with.
+NUM_TRIED = 2
 MAX_REASON_CHARS = 300
 # The beginning and the end of llguidance's errors.
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -120,13 +126,45 @@ _matchers: Bounded[str, _Matcher] = Bounded(MAX_MATCHERS)
 
 
 def opening_masks(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, grammar: Grammar) -> NextMasks:
-    """Compile a grammar and return the masks at its beginning.
+    """Try a grammar: compile it, take steps that a lane would take first, and return the masks at its beginning.
 
     Raises:
         NotLoaded: this worker has not read the vocabulary.
-        InvalidRequest: llguidance refuses the grammar, or it is too complex.
+        InvalidRequest: llguidance refuses the grammar, it is too complex, or the trial took over `MAX_TRIAL_CPU_S`.
     """
-    return _advance(_start(_vocabulary(vocabulary), vocabulary, grammar), vocabulary, ())
+    ll_tokenizer, began = _vocabulary(vocabulary), time.process_time()
+    try:
+        found = _start(ll_tokenizer, vocabulary, grammar)
+        opening = _advance(found, vocabulary, ())
+        _try_steps(found, vocabulary, opening.masks[-1])
+        if time.process_time() - began > MAX_TRIAL_CPU_S:
+            raise InvalidRequest(
+                f"{grammar.param}: the schema takes too much time to compile: simplify it", grammar.param
+            )
+    except PeraxisError:
+        # Compiled again, it would seem to cost nothing.
+        _compiled.drop((vocabulary, grammar.key))
+        raise
+    return opening
+
+
+def _try_steps(found: _Matcher, vocabulary: Vocabulary, mask: bytes) -> None:
+    """Take a step with each of some tokens that a mask allows; InvalidRequest says that one is too complex."""
+    ids = range(8 * len(mask))
+    first, last = (islice(_allowed(mask, some, vocabulary), NUM_TRIED) for some in (ids, reversed(ids)))
+    for token in {*first, *last}:
+        step = _Matcher(found.matcher.deep_copy(), found.excluded, found.num_consumed)
+        try:
+            _advance(step, vocabulary, (token,))
+        except EngineFailed as error:
+            # The mask allows the token, so that only llguidance's limits can refuse it.
+            raise _too_complex(step.matcher) from error
+
+
+def _allowed(mask: bytes, ids: Iterable[int], vocabulary: Vocabulary) -> Iterator[int]:
+    """Return those of `ids` that a mask allows and that do not end the sequence."""
+    ends = vocabulary.eos_token_ids
+    return (token for token in ids if mask[token // 8] >> token % 8 & 1 and token not in ends)
 
 
 def advance_all(

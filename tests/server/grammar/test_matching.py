@@ -223,3 +223,25 @@ def test_each_tool_s_schema_finds_its_own_definitions(tokenizer: LoadedTokenizer
         (call,) = json.loads(tokenizer.decode(tokens))
         seen.add((call["name"], call["arguments"]["v"]))
     assert seen == {("first", "1"), ("second", "2")}
+
+
+def test_a_schema_that_would_fail_at_its_first_step_is_refused_by_its_trial(
+    tokenizer: LoadedTokenizer,
+) -> None:
+    patterns = {f"p{i}": {"type": "string", "pattern": f"^.*{i}x.*$"} for i in range(2300)}
+    schema = {"type": "object", "properties": {"z": {"type": "string"}, **patterns}, "required": ["z"]}
+    with pytest.raises(InvalidRequest, match="too complex"):
+        reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, matching_schema(schema))
+
+
+def test_a_schema_whose_trial_took_too_long_is_refused_each_time_and_not_kept(
+    tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, vocabulary = matching_schema({"const": "a schema of this test"}), vocabulary_of()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(matching, "MAX_TRIAL_CPU_S", -1.0)
+            with pytest.raises(InvalidRequest, match="too much time to compile") as refused:
+                reading_vocabulary(tokenizer, vocabulary, opening_masks, grammar)
+        assert refused.value.param == "response_format"
+        assert matching._compiled.get((vocabulary, grammar.key)) is None

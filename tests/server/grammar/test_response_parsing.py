@@ -15,7 +15,7 @@ from server.text import variant_work
 from server.text.service import TextService
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
-from tests.server.helpers.texts import Texts, files_of, make_texts
+from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
 
 MAX_TOKENS = 512
 PROMPT = "<user>hi\n<assistant>"
@@ -28,18 +28,7 @@ TOOLS = [
         },
     }
 ]
-TEMPLATE: dict[str, Any] = {
-    "start_anchor": "<assistant>",
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open": "<call>", "close": "</call>", "repeats": True, "content": "json",
-            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
-        },
-        "content": {},
-    },
-}  # fmt: skip
-BACKTRACKING = {**TEMPLATE, "fields": {"content": {"close_pattern": "(x|xx)+[yz]"}}}
+BACKTRACKING = {**RESPONSE_TEMPLATE, "fields": {"content": {"close_pattern": "(x|xx)+[yz]"}}}
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +55,13 @@ def parse(texts: Texts, template: dict[str, Any] | None, answer: str, directory:
 
 def test_a_response_template_tells_thoughts_content_and_calls_apart(texts: Texts, tmp_path: Path) -> None:
     answer = '<think>Add.</think>Here: <call>{"name": "add", "arguments": {"a": 1}}</call>'
-    found = parse(texts, TEMPLATE, answer, tmp_path)
+    found = parse(texts, RESPONSE_TEMPLATE, answer, tmp_path)
     assert found[-1] == ParsedAnswer("Here:", (ToolCall("add", '{"a": 1}'),), "Add.")
 
 
 def test_the_beginning_of_an_answer_has_parts_of_the_whole(texts: Texts, tmp_path: Path) -> None:
     answer = '<think>Add.</think>Here: <call>{"name": "add", "arguments": {"a": 1}}</call> There.'
-    *beginnings, whole = parse(texts, TEMPLATE, answer, tmp_path)
+    *beginnings, whole = parse(texts, RESPONSE_TEMPLATE, answer, tmp_path)
     assert whole.content == "Here:  There."
     for beginning in beginnings:
         assert whole.content.startswith(beginning.content)
@@ -84,9 +73,9 @@ def test_the_beginning_of_an_answer_has_parts_of_the_whole(texts: Texts, tmp_pat
 @pytest.mark.parametrize(
     ("template", "answer"),
     [
-        (TEMPLATE, "<call>no JSON</call>"),
+        (RESPONSE_TEMPLATE, "<call>no JSON</call>"),
         ({"fields": "none"}, "hello"),
-        (TEMPLATE, '<call>{"name": "add"}</call>'),
+        (RESPONSE_TEMPLATE, '<call>{"name": "add"}</call>'),
     ],
     ids=["no JSON", "no template", "no arguments"],
 )

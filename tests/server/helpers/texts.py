@@ -21,6 +21,19 @@ from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
 WAIT_S = 120.0
 
+# As a variant's tokenizer config has it.
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<call>", "close": "</call>", "repeats": True, "content": "json",
+            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Texts:
@@ -83,4 +96,6 @@ def sequence(kind: str, *steps: Any) -> dict[str, Any]:
     return {"type": "Sequence", kind: list(steps)}
 
 
-__all__ = ["EMBEDDING", "ROWS", "Texts", "changed", "files_of", "make_texts", "replace", "sequence"]
+__all__ = [
+    "EMBEDDING", "RESPONSE_TEMPLATE", "ROWS", "Texts", "changed", "files_of", "make_texts", "replace", "sequence",
+]  # fmt: skip

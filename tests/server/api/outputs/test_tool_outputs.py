@@ -22,22 +22,11 @@ from server.protocol.sampling_params import SamplingParams
 from server.text.service import TextService
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
-from tests.server.helpers.texts import Texts, files_of, make_texts
+from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
 
 EOS = 257
 PROMPT = "<user>hi\n<assistant>"
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
-TEMPLATE: dict[str, Any] = {
-    "start_anchor": "<assistant>",
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open": "<call>", "close": "</call>", "repeats": True, "content": "json",
-            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
-        },
-        "content": {},
-    },
-}  # fmt: skip
 ANSWER = '<think>Sum.</think>Here <b>: <call>{"name": "add", "arguments": {"a": 1}}</call>'
 
 
@@ -86,7 +75,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 def test_an_answer_is_split_into_thoughts_content_and_calls(
     as_it_comes: bool, texts: Texts, tmp_path: Path
 ) -> None:
-    outputs = outputs_of(texts, tmp_path, TEMPLATE, ANSWER, as_it_comes)
+    outputs = outputs_of(texts, tmp_path, RESPONSE_TEMPLATE, ANSWER, as_it_comes)
     assert "".join(output.text for output in outputs) == "Here <b>:"
     assert "".join(output.reasoning for output in outputs) == "Sum."
     calls = [call for output in outputs for call in output.calls]
@@ -95,7 +84,7 @@ def test_an_answer_is_split_into_thoughts_content_and_calls(
 
 
 def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:
-    outputs = outputs_of(texts, tmp_path, TEMPLATE, ANSWER, as_it_comes=True)
+    outputs = outputs_of(texts, tmp_path, RESPONSE_TEMPLATE, ANSWER, as_it_comes=True)
     with_text = [position for position, output in enumerate(outputs) if output.text]
     assert with_text[0] < ANSWER.index("<call>") < with_text[0] + len(outputs) // 2
     assert len(with_text) > 1

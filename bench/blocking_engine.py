@@ -86,8 +86,8 @@ class BlockingEngine:
         return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
     def state_of(self, record: VersionRecord) -> DeltaState:
-        """Return where a delta is now."""
-        (state,) = self.wait(self._client.residency_of((record.digest,)))
+        """Return where a version's delta is now, and its pin and requests."""
+        (state,) = self.wait(self._client.residency_of((record,)))
         return state
 
     def metric(self, name: str, **labels: str) -> float:

@@ -32,8 +32,6 @@ from server.tenants.tenant import Tenant
 
 # How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
 OUTCOME_S = 1.0
-# A deleted version that is pinned gives up its slot, too.
-UNLOADING: tuple[LoadAction, ...] = ("unpin", "unload")
 
 router = APIRouter(prefix="/variants")
 log = logging.getLogger(__name__)
@@ -86,9 +84,10 @@ async def delete(
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
     deleted = await run_in_threadpool(changes.delete, name, query.version)
-    for record in deleted.unused:
-        for action in UNLOADING:
-            _log_failure(service.engine.load(action, record), action, record)
+    for record in deleted.records:
+        # Bytes that another variant has stay in memory for it.
+        action: LoadAction = "unload" if record.digest in deleted.unused else "unpin"
+        _log_failure(service.engine.load(action, record), action, record)
     return {"name": name, "deleted": deleted.versions}
 
 
@@ -105,7 +104,7 @@ async def load(
 async def unload(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
-    """Free a version's slot as soon as no request uses it."""
+    """Unpin a version and free its slot as soon as no request uses it, unless another variant's pin keeps it."""
     record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "unload")
 
@@ -125,7 +124,7 @@ async def pin(
 async def unpin(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
-    """Allow eviction of a pinned version again."""
+    """Allow eviction of a pinned version again, unless another variant of the same bytes is pinned."""
     record = await _resolve(service, changes.tenant, name, query)
     status = await _status_after(service, record, "unpin")
     await run_in_threadpool(changes.note, "unpin", record)
@@ -164,7 +163,7 @@ async def _status_after(service: Service, record: VersionRecord, action: LoadAct
             outcome.result()
     else:
         _log_failure(outcome, action, record)
-    (state,) = await service.engine.residency_of((record.digest,))
+    (state,) = await service.engine.residency_of((record,))
     return {"name": record.name, **_version_document(record, state)}
 
 
@@ -180,16 +179,19 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
 
 
 async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return the documents of variants, with the level of each version."""
-    digests = dict.fromkeys(record.digest for variant in variants for record in variant.versions)
-    states = dict(zip(digests, await service.engine.residency_of(tuple(digests)), strict=True))
+    """Return the documents of variants, with the state of each version.
+
+    Versions of the same bytes share a slot and so their level, also across tenants; pins and requests are their own.
+    """
+    records = [record for variant in variants for record in variant.versions]
+    states = iter(await service.engine.residency_of(records))
     return [
         {
             "name": variant.name,
             "owner": variant.tenant,
             "visibility": variant.visibility,
             "active": variant.active,
-            "versions": [_version_document(record, states[record.digest]) for record in variant.versions],
+            "versions": [_version_document(record, next(states)) for record in variant.versions],
         }
         for variant in variants
     ]

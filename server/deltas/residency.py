@@ -1,5 +1,7 @@
 """The deltas in slots: load, use, evict. Knows digests and bytes; no HTTP, tenants or prompts.
 
+Versions with the same bytes share one slot. Pins are of versions: a slot is pinned while any version pins it.
+
 The engine thread owns this object and never waits for a file in it. Loads run on other threads, into slots that no
 batch reads. The engine calls `poll_loads` between steps to make finished loads visible, so a delta never appears in the
 middle of a step.
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
@@ -31,7 +33,7 @@ class _SlotEntry:
     fetch: Future[tuple[ResidentDelta, LoadReport]]
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
-    pinned: bool = False
+    pins: dict[str, VersionRecord] = field(default_factory=dict)  # by the label of the version
 
 
 @dataclass(slots=True)
@@ -152,25 +154,25 @@ class Residency:
         self._cache.drop(digest, reason)
         return True
 
-    def pin(self, digest: str) -> None:
-        """Never evict a resident delta until `unpin`.
+    def pin(self, record: VersionRecord) -> None:
+        """Never evict a version's resident delta until `unpin` of the same version.
 
         Raises:
             InvalidRequest: all other slots are pinned already.
         """
-        entry = self._entries[digest]
-        others = sum(other.pinned for other in self._entries.values() if other is not entry)
+        entry = self._entries[record.digest]
+        others = sum(bool(other.pins) for other in self._entries.values() if other is not entry)
         if others + 1 >= self.num_slots:
             raise InvalidRequest(
                 f"{others} of {self.num_slots} slots are pinned already: unpin another variant first"
             )
-        entry.pinned = True
+        entry.pins[record.label] = record
         self._publish()
 
-    def unpin(self, digest: str) -> None:
-        """Allow eviction again. No effect on a delta that is not in a slot."""
-        if digest in self._entries:
-            self._entries[digest].pinned = False
+    def unpin(self, record: VersionRecord) -> None:
+        """Remove a version's pin, if it has one. The pins of other versions with the same bytes stay."""
+        if record.digest in self._entries:
+            self._entries[record.digest].pins.pop(record.label, None)
             self._publish()
 
     @property
@@ -184,8 +186,13 @@ class Residency:
         return "host" if self._cache.holds(digest) else "disk"
 
     def is_pinned(self, digest: str) -> bool:
-        """Return whether a delta is pinned. Any thread may call this; takes no lock."""
+        """Return whether any version pins a delta. Any thread may call this; takes no lock."""
         return digest in self._pinned
+
+    def has_pin(self, digest: str, label: str) -> bool:
+        """Return whether the version of this label pins its delta."""
+        entry = self._entries.get(digest)
+        return entry is not None and label in entry.pins
 
     def records(self) -> tuple[VersionRecord, ...]:
         """Return a version of each delta in memory, the least recently used first, those in slots last."""
@@ -194,8 +201,8 @@ class Residency:
         return (*copies, *resident)
 
     def pinned_records(self) -> tuple[VersionRecord, ...]:
-        """Return a version of each pinned delta, in the order of their last use."""
-        return tuple(entry.record for entry in self._entries.values() if entry.pinned)
+        """Return every version that pins its delta, in the order of the deltas' last use."""
+        return tuple(record for entry in self._entries.values() for record in entry.pins.values())
 
     def close(self) -> None:
         """Wait for running loads, then free their threads and memory."""
@@ -203,7 +210,7 @@ class Residency:
 
     def _take_slot(self) -> Slot | None:
         if not self._free:
-            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pinned)
+            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pins)
             if (oldest := next(idle, None)) is None:
                 return None
             self._evict_from_slot(oldest, "capacity")
@@ -227,6 +234,6 @@ class Residency:
         self._resident = frozenset(
             digest for digest, entry in self._entries.items() if entry.delta is not None
         )
-        self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pinned)
+        self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pins)
         self._metrics.slots(len(self._entries), len(self._pinned), len(self._resident))
         self._metrics.pinned(self._pinned)

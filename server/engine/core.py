@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from torch import Tensor
 
 from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.failing_alone import FailingAlone, step_failed, too_long
@@ -30,7 +30,7 @@ from server.engine.waiting_requests import WaitingRequests
 from server.errors import EngineFailed, InvalidRequest, QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
 from server.protocol.masks import check_first_mask
-from server.protocol.messages import DeltaState, Level, Mask
+from server.protocol.messages import Level, Mask
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
@@ -121,14 +121,10 @@ class EngineCore:
                 output.set_mask(mask.position, mask.bits)
                 self._finish_if_exhausted(state, output)
 
-    def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
-        """Return where deltas are now, and how many admitted requests run or wait on each."""
-        counts = Counter(state.request.digest for state in self._requests.values())
-        residency = self._residency
-        return tuple(
-            DeltaState(residency.level_of(digest), residency.is_pinned(digest), counts[digest])
-            for digest in digests
-        )
+    def versions_in_use(self) -> Iterator[VersionRecord]:
+        """Yield the version of each admitted request that has one, as often as there are requests."""
+        records = (state.request.record for state in self._requests.values())
+        return (record for record in records if record is not None)
 
     def sample_masked(self) -> bool:
         """Sample the sequences whose masks have come since their logits were computed. Return whether there were any.

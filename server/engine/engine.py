@@ -16,6 +16,7 @@ from deltastore.errors import PeraxisError
 from server.deltas.residency import Residency
 from server.engine.clients import Clients
 from server.engine.core import EngineCore
+from server.engine.delta_states import residents, states_of
 from server.engine.engine_socket import EngineSocket
 from server.engine.residency_calls import Prefetch, Unload
 from server.errors import Draining, EngineFailed
@@ -41,7 +42,6 @@ from server.protocol.messages import (
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
-    Resident,
     ResidentsAnswer,
     ResidentsQuery,
     StopSequence,
@@ -121,8 +121,8 @@ class Engine:
         """Send events, and what clients watch: the pins and a sign of life."""
         self._clients.send_events()
         pinned = self._residency.pinned_records()
-        if (digests := tuple(record.digest for record in pinned)) != self._pinned:
-            self._pinned = digests
+        if (labels := tuple(record.label for record in pinned)) != self._pinned:
+            self._pinned = labels
             self._clients.broadcast(Pinned(pinned))
         now = time.monotonic()
         if now >= self._next_beat:
@@ -147,26 +147,20 @@ class Engine:
                 core.set_mask(message)
             case LoadCall():
                 self._call(identity, message)
-            case ResidencyQuery(call_id, digests):
-                clients.send(identity, ResidencyAnswer(call_id, core.residency_of(digests)))
+            case ResidencyQuery(call_id, versions):
+                states = states_of(self._residency, core.versions_in_use(), versions)
+                clients.send(identity, ResidencyAnswer(call_id, states))
             case MetricsQuery(call_id):
                 clients.send(identity, MetricsAnswer(call_id, take_snapshot(self._metrics.registry)))
             case ResidentsQuery(call_id):
-                clients.send(identity, ResidentsAnswer(call_id, self._residents()))
+                found = residents(self._residency, core.versions_in_use())
+                clients.send(identity, ResidentsAnswer(call_id, found))
             case ForgetVariants(labels):
                 self._metrics.forget_variants(labels)
             case ClientGone(gone):
                 self._cancel_all_of(gone)
             case Hello(version):
                 self._welcome(identity, version)
-
-    def _residents(self) -> tuple[Resident, ...]:
-        records = self._residency.records()
-        states = self._core.residency_of(tuple(record.digest for record in records))
-        return tuple(
-            Resident(record.tenant, record.name, record.version, record.digest, record.device_bytes, state)
-            for record, state in zip(records, states, strict=True)
-        )
 
     def _welcome(self, identity: bytes, version: str) -> None:
         if version != VERSION:
@@ -183,12 +177,12 @@ class Engine:
         future.add_done_callback(
             lambda done: self._clients.send(identity, CallDone(call.call_id, _error_of(done)))
         )
-        calls, digest = self._core.residency_calls, call.record.digest
+        calls = self._core.residency_calls
         if call.action == "unpin":
-            self._residency.unpin(digest)
+            self._residency.unpin(call.record)
             future.set_result(None)
         elif call.action == "unload":
-            calls.add_unload(Unload(digest, future))
+            calls.add_unload(Unload(call.record, future))
         else:
             calls.add_prefetch(Prefetch(call.record, call.action == "pin", future, call.max_pinned))
 

@@ -19,15 +19,15 @@ class Prefetch:
     record: VersionRecord
     pin: bool
     future: Future[None]
-    max_pinned: int | None = None  # slots that the version's tenant may pin
+    max_pinned: int | None = None  # versions that the version's tenant may pin
     called_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
 class Unload:
-    """A call to free a version's slot once no request runs on it."""
+    """A call to unpin a version and to free its slot once no request runs on it, unless another version pins it."""
 
-    digest: str
+    record: VersionRecord
     future: Future[None]
 
 
@@ -42,19 +42,20 @@ class ResidencyCalls:
 
     def add_prefetch(self, call: Prefetch) -> None:
         """Take a call to load. Pending calls to unload the same delta are answered: this one is newer."""
-        for unload in [u for u in self._unloads if u.digest == call.record.digest]:
+        for unload in [u for u in self._unloads if u.record.digest == call.record.digest]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         self._residency.retain(call.record)
         self._prefetches.append(call)
 
     def add_unload(self, call: Unload) -> None:
-        """Take a call to unload."""
+        """Take a call to unload; the version's own pin ends now."""
+        self._residency.unpin(call.record)
         self._unloads.append(call)
 
     def serve(self, now: float) -> None:
         """Start loads, evict unused deltas, and answer the calls that are done or late."""
-        for unload in [u for u in self._unloads if self._residency.evict(u.digest, "unload")]:
+        for unload in [u for u in self._unloads if self._is_unloaded(u.record.digest)]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         for prefetch in list(self._prefetches):
@@ -73,6 +74,10 @@ class ResidencyCalls:
         for call in pending:
             call.future.set_exception(error)
 
+    def _is_unloaded(self, digest: str) -> bool:
+        """Evict a delta, unless another version pins it. Return False if it is in use or loading."""
+        return self._residency.is_pinned(digest) or self._residency.evict(digest, "unload")
+
     def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
         digest = prefetch.record.digest
         resident, refusal = self._residency.is_resident(digest), self._refusal_of_pin(prefetch)
@@ -86,7 +91,7 @@ class ResidencyCalls:
             if not resident:
                 raise load_timeout(prefetch.record, self._load_timeout_s)
             if prefetch.pin:
-                self._residency.pin(digest)
+                self._residency.pin(prefetch.record)
             prefetch.future.set_result(None)
         except PeraxisError as error:
             prefetch.future.set_exception(error)
@@ -96,11 +101,11 @@ class ResidencyCalls:
         if not prefetch.pin or prefetch.max_pinned is None:
             return None
         record = prefetch.record
-        pinned = {other.digest for other in self._residency.pinned_records() if other.tenant == record.tenant}
-        if len(pinned - {record.digest}) < prefetch.max_pinned:
+        pinned = {other.label for other in self._residency.pinned_records() if other.tenant == record.tenant}
+        if len(pinned - {record.label}) < prefetch.max_pinned:
             return None
         return RateLimited(
-            f"tenant {record.tenant!r} may pin {prefetch.max_pinned} slots and has pinned {len(pinned)}: "
+            f"tenant {record.tenant!r} may pin {prefetch.max_pinned} versions and has pinned {len(pinned)}: "
             "unpin another variant first",
             "max_pinned",
         )

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from server.protocol.messages import (
     ResidentsQuery,
     StopSequence,
     Submit,
+    VersionRef,
     Welcome,
 )
 from server.protocol.request import Request
@@ -172,12 +173,14 @@ class EngineClient:
     ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened.
 
+        Versions of the same bytes share a slot. It stays pinned and is not freed while any of them pins it.
+
         Args:
-            max_pinned: slots that the version's tenant may pin; None is any number.
+            max_pinned: versions that the version's tenant may pin; None is any number.
 
         The future raises:
             InvalidRequest: all other slots are pinned.
-            RateLimited: the tenant has pinned `max_pinned` slots.
+            RateLimited: the tenant has pinned `max_pinned` versions.
             LoadTimeout: no slot was free in time.
             ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
             QueueFull, EngineRestarted: no engine is ready.
@@ -185,11 +188,12 @@ class EngineClient:
         slim = replace(record, fidelity={})
         return self._call(lambda call_id: LoadCall(call_id, action, slim, max_pinned))
 
-    async def residency_of(self, digests: tuple[str, ...]) -> tuple[DeltaState, ...]:
-        """Return the state of each delta; without a ready engine all are on disk."""
-        if not digests or not self._is_welcomed:
-            return (DeltaState("disk", False, 0),) * len(digests)
-        states: tuple[DeltaState, ...] = await self._call(lambda call_id: ResidencyQuery(call_id, digests))
+    async def residency_of(self, records: Sequence[VersionRecord]) -> tuple[DeltaState, ...]:
+        """Return the state of each version; without a ready engine all are on disk."""
+        if not records or not self._is_welcomed:
+            return (DeltaState("disk", False, 0),) * len(records)
+        versions = tuple(VersionRef(record.label, record.digest) for record in records)
+        states: tuple[DeltaState, ...] = await self._call(lambda call_id: ResidencyQuery(call_id, versions))
         return states
 
     async def metrics(self) -> Snapshot:

@@ -68,14 +68,21 @@ class LoadCall(Struct, frozen=True, tag=True):
     call_id: int
     action: LoadAction
     record: VersionRecord
-    max_pinned: int | None = None  # slots that the record's tenant may pin; None is any number
+    max_pinned: int | None = None  # versions that the record's tenant may pin; None is any number
+
+
+class VersionRef(Struct, frozen=True, array_like=True):
+    """One version: the label that names it, and the digest that versions of the same bytes share."""
+
+    label: str
+    digest: str
 
 
 class ResidencyQuery(Struct, frozen=True, tag=True):
-    """Ask where deltas are now. Answered by a ResidencyAnswer."""
+    """Ask for the states of versions. Answered by a ResidencyAnswer."""
 
     call_id: int
-    digests: tuple[str, ...]
+    versions: tuple[VersionRef, ...]
 
 
 class MetricsQuery(Struct, frozen=True, tag=True):
@@ -151,15 +158,15 @@ class CallDone(Struct, frozen=True, tag=True):
 
 
 class DeltaState(Struct, frozen=True, array_like=True):
-    """The place of one delta, and its users."""
+    """The place of one delta, and its users: those of one version in a ResidencyAnswer, of all in a Resident."""
 
-    level: Level
+    level: Level  # the same for all versions of the same bytes
     is_pinned: bool
     num_requests: int  # admitted and not answered in full
 
 
 class ResidencyAnswer(Struct, frozen=True, tag=True):
-    """The answer to a ResidencyQuery, in the order of its digests."""
+    """The answer to a ResidencyQuery, in the order of its versions."""
 
     call_id: int
     states: tuple[DeltaState, ...]

@@ -130,7 +130,7 @@ class EngineKeeper:
             self._pins = self.client.pinned
 
     async def _unpin_deleted(self) -> None:
-        """Unpin versions that were deleted, by this server or by another one on the same registry."""
+        """Unload, and so unpin, versions that were deleted, by this server or by another one on the same registry."""
         pinned = self.client.pinned
         try:
             exist = await asyncio.to_thread(lambda: [self._registry.is_live(record) for record in pinned])
@@ -139,8 +139,7 @@ class EngineKeeper:
             return
         for record, exists in zip(pinned, exist, strict=True):
             if not exists:
-                for action in ("unpin", "unload"):
-                    self.client.load(action, record).add_done_callback(_log_failure)
+                self.client.load("unload", record).add_done_callback(_log_failure)
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

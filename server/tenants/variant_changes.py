@@ -25,7 +25,8 @@ class Deleted:
     """The versions that a deletion has removed."""
 
     versions: list[int]
-    unused: list[VersionRecord]  # those whose digest no other variant has
+    records: list[VersionRecord]  # of those that could be read
+    unused: frozenset[str]  # those of their digests that no other variant has
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,13 @@ class VariantChanges:
             log.warning("deleting %s/%s, which cannot be read: %s", self.tenant.name, name, error)
             self.registry.delete(self.tenant.name, name, version)
             self.auditor.write(Change("delete", self.tenant.name, variant=name, version=version))
-            return Deleted([] if version is None else [version], [])
+            return Deleted([] if version is None else [version], [], frozenset())
         self.registry.delete(self.tenant.name, name, version)
         gone = [record for record in variant.versions if version in (None, record.version)]
         self.note("delete", *gone)
         kept = {record.digest for other in self.registry.variants() for record in other.versions}
-        return Deleted(
-            [record.version for record in gone], [record for record in gone if record.digest not in kept]
-        )
+        unused = frozenset(record.digest for record in gone) - kept
+        return Deleted([record.version for record in gone], gone, unused)
 
     def note(
         self, action: Literal["publish", "promote", "delete", "pin", "unpin"], *records: VersionRecord

@@ -34,7 +34,7 @@ async def loaded_versions(
     controllers would load it again, and so drive out the next one.
     """
     adapters = await adapters_of(service, tenant)
-    states = await service.engine.residency_of(tuple(record.digest for record in records))
+    states = await service.engine.residency_of(records)
     return [
         LoadedVersion(record, adapters.get(record.name))
         for record, state in zip(records, states, strict=True)

@@ -213,5 +213,5 @@ async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[Versio
         variant = await run_in_threadpool(service.registry.variant, tenant.name, name)
     except VariantNotFound:
         return []
-    states = await service.engine.residency_of(tuple(record.digest for record in variant.versions))
+    states = await service.engine.residency_of(variant.versions)
     return [record for record, state in zip(variant.versions, states, strict=True) if state.level != "disk"]

@@ -84,11 +84,11 @@ def stored_objects(registry: Registry, tenant: str) -> dict[str, int]:
 
 
 def num_pinned(service: Service, tenant: str) -> int:
-    """Return how many slots the tenant's variants have pinned."""
-    return len({record.digest for record in service.engine.pinned if record.tenant == tenant})
+    """Return how many versions the tenant has pinned."""
+    return sum(record.tenant == tenant for record in service.engine.pinned)
 
 
 async def max_pinned(service: Service, tenant: str) -> int | None:
-    """Return how many slots a tenant may pin; None is any number. Raises QueueFull if that cannot be known now."""
+    """Return how many versions a tenant may pin; None is any number. Raises QueueFull if that cannot be known now."""
     usage = await service.limiter.usage(tenant)
     return None if usage is None else usage.limits.max_pinned

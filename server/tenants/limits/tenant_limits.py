@@ -28,7 +28,7 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_stored_bytes: Natural | None = (
         None  # of different artifacts with a live version, and of uploads under way
     )
-    max_pinned: Natural | None = None  # slots
+    max_pinned: Natural | None = None  # versions
 
 
 FIELDS = tuple(field.name for field in msgspec.structs.fields(TenantLimits))

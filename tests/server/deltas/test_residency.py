@@ -95,7 +95,7 @@ def test_a_delta_in_use_pinned_or_loading_is_never_evicted(
     for _ in range(2):
         harness.residency.acquire(in_use.digest)
     harness.residency.release(in_use.digest)
-    harness.residency.pin(pinned.digest)
+    harness.residency.pin(pinned)
     disk = block_disk(monkeypatch)
     assert harness.residency.load(loading.digest)
     assert not harness.residency.load(other.digest)
@@ -103,7 +103,7 @@ def test_a_delta_in_use_pinned_or_loading_is_never_evicted(
     harness.settle()
     harness.residency.acquire(loading.digest)
     assert not harness.residency.load(other.digest)
-    harness.residency.unpin(pinned.digest)
+    harness.residency.unpin(pinned)
     assert harness.load(other) == [None]
     assert levels(harness, in_use.digest, pinned.digest, loading.digest) == ["device", "host", "device"]
 
@@ -123,9 +123,9 @@ def test_one_slot_is_never_pinned(harness: ResidencyHarness) -> None:
     records = [harness.publish(f"v{seed}", seed) for seed in range(3)]
     harness.load(*records)
     for record in (*records[:2], records[0]):
-        harness.residency.pin(record.digest)
+        harness.residency.pin(record)
     with pytest.raises(InvalidRequest, match="2 of 3 slots are pinned"):
-        harness.residency.pin(records[2].digest)
+        harness.residency.pin(records[2])
     assert [harness.residency.is_pinned(record.digest) for record in records] == [True, True, False]
     assert harness.metric("slots_pinned") == 2
 
@@ -270,10 +270,10 @@ def test_routers_see_each_adapter_in_memory_once_at_its_best_level(harness: Resi
     records = [harness.publish(f"v{seed}", seed) for seed in range(4)]
     for record in records:
         harness.load(record)
-    harness.residency.pin(records[1].digest)
+    harness.residency.pin(records[1])
     on_gpu = {("v2", "gpu", "false"), ("v3", "gpu", "false")}
     assert loaded_adapters(harness) == {("v0", "cpu", "false"), ("v1", "gpu", "true"), *on_gpu}
-    harness.residency.unpin(records[1].digest)
+    harness.residency.unpin(records[1])
     for record in records[:2]:
         harness.residency.evict(record.digest, "unload")
     assert loaded_adapters(harness) == on_gpu

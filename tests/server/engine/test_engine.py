@@ -89,6 +89,28 @@ def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, del
     assert not served.engine.state_of(records[0]).is_pinned
 
 
+def test_versions_of_the_same_bytes_share_a_slot_and_each_has_its_own_pin(
+    served: Served, deltas: Family
+) -> None:
+    first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
+    for record in (first, second):
+        served.engine.load(record, "pin").result(20)
+    served.engine.load(first, "unpin").result(20)
+    assert [served.engine.state_of(record).is_pinned for record in (first, second)] == [False, True]
+    served.engine.load(first, "unload").result(20)
+    assert served.level(first) == served.level(second) == "device"
+    assert served.engine.state_of(second).is_pinned
+    served.engine.load(second, "unload").result(20)
+    assert served.level(first) == served.level(second) == "disk"
+
+
+def test_requests_count_for_their_own_version_alone(served: Served, deltas: Family) -> None:
+    first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
+    running = served.start(first, PROMPT, max_new_tokens=150, stop_token_ids=frozenset())
+    assert [served.engine.state_of(record).num_requests for record in (first, second)] == [1, 0]
+    running.answer()
+
+
 def test_unload_frees_the_slot(served: Served, deltas: Family) -> None:
     record = served.publish(deltas.artifacts[0], "v")
     served.engine.load(record).result(20)

@@ -190,6 +190,40 @@ def test_pinned_slots_have_a_limit(tenants: Tenants, artifacts: Artifacts) -> No
         assert client.post("/variants/third/pin").status_code == 202
 
 
+def test_a_tenant_s_pin_of_bytes_that_another_tenant_has_is_its_own(
+    tenants: Tenants, artifacts: Artifacts
+) -> None:
+    tenants.limit("twin-b", max_pinned=1)
+    headers = {"Content-Type": "application/octet-stream"}
+    with tenants.client("twin-a") as a, tenants.client("twin-b") as b:
+        for client, name, file in (
+            (a, "x", artifacts.plain), (b, "x", artifacts.plain), (b, "y", artifacts.third),
+        ):  # fmt: skip
+            reply = client.post(f"/variants?name={name}", content=file.read_bytes(), headers=headers)
+            assert reply.status_code == 201
+        assert a.post("/variants/x/pin").json()["pinned"] is True
+        assert not _is_pinned(b)
+        assert b.post("/variants/x/pin").json()["pinned"] is True
+        assert error_of(b.post("/variants/y/pin"))["param"] == "max_pinned"
+        for action in ("unpin", "unload"):
+            document = b.post(f"/variants/x/{action}").json()
+            assert (document["pinned"], document["level"]) == (False, "device")
+        assert _is_pinned(a)
+        assert b.post("/variants/x/pin").status_code == 202
+        assert a.delete("/variants/x").status_code == 200
+        assert eventually(lambda: a.get("/me").json()["usage"]["pinned"] == 0)
+        assert _is_pinned(b)
+        (engine,) = processes(tenants.server, ENGINE)
+        engine.kill()
+        engine.wait(30)
+        assert eventually(lambda: is_ready(tenants.server) and _is_pinned(b))
+        assert b.post("/variants/x/unpin").status_code == 202
+
+
+def _is_pinned(client: httpx.Client) -> bool:
+    return bool(client.get("/variants/x").json()["versions"][0]["pinned"])
+
+
 def test_me_shows_the_key_and_its_roles(tenants: Tenants) -> None:
     with tenants.client("someone", "inference") as client:
         document = client.get("/me").json()

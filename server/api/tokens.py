@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -26,16 +28,16 @@ async def tokenize(
     body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Answer with the token ids of a prompt or a conversation, as a request for tokens would have them."""
-    text, headers = await _text(service, tenant, body.model)
-    max_tokens = service.engine.facts.max_model_len
-    if body.prompt is not None:
-        ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
-    else:
-        conversation = Conversation(
-            body.conversation(), body.add_generation_prompt, bool(body.add_special_tokens)
-        )
-        ids = await text.render_chat(conversation, max_tokens)
-    strings = await text.token_strings(ids) if body.return_token_strs else None
+    async with _text(service, tenant, body.model) as (text, headers):
+        max_tokens = service.engine.facts.max_model_len
+        if body.prompt is not None:
+            ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
+        else:
+            conversation = Conversation(
+                body.conversation(), body.add_generation_prompt, bool(body.add_special_tokens)
+            )
+            ids = await text.render_chat(conversation, max_tokens)
+        strings = await text.token_strings(ids) if body.return_token_strs else None
     reply: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": max_tokens,
@@ -52,22 +54,34 @@ async def detokenize(
     tenant: TenantDep,
 ) -> Response:
     """Answer with the text of token ids, special tokens included."""
-    text, headers = await _text(service, tenant, body.model)
-    max_tokens = service.engine.facts.max_model_len
-    if len(body.tokens) > max_tokens:
-        raise InvalidRequest(
-            f"there are {len(body.tokens)} tokens, more than the {max_tokens} that fit: send fewer", "tokens"
-        )
-    if max(body.tokens, default=0) >= text.num_embeddings:
-        raise InvalidRequest(f"token ids must be from 0 to {text.num_embeddings - 1}", "tokens")
-    prompt = await text.decode(body.tokens, skip_special_tokens=False)
+    async with _text(service, tenant, body.model) as (text, headers):
+        max_tokens = service.engine.facts.max_model_len
+        if len(body.tokens) > max_tokens:
+            raise InvalidRequest(
+                f"there are {len(body.tokens)} tokens, more than the {max_tokens} that fit: send fewer",
+                "tokens",
+            )
+        if max(body.tokens, default=0) >= text.num_embeddings:
+            raise InvalidRequest(f"token ids must be from 0 to {text.num_embeddings - 1}", "tokens")
+        prompt = await text.decode(body.tokens, skip_special_tokens=False)
     return JsonReply({"prompt": prompt}, headers=headers)
 
 
-async def _text(service: Service, tenant: Tenant, model: str | None) -> tuple[VariantText, dict[str, str]]:
-    """Return the text of the model that a body names, by default the base, and the headers that name its version."""
+@asynccontextmanager
+async def _text(
+    service: Service, tenant: Tenant, model: str | None
+) -> AsyncIterator[tuple[VariantText, dict[str, str]]]:
+    """Yield the text of the model that a body names, by default the base, and the headers that name its version.
+
+    The call counts as one request of the tenant.
+    """
     service.check_ready()
     reference = Reference.parse(model)
     record = await resolved(service, tenant, reference)
     headers = version_headers(reference.name or BASE, record)
-    return await service.text.of(record, tenant.name), headers
+    # Before the variant's files are read, which takes a worker's time.
+    seat = await service.limiter.admit_text(tenant.name)
+    try:
+        yield await service.text.of(record, tenant.name), headers
+    finally:
+        seat.release()

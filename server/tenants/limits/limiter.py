@@ -95,6 +95,15 @@ class Limiter:
         )
         return await self._take(call, length_field)
 
+    async def admit_text(self, tenant: str) -> Seat:
+        """Count a request that uses a tokenizer and not the engine. Release the seat when it has ended.
+
+        Raises:
+            RateLimited: the tenant is over a limit.
+            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
+        """
+        return await self._take(TakeSeat(next(self._call_ids), tenant, "request", num_requests=1))
+
     async def admit_upload(self, tenant: str, size_bytes: int) -> Seat:
         """Count an upload of a tenant. Release the seat when it is published or has failed.
 

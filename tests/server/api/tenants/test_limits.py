@@ -87,6 +87,18 @@ def test_calls_at_the_same_time_share_what_the_tenant_may_still_generate(
     serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100), talk)
 
 
+def test_calls_that_use_a_tokenizer_count_as_requests(artifacts: Artifacts, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        for route, body in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [65]})):
+            assert (await app.client.post(route, json=body)).status_code == 200
+        assert await usage(app) == {**await usage(app), "requests_last_minute": 2, "running": 0}
+        for route, body in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [65]})):
+            refused = await app.client.post(route, json=body)
+            assert (refused.status_code, error_of(refused)["param"]) == (429, "requests_per_minute")
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=2), talk)
+
+
 def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
         leaving = asyncio.create_task(generate(app, max_new_tokens=200, n=4))

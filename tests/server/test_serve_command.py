@@ -23,7 +23,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_help_shows_the_default_of_every_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERMINAL_WIDTH", "400")
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
     assert run(["serve", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = {line.split()[1]: line for line in lines if line.startswith("│ --")}

@@ -14,64 +14,18 @@ from deltastore.tables import printable
 app = typer.Typer(no_args_is_help=True)
 
 
-@app.command()
-def load(
-    reference: Reference,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Load a variant into a slot before a request needs it.
+def _add_command(action: str, summary: str, example: str) -> None:
+    """Add the command that asks a server for an action on a version."""
 
-    Example: peraxis load instruct
-    """
-    _act("load", reference, ServerAddress.of(url, key_file, tenant), as_json)
-
-
-@app.command()
-def unload(
-    reference: Reference,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Free a variant's slot as soon as no request uses it.
-
-    Example: peraxis unload instruct@2
-    """
-    _act("unload", reference, ServerAddress.of(url, key_file, tenant), as_json)
-
-
-@app.command()
-def pin(
-    reference: Reference,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Load a variant into a slot and never evict it.
-
-    Example: peraxis pin instruct
-    """
-    _act("pin", reference, ServerAddress.of(url, key_file, tenant), as_json)
-
-
-@app.command()
-def unpin(
-    reference: Reference,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
-    as_json: Json = False,
-) -> None:
-    """Allow the eviction of a pinned variant again.
-
-    Example: peraxis unpin instruct
-    """
-    _act("unpin", reference, ServerAddress.of(url, key_file, tenant), as_json)
+    @app.command(action, help=f"{summary}\n\nExample: peraxis {action} {example}")
+    def command(
+        reference: Reference,
+        url: Url = DEFAULT_URL,
+        key_file: KeyFile = None,
+        tenant: Tenant = None,
+        as_json: Json = False,
+    ) -> None:
+        _act(action, reference, ServerAddress.of(url, key_file, tenant), as_json)
 
 
 def _act(action: str, reference: str, address: ServerAddress, as_json: bool) -> None:
@@ -85,3 +39,9 @@ def _act(action: str, reference: str, address: ServerAddress, as_json: bool) -> 
         return
     pinned = ", pinned" if status.pinned else ""
     print(f"{printable(status.name)}@{status.version}: now on level {printable(status.level)}{pinned}")
+
+
+_add_command("load", "Load a variant into a slot before a request needs it.", "instruct")
+_add_command("unload", "Free a variant's slot as soon as no request uses it.", "instruct@2")
+_add_command("pin", "Load a variant into a slot and never evict it.", "instruct")
+_add_command("unpin", "Allow the eviction of a pinned variant again.", "instruct")

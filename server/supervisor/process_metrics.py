@@ -21,7 +21,7 @@ from server.protocol.stats import ServerStats
 
 # A process that has not answered by then counts with its last snapshot, as an engine in a long step.
 COLLECT_S = 2.0
-# Statistics are made at most once in this time, whoever asks: listeners want one a second.
+# Seconds that one collection of statistics serves all HTTP processes; they ask for one a second.
 STATS_S = 0.9
 ENGINE, SUPERVISOR = "engine", "supervisor"
 

@@ -1,8 +1,8 @@
-"""Requests and tokens of the last minute, by tenant, in a storage of the library `limits`. Knows no limit's name.
+"""Count the requests and tokens of each tenant over the last minute, with the library `limits`. Knows no limit's name.
 
-The strategy is the library's sliding window counter: the count of this minute, and that of the minute before by the
-share of it that lies within the last 60 seconds. It takes two integers per tenant whatever the limit, takes costs of
-any size, and survives a step of the clock; a moving window would keep an entry per token.
+It uses the strategy "sliding window counter": the current minute's count plus the previous minute's, weighted by the
+part of that minute that lies within the last 60 seconds. Each tenant takes two integers whatever its limit, costs may
+have any size, and a step of the clock does no harm. The strategy "moving window" would keep an entry per token.
 """
 
 from __future__ import annotations

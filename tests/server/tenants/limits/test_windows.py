@@ -1,4 +1,4 @@
-"""Windows decide as the library's strategy does, and their waits are true."""
+"""Sliding windows admit what the strategy of the library `limits` admits, and a request fits after the wait they name."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from server.frontend.engine_client import EngineClient, OnEvent
 from server.protocol.request import Request
 from server.text.variant_text import VariantText
-from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.served import Family, make_family
 
 WAIT_S = 60.0
@@ -23,16 +22,6 @@ LONG = {"max_new_tokens": 200, "n": 100, "temperature": 2.0, "seed": 1}
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=0)
-
-
-def exercise(family: Family, registry: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
-    """Run an application with an engine and let `talk` send requests to it."""
-
-    async def main() -> None:
-        async with running_app(settings_of(family.base, registry)) as app, app.engine():
-            await asyncio.wait_for(talk(app), WAIT_S)
-
-    asyncio.run(main())
 
 
 def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
@@ -53,7 +42,7 @@ def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
             reply = await app.client.post("/generate", json=body, headers={"X-Request-Id": "mine"})
             assert reply.headers["X-Request-Id"] == "mine"
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)
     assert len(set(ids)) == 2
     assert all(id.startswith("mine-") for id in ids)
 
@@ -79,7 +68,7 @@ def test_a_client_that_leaves_before_its_prompt_is_tokenized_is_never_submitted(
         assert app.service.engine.num_open == 0
         assert app.service.num_in_flight == 0
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)
 
 
 def test_a_client_that_leaves_after_submission_ends_its_request(family: Family, tmp_path: Path) -> None:
@@ -95,4 +84,4 @@ def test_a_client_that_leaves_after_submission_ends_its_request(family: Family, 
         while ended not in (await app.client.get("/metrics")).text:
             await asyncio.sleep(0.02)
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)

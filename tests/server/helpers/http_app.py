@@ -6,9 +6,10 @@ import asyncio
 import gc
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from server.settings import Settings
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 
+WAIT_S = 60.0
 _numbers = itertools.count()
 
 
@@ -88,3 +90,13 @@ def settings_of(base: Any, registry: Any, **given: Any) -> Settings:
         "max_model_len": 256, "shutdown_timeout": 5,
     }  # fmt: skip
     return Settings(base=base, registry=registry, **{**small, **given})
+
+
+def with_engine(base: Path, registry: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
+    """Run an application with an engine, and let `talk` send requests to it."""
+
+    async def main() -> None:
+        async with running_app(settings_of(base, registry)) as app, app.engine():
+            await asyncio.wait_for(talk(app), WAIT_S)
+
+    asyncio.run(main())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from server.api import replies
-from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.live_server import error_of
 from tests.server.helpers.served import Family, make_family
 
@@ -22,16 +21,6 @@ LONG = {"model": "base", "prompt": PROMPTS, "max_tokens": 200, "n": 30, "tempera
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return make_family(tmp_path_factory.mktemp("family"), seed=5, num_variants=0)
-
-
-def exercise(family: Family, registry: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
-    """Run an application with an engine and let `talk` send requests to it."""
-
-    async def main() -> None:
-        async with running_app(settings_of(family.base, registry)) as app, app.engine():
-            await asyncio.wait_for(talk(app), WAIT_S)
-
-    asyncio.run(main())
 
 
 async def ended(app: HttpApp, count: int) -> None:
@@ -55,7 +44,7 @@ def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(
             await asking
         await ended(app, len(PROMPTS))
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)
 
 
 def test_a_request_that_fails_ends_the_others_of_its_call(family: Family, tmp_path: Path) -> None:
@@ -65,7 +54,7 @@ def test_a_request_that_fails_ends_the_others_of_its_call(family: Family, tmp_pa
         assert (reply.status_code, error_of(reply)["param"]) == (400, "prompt")
         await ended(app, 2)
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)
 
 
 def test_a_whole_reply_with_too_many_log_probabilities_is_refused(
@@ -90,4 +79,4 @@ def test_a_whole_reply_with_too_many_log_probabilities_is_refused(
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert "error" not in streamed.text
 
-    exercise(family, tmp_path / "registry", talk)
+    with_engine(family.base, tmp_path / "registry", talk)

@@ -1,4 +1,4 @@
-"""Sliding windows admit what the strategy of the library `limits` admits, and a request fits after the wait they name."""
+"""Sliding windows admit what the strategy of `limits` admits, and a request fits after the wait they name."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 1, 16 and 64 streams of one model go through `peraxis serve` and through an engine in this process, in turns. Then 300
 streams of a tiny model, whose steps take almost no time, go through this repository's server and, with `--baseline`,
-through that of another checkout. Then streams that are constrained to JSON run alone and beside free ones. Last,
-prompts of 10,000 tokens are tokenized while eight streams run.
+through that of another checkout. Then streams that are constrained to JSON run alone and beside free ones, and streams
+of a server with keys, limits and JSON logs beside those of a server without. Last, prompts of 10,000 tokens are
+tokenized while eight streams run.
 
 The clients run on the same processors as the server; a table says how much of them they take.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from bench.http.constrained import measure_constrained
+from bench.http.secured import measure_secured
 from bench.http.subjects import (
     BASELINE,
     ENGINE,
@@ -72,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         subjects = beside_engine(Path(name) / "engine", scope, args.repeats)
         subjects += tiny_model(Path(name) / "tiny", scope, args.baseline, args.repeats)
-        subjects += measure_constrained(
-            Path(name) / "json", scope.shapes, max(scope.streams), scope.num_new, args.repeats
-        )
+        sizes = scope.shapes, max(scope.streams), scope.num_new, args.repeats
+        subjects += measure_constrained(Path(name) / "json", *sizes)
+        subjects += measure_secured(Path(name) / "secured", *sizes)
         tokenizing = measure_tokenizing(Path(name) / "long", scope.shapes, scope.long)
     print(
         f"{describe(device)}; median of {args.repeats}\n\n{rate_table(subjects)}\n\n{cpu_table(subjects)}\n"

@@ -48,6 +48,8 @@ class StreamedRequest:
     variant: str | None = None
     # The JSON schema of the output; an empty one leaves it free.
     schema: dict[str, Any] | None = None
+    # An API key.
+    key: str | None = None
 
     @property
     def markers(self) -> Markers:
@@ -67,6 +69,8 @@ class StreamedRequest:
                 body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json"
+        if self.key is not None:
+            head += f"\r\nAuthorization: Bearer {self.key}"
         return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -19,6 +19,7 @@ from deltastore.registry import Registry
 
 ENGINE, HTTP, BASELINE = "bare engine", "over HTTP", "baseline over HTTP"
 FREE, CONSTRAINED, BESIDE = "free", "constrained to JSON", "free beside constrained"
+OPEN, SECURED = "without keys", "keys, limits, JSON logs"
 PROMPT_TOKENS = 64
 KV_CACHE_GB = 0.5
 
@@ -105,18 +106,23 @@ def streamed_requests(
 
 @contextmanager
 def server_for(
-    base: Path, registry: Registry, num_streams: int, num_variants: int, checkout: Path | None = None
+    base: Path,
+    registry: Registry,
+    num_streams: int,
+    num_variants: int,
+    checkout: Path | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Start a server that runs so many streams at a time, of this repository or of another checkout."""
-    flags = {
+    sizes = {
         "--max-num-seqs": num_streams,
         "--max-queue": 4096,
         "--max-gpu-deltas": max(2, num_variants),
         "--max-host-cache-gb": 0,
         "--kv-cache-gb": KV_CACHE_GB,
     }
-    words = [word for pair in flags.items() for word in pair]
-    with serving_process(serve_command(base, registry.root, *words), checkout=checkout) as server:
+    words = [word for pair in sizes.items() for word in pair]
+    with serving_process(serve_command(base, registry.root, *words, *flags), checkout=checkout) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.http.subjects import BASELINE, BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, Subject
+from bench.http.subjects import BASELINE, BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, OPEN, SECURED, Subject
 from demo.table import table
 
 HEADS = ("streams", "variants", "")
@@ -81,6 +81,12 @@ def goals(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
             _ratio(beside, free, "p99_gap_s"),
             "at most",
             1.1,
+        ),
+        (
+            f"{most} streams: tokens/s with keys, limits and JSON logs / without",
+            _ratio(found[SECURED, most, 0], found[OPEN, most, 0], "tokens_per_s"),
+            "at least",
+            0.97,
         ),
     ]
     return [

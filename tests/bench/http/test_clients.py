@@ -54,3 +54,9 @@ def test_a_request_names_its_variant_and_the_length_of_its_body() -> None:
     assert head.startswith(b"POST /generate?variant=v2 HTTP/1.1\r\nHost: localhost:8000\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     assert b'"stream": true' in body
+
+
+def test_a_request_of_a_tenant_brings_its_key() -> None:
+    head, _, _ = StreamedRequest("w1", num_new=3, key="pxk_id_secret").to_bytes("host").partition(b"\r\n\r\n")
+    assert b"\r\nAuthorization: Bearer pxk_id_secret\r\n" in head
+    assert b"Authorization" not in StreamedRequest("w1", num_new=3).to_bytes("host")

@@ -28,6 +28,8 @@ def test_a_small_run_fills_its_tables_beside_a_baseline(
         ("free", 4, 0),
         ("constrained to JSON", 4, 0),
         ("free beside constrained", 4, 0),
+        ("without keys", 4, 0),
+        ("keys, limits, JSON logs", 4, 0),
     }
     assert all(sample["tokens_per_s"] > 0 for one in written["results"] for sample in one["samples"])
     assert all(figures["gaps_busy"] > 0 for figures in written["tokenizing"].values())
@@ -37,6 +39,7 @@ def test_a_small_run_fills_its_tables_beside_a_baseline(
         "at least 2",
         "at most 1.15",
         "at most 1.1",
+        "at least 0.97",
     ]
     printed = capsys.readouterr().out
     assert "processor time, µs per token" in printed

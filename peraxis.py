@@ -71,7 +71,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "chat": CommandEntry("client.chat.cli", REMOTE, "Talk to a variant, or to two side by side."),
     "promote": CommandEntry("client.variants", REMOTE, "Make a version the active one."),
     "rollback": CommandEntry(
-        "client.variants", REMOTE, "Make the version below the active one active again."
+        "client.variants", REMOTE, "Make the version active again that was active before."
     ),
     "load": CommandEntry("client.residency", REMOTE, "Load a variant into a slot before a request needs it."),
     "unload": CommandEntry(

@@ -34,6 +34,7 @@ class VariantReply(Struct, frozen=True):
     name: str
     active: int | None
     versions: tuple[VersionReply, ...]
+    previous: int | None = None  # the version that was active before `active`
     visibility: str = "private"
     owner: str = "-"
 

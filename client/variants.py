@@ -134,13 +134,15 @@ def promote(
 def rollback(
     name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
 ) -> None:
-    """Make the version below the active one active again. Running requests keep theirs.
+    """Make the version active again that was active before; a second rollback undoes the first.
+
+    Running requests keep their version.
 
     Example: peraxis rollback instruct
     """
     with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
         variant = parsed(server.call("GET", path_of(name)), VariantReply)
-        _activate(server, name, version_below(variant), as_json)
+        _activate(server, name, previous_version(variant), as_json)
 
 
 @app.command()
@@ -179,23 +181,22 @@ def rm(
     print(f"deleted {printable(deleted.name)}: version {', '.join(map(str, deleted.deleted))}")
 
 
-def version_below(variant: VariantReply) -> int:
-    """Return the highest version below the active one.
+def previous_version(variant: VariantReply) -> int:
+    """Return the version that was active before the active one.
 
     Raises:
-        PeraxisError: There is none.
+        PeraxisError: There is none, or the server does not know it.
     """
     if variant.active is None:
         raise PeraxisError(
             f"variant {variant.name!r} has no active version: promote one, as in `peraxis promote NAME VERSION`"
         )
-    below = [version.version for version in variant.versions if version.version < variant.active]
-    if not below:
+    if variant.previous is None:
         raise PeraxisError(
-            f"variant {variant.name!r} has no version below {variant.active}, the active one: "
+            f"variant {variant.name!r}: no version is known that was active before {variant.active} and still exists: "
             "`peraxis show` lists its versions, and `peraxis promote` chooses one"
         )
-    return max(below)
+    return variant.previous
 
 
 def _tell_none(server: RemoteServer, what: str) -> None:

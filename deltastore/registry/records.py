@@ -93,7 +93,8 @@ class VariantState:
     """The chosen version of a variant and its deleted versions.
 
     The active version is the newest one after `as_of` whose record has `activate`, else `active`. So a publication is
-    one new file and needs no second step that a crash could prevent.
+    one new file and needs no second step that a crash could prevent. The version to roll back to is derived likewise,
+    by `VariantDirectory.previous`.
     """
 
     __pydantic_config__ = ConfigDict(strict=True)
@@ -102,6 +103,7 @@ class VariantState:
     as_of: Size = 0  # the newest version when the choice was made
     deleted: tuple[Version, ...] = ()
     deleted_through: Size = 0  # this version and all before it are deleted
+    previous: Version | None = None  # the version that was active before `active`
     format: Literal[1] = 1  # of the state
 
     def is_live(self, version: int) -> bool:

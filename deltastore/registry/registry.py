@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -170,8 +170,8 @@ class Registry:
                 raise directory.not_found(version)
             record = directory.record(version)
             self.check_not_quarantined(record)
-            state = history.state
-            chosen = VariantState(version, history.newest, state.deleted, state.deleted_through)
+            previous = directory.previous(history, version)
+            chosen = replace(history.state, active=version, as_of=history.newest, previous=previous)
             directory.set_state(chosen, self._reserve)
             return record
 
@@ -198,8 +198,9 @@ class Registry:
                 # With its last version the variant ends, and with it its claim of a public name.
                 self._delete_all(directory)
                 return
-            deleted = (*history.state.deleted, version)
-            state = VariantState(active, history.newest, deleted, history.state.deleted_through)
+            remaining = replace(history.state, deleted=(*history.state.deleted, version))
+            previous = directory.previous(replace(history, state=remaining), active)
+            state = replace(remaining, active=active, as_of=history.newest, previous=previous)
             directory.set_state(state, self._reserve)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:

@@ -38,6 +38,7 @@ class Variant:
     name: str
     versions: tuple[VersionRecord, ...]  # oldest first, without the deleted ones
     active: int | None
+    previous: int | None = None  # the live version that was active before it
     visibility: Visibility = "private"
 
 
@@ -120,16 +121,23 @@ class VariantDirectory:
 
     def active(self, history: History) -> int | None:
         """Return the active version's number; None if no version is active."""
-        for number in reversed(history.live):
-            if number <= history.state.as_of:
-                break
-            if self.record(number).activate:
-                return number
-        return history.state.active
+        return next(self._activated(history), None)
+
+    def previous(self, history: History, active: int | None) -> int | None:
+        """Return the live version that was active last, other than `active`; None if none is known.
+
+        A damaged record ends the search: a promotion must not need the record of the version that it replaces.
+        """
+        try:
+            known = (number for number in self._activated(history) if history.state.is_live(number))
+            return next((number for number in known if number != active), None)
+        except RegistryError:
+            return None
 
     def variant(self, history: History, visibility: Visibility) -> Variant:
         records = tuple(self.record(number) for number in history.live)
-        return Variant(self.tenant, self.name, records, self.active(history), visibility)
+        active = self.active(history)
+        return Variant(self.tenant, self.name, records, active, self.previous(history, active), visibility)
 
     def find(self, history: History, digest: str) -> VersionRecord | None:
         """Return the newest live version that has these bytes; None if there is none."""
@@ -154,6 +162,15 @@ class VariantDirectory:
         """Sync the directories down to this one, so that names written by a process that died are durable."""
         for directory in (self.path, self.path.parent, self.path.parent.parent):
             self._storage.fsync_dir(directory)
+
+    def _activated(self, history: History) -> Iterator[int]:
+        """Yield the versions that became active, the last one first, as far back as the state remembers."""
+        for number in reversed(history.live):
+            if number <= history.state.as_of:
+                break
+            if self.record(number).activate:
+                yield number
+        yield from (number for number in (history.state.active, history.state.previous) if number is not None)
 
     def not_found(self, number: int | None = None) -> VariantNotFound:
         if number is None:

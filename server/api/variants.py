@@ -191,6 +191,7 @@ async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict
             "owner": variant.tenant,
             "visibility": variant.visibility,
             "active": variant.active,
+            "previous": variant.previous,
             "versions": [_version_document(record, next(states)) for record in variant.versions],
         }
         for variant in variants

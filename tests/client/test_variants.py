@@ -111,12 +111,23 @@ def test_promote_and_rollback_choose_the_active_version(
     assert capsys.readouterr().out == f"{two_versions}: version 2 is active\n"
 
 
-def test_the_first_version_cannot_be_rolled_back(
-    server: LiveServer, two_versions: str, capsys: Output
+def test_rollback_returns_to_the_version_that_was_active_before_not_to_the_one_below(
+    server: LiveServer, two_versions: str, artifacts: Artifacts, capsys: Output
 ) -> None:
     assert command(server, "promote", two_versions, "1") == 0
-    assert command(server, "rollback", two_versions) == 1
-    assert "has no version below 1, the active one" in capsys.readouterr().err
+    assert server.upload(two_versions, artifacts.chatty).status_code == 201
+    capsys.readouterr()
+    assert document(server, capsys, "show", two_versions)["previous"] == 1
+    assert document(server, capsys, "rollback", two_versions)["active"] == 1
+    assert document(server, capsys, "rollback", two_versions)["active"] == 3
+
+
+def test_the_only_version_cannot_be_rolled_back(
+    server: LiveServer, artifacts: Artifacts, capsys: Output
+) -> None:
+    assert server.upload("only-version", artifacts.plain).status_code == 201
+    assert command(server, "rollback", "only-version") == 1
+    assert "no version is known that was active before 1 and still exists" in capsys.readouterr().err
 
 
 def test_without_an_active_version_rollback_names_promote(capsys: Output) -> None:

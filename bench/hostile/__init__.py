@@ -1,0 +1,1 @@
+"""Honest streams beside a hostile tenant."""

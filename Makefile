@@ -25,7 +25,7 @@ WHEELS := anyio fastapi httptools httpx limits llguidance msgspec prometheus-cli
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check hooks serve bench wheels reference
+.PHONY: help demo test coverage check hooks serve bench wheels reference monitoring monitoring-check packages
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md from the code'
+	@echo 'make monitoring write dashboards and alerts from monitoring/'
+	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -48,17 +50,28 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/peraxis demo
 
-test: check
+test: check packages
 	$(PYTEST)
 
 # A target of its own, because tracing takes a third more time.
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term
 
-check: $(STAMP)
+check: $(STAMP) monitoring-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every name in dashboards and alerts is one of the server's metrics, and the files are those of the source.
+monitoring-check: $(STAMP)
+	$(BIN)/python -m monitoring --check
+
+# Not where systemd runs: it would start the packages' services.
+packages:
+	@if command -v promtool >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ]; then \
+		apt-get install -y --no-install-recommends prometheus || echo 'prometheus was not installed: its tests skip'; \
+	else echo 'Debian package prometheus is missing: its tests skip'; fi
 
 hooks: $(STAMP)
 	$(BIN)/pre-commit install
@@ -69,6 +82,9 @@ serve: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
+
+monitoring: $(STAMP)
+	$(BIN)/python -m monitoring
 
 reference: $(STAMP)
 	$(BIN)/python -m docs.reference

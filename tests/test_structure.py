@@ -18,6 +18,7 @@ PACKAGES = {
     "server": {"deltastore"},
     "client": {"deltastore"},
     "demo": {"deltastore", "compressor"},
+    "monitoring": {"deltastore", "server"},
 }
 # The engine process and the HTTP process, the lowest layer first. Neither imports a layer of the other.
 ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
@@ -32,6 +33,7 @@ ROOMS = (
     "client/chat",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
+    "monitoring/alerts",
     "server/api", "server/api/artifacts", "server/api/compat", "server/api/operations", "server/api/tenants",
     "server/deltas", "server/engine", "server/engine/sampling", "server/engine/scheduling", "server/frontend",
     "server/grammar", "server/kernels", "server/metrics", "server/model", "server/protocol", "server/supervisor",

@@ -1,0 +1,52 @@
+"""The files that Prometheus, Grafana and the chart read are those that the source makes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from monitoring.alerts.alert import PLACEHOLDER
+from monitoring.alerts.definitions import ALERTS
+from monitoring.alerts.rules import (
+    CHART_MATCHERS,
+    DEFAULT_VALUES,
+    chart_rules,
+    chart_thresholds,
+    default_rules,
+)
+from monitoring.alerts.thresholds import THRESHOLDS
+from monitoring.files import ROOT, files
+
+VALUE = re.compile(r"\{\{ \.Values\.([\w.]+) \}\}")
+
+
+@pytest.mark.parametrize("path", files(), ids=str)
+def test_a_file_is_what_the_source_says(path: Path) -> None:
+    assert (ROOT / path).read_text() == files()[path], "run `make monitoring`"
+
+
+def test_the_check_of_make_check_passes_and_writes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "monitoring", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_chart_with_the_default_values_has_the_default_rules() -> None:
+    """Evaluate the template as Helm does: matchers, values, and literals in backticks."""
+    text = chart_rules().replace(CHART_MATCHERS, DEFAULT_VALUES["matchers"])
+    text = VALUE.sub(lambda match: DEFAULT_VALUES[match[1].rpartition(".")[2]], text)
+    text = re.sub(r"\{\{ `(.*?)` \}\}", r"\1", text)
+    assert yaml.safe_load(text) == yaml.safe_load(default_rules())["groups"]
+
+
+def test_each_threshold_is_used_and_has_a_default_that_the_chart_reads() -> None:
+    names = {
+        name for alert in ALERTS for name in PLACEHOLDER.findall(alert.expression + alert.lasting.placeholder)
+    }
+    assert names - {"matchers"} == {threshold.name for threshold in THRESHOLDS}
+    assert yaml.safe_load(chart_thresholds()) == {each.name: each.default for each in THRESHOLDS}

@@ -37,7 +37,7 @@ help:
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md from the code'
-	@echo 'make monitoring write dashboards and alerts from monitoring/'
+	@echo 'make monitoring  write dashboards and alerts from monitoring/'
 	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 

@@ -25,7 +25,7 @@ from server.engine.engine import Engine
 from server.engine.engine_socket import EngineSocket
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
 from server.engine.model_runner import ModelRunner
-from server.engine.request_limits import RequestLimits
+from server.engine.requests.request_limits import RequestLimits
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -16,25 +15,26 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
-from server.engine.failing_alone import FailingAlone, step_failed, too_long
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
-from server.engine.request_limits import RequestLimits
-from server.engine.request_state import OnEvent, RequestState, SequenceOutput
+from server.engine.requests.failing_alone import step_failed, too_long
+from server.engine.requests.open_requests import OpenRequests
+from server.engine.requests.request_limits import RequestLimits
+from server.engine.requests.request_state import OnEvent, RequestState
+from server.engine.requests.waiting_requests import WaitingRequests
 from server.engine.residency_calls import ResidencyCalls, load_timeout
 from server.engine.sampling.held_logits import HeldLogits, mask_timeout, masked
-from server.engine.sampling.sampler import LastLogits, score
+from server.engine.sampling.next_tokens import NextTokens
+from server.engine.sampling.sampler import score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.engine.waiting_requests import WaitingRequests
 from server.errors import EngineFailed, InvalidRequest, QueueFull
-from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
+from server.protocol.events import ErrorEvent
 from server.protocol.masks import check_first_mask
 from server.protocol.messages import Level, Mask
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class EngineCore:
@@ -55,9 +55,10 @@ class EngineCore:
         self._kv_cache = scheduler.kv_cache
         self._residency = residency
         self._telemetry = telemetry
-        self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingRequests(residency, limits.load_timeout_s)
         self._held = HeldLogits(limits.mask_timeout_s)
+        self._requests = OpenRequests(scheduler, residency, telemetry, self._waiting, self._held)
+        self._next_tokens = NextTokens(runner, self._requests, scheduler.kv_cache, telemetry)
 
     def add_request(
         self, request: Request, on_event: OnEvent, submitted_at: float, first_mask: bytes | None = None
@@ -78,53 +79,31 @@ class EngineCore:
             on_event(ErrorEvent(error))
             return
         lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
-        state = RequestState(request, on_event, lookup, submitted_at, first_mask)
-        self._requests[request.id] = state
-        self._waiting.add(state)
-        self._telemetry.waits(request)
-        self._telemetry.delta_lookup(request, lookup)
-        if request.record is not None:
-            self._residency.retain(request.record)
-        with self._failing_alone(state):
-            self._start_sequence(state)
-            self._finish_if_exhausted(state, state.outputs[0])
+        self._requests.add(RequestState(request, on_event, lookup, submitted_at, first_mask))
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
-        state = self._requests.get(request_id)
-        if state is None:
-            return
-        for output in list(state.outputs.values()):
-            # Ending a sequence may fail and with it the request.
-            if request_id not in self._requests:
-                return
-            with self._failing_alone(state):
-                self._finish_sequence(state, output, "cancelled")
-        # Still there if none of its sequences had started.
-        if request_id in self._requests:
-            self._finish(state, "cancelled")
+        if (state := self._requests.find(request_id)) is not None:
+            self._requests.cancel(state)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence, whose text holds a stop string; unknown ids are ignored."""
-        state = self._requests.get(request_id)
-        output = None if state is None else state.outputs.get(index)
-        if state is not None and output is not None:
-            with self._failing_alone(state):
-                self._finish_sequence(state, output, "stop")
+        if (found := self._requests.find_output(request_id, index)) is not None:
+            state, output = found
+            with self._requests.failing_alone(state):
+                self._requests.finish_sequence(state, output, "stop")
 
     def set_mask(self, mask: Mask) -> None:
         """Take a mask for a constrained sequence; unknown ids are ignored."""
-        state = self._requests.get(mask.request_id)
-        output = None if state is None else state.outputs.get(mask.index)
-        if state is not None and output is not None:
-            with self._failing_alone(state):
+        if (found := self._requests.find_output(mask.request_id, mask.index)) is not None:
+            state, output = found
+            with self._requests.failing_alone(state):
                 output.set_mask(mask.position, mask.bits)
-                self._finish_if_exhausted(state, output)
+                self._requests.finish_if_exhausted(state, output)
 
     def versions_in_use(self) -> Iterator[VersionRecord]:
         """Yield the version of each admitted request that has one, as often as there are requests."""
-        records = (state.request.record for state in self._requests.values())
-        return (record for record in records if record is not None)
+        return self._requests.versions_in_use()
 
     def sample_masked(self) -> bool:
         """Sample the sequences whose masks have come since their logits were computed. Return whether there were any.
@@ -134,10 +113,10 @@ class EngineCore:
         ready = self._held.take_ready()
         for output in self._held.take_views():
             # Another sequence of its request may have failed just now.
-            if (state := self._requests.get(output.sequence.request_id)) is not None:
-                with self._failing_alone(state):
+            if (state := self._requests.find(output.sequence.request_id)) is not None:
+                with self._requests.failing_alone(state):
                     self._held.keep_copy(output)
-        self._sample_each([(held.output.sequence, held) for held in ready], masked)
+        self._next_tokens.sample_each([(held.output.sequence, held) for held in ready], masked)
         return bool(ready)
 
     def step(self) -> bool:
@@ -153,9 +132,9 @@ class EngineCore:
             output.clear_prompt_logprobs()
             self._held.drop(output)
         for sequence in plan.too_long:
-            state = self._requests.get(sequence.request_id)
+            state = self._requests.find(sequence.request_id)
             if state is not None:
-                self._fail(state, too_long(self._kv_cache.max_tokens))
+                self._requests.fail(state, too_long(self._kv_cache.max_tokens))
         self._report(plan)
         if plan.batch:
             self._execute(plan)
@@ -163,8 +142,7 @@ class EngineCore:
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every request and call with an error: the engine stops."""
-        for state in list(self._requests.values()):
-            self._fail(state, error)
+        self._requests.fail_all(error)
         self.residency_calls.fail_all(error)
 
     def _check(self, request: Request) -> None:
@@ -182,19 +160,19 @@ class EngineCore:
             self._scheduler.load_ended(digest, now)
             self._waiting.load_ended(digest, now)
             if error is not None:
-                for state in [s for s in self._requests.values() if s.request.digest == digest]:
-                    self._fail(state, error)
+                for state in self._requests.of_digest(digest):
+                    self._requests.fail(state, error)
                 self.residency_calls.fail_prefetches(digest, error)
 
     def _fail_late(self, now: float) -> None:
         """Fail requests whose delta was not loaded, or whose masks have not come, in time."""
         for state in self._waiting.late(now):
             assert state.request.record is not None
-            self._fail(state, load_timeout(state.request.record, self.limits.load_timeout_s))
+            self._requests.fail(state, load_timeout(state.request.record, self.limits.load_timeout_s))
         for output in self._held.late(now):
             # Another sequence of it may have been late, too.
-            if (late := self._requests.get(output.sequence.request_id)) is not None:
-                self._fail(late, mask_timeout(self.limits.mask_timeout_s))
+            if (late := self._requests.find(output.sequence.request_id)) is not None:
+                self._requests.fail(late, mask_timeout(self.limits.mask_timeout_s))
 
     def _report(self, plan: StepPlan) -> None:
         """Update the metrics of queues, KV cache and preemptions."""
@@ -225,14 +203,16 @@ class EngineCore:
         deltas: dict[str | None, ResidentDelta | None] = {None: None}
         batch: Batch = []
         for sequence, num_tokens in plan.batch.items():
-            state, digest = self._requests.get(sequence.request_id), sequence.digest
+            state, digest = self._requests.find(sequence.request_id), sequence.digest
             if state is None:
                 continue
             if digest is not None and digest not in deltas:
                 deltas[digest] = self._residency.find(digest)
             delta = deltas[digest]
             if digest is not None and delta is None:
-                self._fail(state, EngineFailed(f"delta {digest[:12]} was scheduled and is not resident"))
+                self._requests.fail(
+                    state, EngineFailed(f"delta {digest[:12]} was scheduled and is not resident")
+                )
             else:
                 batch.append(ScheduledSequence(sequence, num_tokens, delta))
         batch.sort(key=lambda item: -1 if item.delta is None else item.delta.slot.index)
@@ -252,12 +232,12 @@ class EngineCore:
             if not self._runner.is_usable():
                 raise
             if len(batch) == 1:
-                self._fail(self._requests[batch[0].sequence.request_id], step_failed(error))
+                self._requests.fail(self._requests[batch[0].sequence.request_id], step_failed(error))
                 return []
         computed: list[tuple[Batch, Tensor]] = []
         for item in batch:
             # A sequence of the same request may have failed just now, and the request with it.
-            state = self._requests.get(item.sequence.request_id)
+            state = self._requests.find(item.sequence.request_id)
             if state is None:
                 continue
             try:
@@ -265,7 +245,7 @@ class EngineCore:
             except Exception as error:
                 if not self._runner.is_usable():
                     raise
-                self._fail(state, step_failed(error))
+                self._requests.fail(state, step_failed(error))
             # Zeroed with the first.
             pages_to_zero = []
         return computed
@@ -279,9 +259,9 @@ class EngineCore:
         ready: list[tuple[Sequence, int]] = []
         for sequence, num_tokens, _ in batch:
             start, row = row, row + sequence.num_logits(num_tokens)
-            state = self._requests.get(sequence.request_id)
+            state = self._requests.find(sequence.request_id)
             if state is not None and sequence.needs_prompt_logits:
-                with self._failing_alone(state):
+                with self._requests.failing_alone(state):
                     self._read_prompt_logprobs(state, sequence, logits[start:row])
             if state is None or sequence.request_id not in self._requests:
                 continue
@@ -293,7 +273,9 @@ class EngineCore:
             else:
                 ready.append((sequence, row - 1))
         # Usually every row belongs to a sequence that has all its tokens.
-        self._sample_each(ready, lambda rows: logits if len(rows) == len(logits) else logits[rows])
+        self._next_tokens.sample_each(
+            ready, lambda rows: logits if len(rows) == len(logits) else logits[rows]
+        )
 
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
@@ -303,92 +285,3 @@ class EngineCore:
         assert num_top is not None
         scored = score(logits[: len(following)], following, num_top)
         state.outputs[sequence.index].add_prompt_logprobs(scored)
-
-    def _sample_each(self, ready: list[tuple[Sequence, T]], gather: Callable[[list[T]], Tensor]) -> None:
-        """Sample the next token of each sequence from its row of `gather`; if that fails, of each one alone."""
-        if not ready:
-            return
-        try:
-            last = LastLogits(gather([item for _, item in ready]))
-        except Exception as error:
-            log.exception("no logits to sample %s from", [sequence.id for sequence, _ in ready])
-            if not self._runner.is_usable():
-                raise
-            if len(ready) > 1:
-                for one in ready:
-                    self._sample_each([one], gather)
-            elif (failed := self._requests.get(ready[0][0].request_id)) is not None:
-                self._fail(failed, step_failed(error))
-            return
-        for row, (sequence, _) in enumerate(ready):
-            # Its request may have failed just now with another of its sequences.
-            if (state := self._requests.get(sequence.request_id)) is not None:
-                with self._failing_alone(state):
-                    self._sample(state, sequence, last, row)
-
-    def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
-        """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
-        output = state.outputs[sequence.index]
-        token = last.sample(row, state.request.num_embeddings, output.sampler, sequence.tokens)
-        self._kv_cache.cache_full_pages(sequence)
-        now = time.monotonic()
-        reason = output.add_token(token)
-        if state.first_token_at is None:
-            state.first_token_at = now
-            self._telemetry.first_token(state.request, state.lookup, state.timings(now))
-        self._telemetry.tokens(state.request, "generation", 1)
-        if output.last_token_at is not None:
-            self._telemetry.next_token(now - output.last_token_at)
-        output.last_token_at = now
-        while state.num_started < state.request.sampling_params.n:
-            self._start_sequence(state)
-        if reason is not None:
-            self._finish_sequence(state, output, reason)
-
-    def _start_sequence(self, state: RequestState) -> None:
-        self._scheduler.add(state.start_sequence(), time.monotonic())
-
-    def _finish_sequence(self, state: RequestState, output: SequenceOutput, reason: FinishReason) -> None:
-        output.finish(reason)
-        del state.outputs[output.sequence.index]
-        self._held.forget(output)
-        self._scheduler.remove(output.sequence)
-        if not state.outputs:
-            self._finish(state, reason)
-
-    def _finish_if_exhausted(self, state: RequestState, output: SequenceOutput) -> None:
-        if output.is_exhausted:
-            self._finish_sequence(state, output, "stop")
-
-    def _failing_alone(self, state: RequestState) -> FailingAlone:
-        """Return a context manager: any error in its block fails this request alone."""
-        return FailingAlone(state, self._fail)
-
-    def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        for index in range(state.num_started, state.request.sampling_params.n):
-            state.on_event(FinishEvent(index, reason))
-        timings = state.timings(time.monotonic())
-        self._telemetry.finished(state.request, reason, timings.total_s)
-        self._release(state)
-        state.on_event(DoneEvent(timings))
-
-    def _fail(self, state: RequestState, error: PeraxisError) -> None:
-        now = time.monotonic()
-        self._telemetry.finished(state.request, "error", now - state.submitted_at)
-        for output in state.outputs.values():
-            self._kv_cache.discard(output.sequence)
-        self._release(state)
-        state.on_event(ErrorEvent(error))
-
-    def _release(self, state: RequestState) -> None:
-        """Give back everything that a request holds, before its last event."""
-        for output in state.outputs.values():
-            self._held.forget(output)
-            self._scheduler.remove(output.sequence)
-        state.outputs = {}
-        del self._requests[state.request.id]
-        if state.request.digest is not None:
-            self._residency.forget(state.request.digest)
-        self._telemetry.ended(state.request, has_run=state.started_at is not None)
-        if state.started_at is None:
-            self._waiting.remove(state)

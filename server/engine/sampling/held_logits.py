@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from server.engine.request_state import SequenceOutput
+from server.engine.requests.request_state import SequenceOutput
 from server.engine.sampling.token_masks import apply_masks
 from server.errors import MaskTimeout
 

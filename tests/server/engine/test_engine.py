@@ -13,7 +13,7 @@ from bench.blocking_engine import Mode
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from server.deltas.residency import Residency
 from server.engine.model_runner import Batch
-from server.engine.request_state import RequestState
+from server.engine.requests.request_state import RequestState
 from server.engine.sequence import Sequence
 from server.errors import Draining, EngineFailed, InvalidRequest, LoadTimeout, QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, TokenEvent

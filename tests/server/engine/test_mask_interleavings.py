@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from deltastore.base.checkpoint import Checkpoint
 from server.engine.core import EngineCore
 from server.engine.model_runner import ModelRunner
-from server.engine.request_limits import RequestLimits
+from server.engine.requests.request_limits import RequestLimits
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler

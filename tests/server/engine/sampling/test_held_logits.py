@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from server.engine.request_state import RequestState, SequenceOutput
+from server.engine.requests.request_state import RequestState, SequenceOutput
 from server.engine.sampling.held_logits import HeldLogits, masked
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from deltastore.errors import PeraxisError
-from server.engine.request_state import RequestState
+from server.engine.requests.request_state import RequestState
 from server.errors import EngineFailed, InvalidRequest
 
 log = logging.getLogger(__name__)

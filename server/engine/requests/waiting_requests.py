@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.deltas.residency import Residency
-from server.engine.request_state import RequestState
+from server.engine.requests.request_state import RequestState
 
 
 class WaitingRequests:

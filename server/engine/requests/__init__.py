@@ -1,0 +1,1 @@
+"""Requests in the engine, from their admission to their last event."""

@@ -1,11 +1,9 @@
-"""Results on stdout: JSON documents, sizes and digests."""
+"""Results on stdout: JSON documents and digests."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
-
-from tqdm import tqdm
 
 
 def print_json(document: Any) -> None:
@@ -16,11 +14,6 @@ def print_json(document: Any) -> None:
 def print_reply(content: bytes) -> None:
     """Print the JSON body of an answer. It has been parsed before, so it is valid."""
     print_json(json.loads(content))
-
-
-def size(num_bytes: int) -> str:
-    """Format bytes with a decimal unit, as in ``1.01GB``."""
-    return tqdm.format_sizeof(num_bytes, "B")
 
 
 def short(digest: str) -> str:

@@ -10,12 +10,13 @@ import typer
 from client.artifact_file import ArtifactFile
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
-from client.output import print_reply, size
+from client.output import print_reply
 from client.publishing import ANSWER_S, Publishing, publish
 from client.reference import check_new_name
 from client.replies import UploadReply
 from client.tenancy import tenant_of_admin
 from deltastore.progress import byte_progress
+from deltastore.quantities import size_text
 from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
@@ -64,5 +65,6 @@ def push(
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
     owner = "" if tenant is None else f"{printable(tenant)}/"
     print(
-        f"{owner}{printable(reply.name)}@{reply.version}  {size(reply.size_bytes)}  {printable(reply.digest)}  {state}"
+        f"{owner}{printable(reply.name)}@{reply.version}  {size_text(reply.size_bytes)}  "
+        f"{printable(reply.digest)}  {state}"
     )

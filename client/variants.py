@@ -12,11 +12,12 @@ import typer
 from client.errors import ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import DEFAULT_URL, Json, KeyFile, Name, Tenant, Url
-from client.output import print_json, print_reply, short, size
+from client.output import print_json, print_reply, short
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
 from client.tenancy import SharedVariant, not_owned, shared_variants, tenant_of
 from deltastore.errors import PeraxisError, shown
+from deltastore.quantities import size_text
 from deltastore.tables import print_table, printable
 
 app = typer.Typer(no_args_is_help=True)
@@ -80,7 +81,7 @@ def ps(
             version.level,
             _mark(version.pinned, "pinned"),
             str(version.num_requests),
-            size(version.device_bytes),
+            size_text(version.device_bytes),
             short(version.digest),
         )
         for variant, version in resident
@@ -230,7 +231,7 @@ def _listed(variant: VariantReply) -> tuple[str, ...]:
         variant.owner,
         str(active.version),
         versions,
-        size(active.size_bytes),
+        size_text(active.size_bytes),
         active.level,
         _mark(active.pinned, "pinned"),
         variant.visibility,
@@ -248,7 +249,7 @@ def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:
     return (
         _mark(is_active, "active"),
         str(version.version),
-        size(version.size_bytes),
+        size_text(version.size_bytes),
         version.method,
         version.level,
         _mark(version.pinned, "pinned"),

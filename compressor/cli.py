@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
 from deltastore.errors import UsageError
+from deltastore.quantities import size_text
 
 # For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def compress(
     result = run(config)
     if result.artifact_bytes > result.full_bytes:
         print(
-            f"warning: {out}: {_size(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
-            f"({_size(result.full_bytes)}), because tensors that are no matrices are stored whole",
+            f"warning: {out}: {size_text(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
+            f"({size_text(result.full_bytes)}), because tensors that are no matrices are stored whole",
             file=sys.stderr,
         )
     if not result.manifest.tensors:
@@ -238,7 +238,9 @@ def merge(
     if as_json:
         _print_json(result.as_json())
         return
-    print(f"{result.out}: {result.num_files} files of weights, {_size(result.size_bytes)} in {result.dtype}")
+    print(
+        f"{result.out}: {result.num_files} files of weights, {size_text(result.size_bytes)} in {result.dtype}"
+    )
 
 
 def _check_options(calibration: str, solver: str, budget: float, values: Mapping[str, object]) -> None:
@@ -277,7 +279,7 @@ def _print_compressed(result: CompressResult) -> None:
     worst = max(errors, key=lambda name: errors[name], default=None)
     print(f"{result.out}  sha256:{result.digest}")
     print(
-        f"{_size(result.artifact_bytes)} against {_size(result.full_bytes)} at 16 bits: "
+        f"{size_text(result.artifact_bytes)} against {size_text(result.full_bytes)} at 16 bits: "
         f"{result.ratio:.2f} times smaller"
     )
     print(
@@ -295,11 +297,7 @@ def _print_compressed(result: CompressResult) -> None:
             f"(the base's {manifest.fidelity['base']['kl']:.3g}), perplexity {held_out['perplexity']:.4g} "
             f"(the fine-tune's {held_out['perplexity_finetune']:.4g})"
         )
-    print(f"{result.seconds:.1f} s, peak memory {_size(result.peak_memory_bytes)}")
-
-
-def _size(num_bytes: int) -> str:
-    return tqdm.format_sizeof(num_bytes, "B")
+    print(f"{result.seconds:.1f} s, peak memory {size_text(result.peak_memory_bytes)}")
 
 
 def _print_json(document: Any) -> None:

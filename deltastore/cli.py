@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from deltastore.format.plan import OneBitPlan, one_bit_plan
 from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
 from deltastore.format.validate import check_artifact, check_base
 from deltastore.progress import identify_base
+from deltastore.quantities import size_text
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -125,13 +125,13 @@ def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
 
 def _text(facts: dict[str, Any]) -> str:
     kinds = ", ".join(
-        f"{kind.replace('_', ' ')} {_size(size)}" for kind, size in facts["bytes"].items() if size
+        f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in facts["bytes"].items() if size
     )
     lines = [
         f"{facts['file']}  {facts['digest']}",
         f"base {shown(facts['base_id'])}, fingerprint {facts['base_fingerprint'][:12]}; method {facts['method']}"
         f"{'; output head tied to the embedding' if facts['tied'] else ''}",
-        f"{_size(facts['size_bytes'])}, of them {_size(facts['device_bytes'])} on the device: {kinds}",
+        f"{size_text(facts['size_bytes'])}, of them {size_text(facts['device_bytes'])} on the device: {kinds}",
         f"files: {', '.join(facts['files']) or 'none'}",
         *_section("compressor", facts["compressor"]),
         *_section("fidelity", facts["fidelity"]),
@@ -173,13 +173,9 @@ def _plans_json(plans: dict[str, OneBitPlan]) -> dict[str, Any]:
 
 def _plans_text(plans: dict[str, OneBitPlan]) -> str:
     lines = [
-        f"--embeddings {kind:<8}  {_size(plan.device_bytes):>11}  {plan.ratio:5.2f} times smaller than 16 bits  "
-        f"(signs {_size(plan.signs_bytes)}, scales {_size(plan.scales_bytes)}, "
-        f"whole {_size(plan.whole_bytes)})"
+        f"--embeddings {kind:<8}  {size_text(plan.device_bytes):>11}  {plan.ratio:5.2f} times smaller than 16 bits  "
+        f"(signs {size_text(plan.signs_bytes)}, scales {size_text(plan.scales_bytes)}, "
+        f"whole {size_text(plan.whole_bytes)})"
         for kind, plan in plans.items()
     ]
-    return "\n".join([f"full at 16 bits: {_size(plans['compress'].full_bytes)}", *lines])
-
-
-def _size(num_bytes: int) -> str:
-    return tqdm.format_sizeof(num_bytes, "B")
+    return "\n".join([f"full at 16 bits: {size_text(plans['compress'].full_bytes)}", *lines])

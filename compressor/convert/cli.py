@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from tqdm import tqdm
+
+from deltastore.quantities import size_text
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -60,7 +61,7 @@ def import_(
         return
     print(f"{result.out}  sha256:{result.digest}")
     print(
-        f"{_size(result.artifact_bytes)} against {_size(result.full_bytes)} at 16 bits: "
+        f"{size_text(result.artifact_bytes)} against {size_text(result.full_bytes)} at 16 bits: "
         f"{result.ratio:.2f} times smaller"
     )
     num_changed = len(result.manifest.tensors)
@@ -69,7 +70,3 @@ def import_(
     )
     if error is not None:
         print(f"weight error {error:.4f} of the difference's norm")
-
-
-def _size(num_bytes: int) -> str:
-    return tqdm.format_sizeof(num_bytes, "B")

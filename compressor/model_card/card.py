@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from tqdm import tqdm
 
 from compressor.evaluate.examples import Example
 from compressor.io.sources import HUB_ID
 from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
 from compressor.model_card.markdown import code, table, visible
 from deltastore.format.sign_plane import AXES
+from deltastore.quantities import size_text
 
 SIZE_FIGURE, ERROR_FIGURE = "size.png", "error.png"
 MARK = "<!-- Written by peraxis compress --report, which replaces this file. -->"
@@ -80,7 +80,7 @@ def part_sizes(facts: DeltaFacts) -> dict[str, int]:
 def size_texts(facts: DeltaFacts) -> list[str]:
     """Return size and share of each part, in the order of `part_sizes`."""
     total = facts.written.artifact_bytes
-    return [f"{_size(size)} ({size / total:.1%})" for size in part_sizes(facts).values()]
+    return [f"{size_text(size)} ({size / total:.1%})" for size in part_sizes(facts).values()]
 
 
 def _metadata(facts: DeltaFacts) -> ModelCardData:
@@ -103,9 +103,9 @@ def _metadata(facts: DeltaFacts) -> ModelCardData:
 def _identity(facts: DeltaFacts) -> str:
     written, manifest = facts.written, facts.written.manifest
     rows = {
-        "Size": f"{_size(written.artifact_bytes)}, {written.ratio:.2f} times smaller than the fine-tune at 16 bits "
-        f"({_size(written.full_bytes)})",
-        "On the device": _size(manifest.device_bytes),
+        "Size": f"{size_text(written.artifact_bytes)}, {written.ratio:.2f} times smaller than the fine-tune at 16 bits "
+        f"({size_text(written.full_bytes)})",
+        "On the device": size_text(manifest.device_bytes),
         "Digest": code(f"sha256:{written.digest}"),
         "Base fingerprint": code(manifest.base_fingerprint),
         "Method": manifest.method,
@@ -165,7 +165,7 @@ def _budget(tensors: Sequence[TensorFacts]) -> str:
             f"{len(some)} of {len(every)}",
             _span(tensor.spec.planes for tensor in some),
             _span(tensor.spec.rank for tensor in some),
-            _size(sum(tensor.extra_bytes for tensor in some)),
+            size_text(sum(tensor.extra_bytes for tensor in some)),
         )
         for module, every in by_module(tensors).items()
         if (some := [tensor for tensor in every if tensor.extra_bytes])
@@ -193,7 +193,7 @@ def _row(group: Sequence[TensorFacts]) -> list[str]:
         _span(spec.added_rows for spec in specs),
         _span(spec.num_zeros for spec in specs),
         _span((spec.error for spec in specs if spec.error is not None), ".4f"),
-        _size(sum(tensor.num_bytes for tensor in group)),
+        size_text(sum(tensor.num_bytes for tensor in group)),
     ]
 
 
@@ -212,7 +212,3 @@ def _number(facts: object, key: str) -> float | None:
 def _text(facts: object, key: str, form: str = ".4g") -> str:
     value = _number(facts, key)
     return "–" if value is None else format(value, form)
-
-
-def _size(num_bytes: int) -> str:
-    return tqdm.format_sizeof(num_bytes, "B")

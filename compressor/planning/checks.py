@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from compressor.config import CompressConfig
 from compressor.io.pairs import Pairs
 from compressor.planning.machine import free_memory
-from compressor.planning.rendering import size_text
 from compressor.planning.requirements import device_of, stage_costs
 from deltastore.errors import MemoryTooSmall
+from deltastore.quantities import size_text
 
 if TYPE_CHECKING:  # brings transformers, which takes seconds
     from compressor.fitting.fit_settings import FitSettings

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from compressor.fitting.stage_cost import MemoryItem
 from compressor.planning.requirements import Requirements
+from deltastore.quantities import size_text
 
 
 def requirements_as_json(requirements: Requirements) -> dict[str, Any]:
@@ -53,11 +54,6 @@ def requirements_lines(requirements: Requirements) -> Iterator[str]:
         for item in sorted(stage.items, key=lambda item: -item.num_bytes):
             suffix = "" if item.where == "host" else " (device)"
             yield f"  {size_text(item.num_bytes):>8}  {item.what}{suffix}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Return bytes with three digits and an SI prefix, such as 1.23GB."""
-    return tqdm.format_sizeof(num_bytes, "B")
 
 
 def _item_as_json(item: MemoryItem) -> dict[str, Any]:

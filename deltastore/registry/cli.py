@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from deltastore.errors import UsageError
+from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.check import CheckReport
 from deltastore.registry.collect import GcReport
@@ -36,7 +37,7 @@ def ls(registry: Directory, as_json: Json = False) -> None:
         for record in variant.versions:
             mark = "*" if record.version == variant.active else " "
             title = record.label
-            size = f"{record.size_bytes / 1e6:.1f} MB"
+            size = size_text(record.size_bytes)
             fate = "  quarantined" if opened.is_quarantined(record.digest) else ""
             print(f"{mark} {title:<40} {size:>11}  {record.digest[:12]}  {record.created_at}{fate}")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deltastore.errors import SettingsError
+from deltastore.quantities import size_text
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import DeltaLayout
@@ -253,7 +254,7 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
             torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     except RuntimeError as error:
         raise SettingsError(
-            f"{num_bytes / 1e9:.1f} GB of host memory for deltas is not available: lower --max-host-cache-gb ({error})"
+            f"{size_text(num_bytes)} of host memory for deltas is not available: lower --max-host-cache-gb ({error})"
         ) from error
     return memory
 

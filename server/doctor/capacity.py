@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from tqdm import tqdm
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.plan import one_bit_plan
+from deltastore.quantities import size_text
 from server.engine.build import DTYPES
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
 from server.model.weights import own_dtype
@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 def describe_base(base: Base, checkpoint: Checkpoint) -> str:
     """Return a base's id, fingerprint and size."""
     num_bytes = sum(stored.num_bytes for stored in checkpoint.tensors.values())
-    return f"{base.id}, {tqdm.format_sizeof(num_bytes, 'B')}, fingerprint {base.fingerprint[:12]}"
+    return f"{base.id}, {size_text(num_bytes)}, fingerprint {base.fingerprint[:12]}"
 
 
 def delta_bytes(base: Base) -> int:
@@ -45,6 +45,6 @@ def check_capacity(base: Base, checkpoint: Checkpoint, settings: Settings, devic
     # The number of pages is bounded by the free memory alone, so that the KV cache takes its whole share.
     plan = plan_memory(settings, free, slot_bytes, PAGE_BYTES, max(2, free.usable // PAGE_BYTES))
     return (
-        f"at least {plan.num_slots} slots of {tqdm.format_sizeof(slot_bytes, 'B')} beside the base in "
+        f"at least {plan.num_slots} slots of {size_text(slot_bytes)} beside the base in "
         f"{str(dtype).removeprefix('torch.')}, and a host cache for {cache_bytes // slot_bytes} deltas"
     )

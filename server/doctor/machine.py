@@ -7,6 +7,7 @@ import os
 import torch
 
 from deltastore.host_memory import available_bytes
+from deltastore.quantities import size_text
 from server.errors import NotServable
 
 # Small, because only the right to pin is checked.
@@ -25,7 +26,7 @@ def check_device(device: torch.device) -> str:
     Raises:
         NotServable: the device cannot be used.
     """
-    host = f"{available_bytes() / 1e9:.1f} GB of host memory are free"
+    host = f"{size_text(available_bytes())} of host memory are free"
     if device.type == "cpu":
         return f"the CPU, {os.cpu_count()} cores; {host}"
     try:
@@ -33,7 +34,7 @@ def check_device(device: torch.device) -> str:
     except RuntimeError as error:
         raise NotServable(f"the GPU cannot be used ({error}): check its driver with `nvidia-smi`") from error
     name = torch.cuda.get_device_name(device)
-    return f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free; {host}"
+    return f"{name}, {size_text(free)} of {size_text(total)} free; {host}"
 
 
 def check_pinned_memory(device: torch.device) -> str:

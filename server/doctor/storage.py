@@ -6,11 +6,10 @@ import secrets
 import shutil
 from pathlib import Path
 
-from tqdm import tqdm
-
 from deltastore.base.base import Base
 from deltastore.diagnosis import Diagnosis
 from deltastore.errors import RegistryError
+from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 
@@ -44,10 +43,8 @@ def check_disk(root: Path, delta_bytes: int | None) -> str:
     """Return the free space, and how many deltas fit there if the size of one is known."""
     with explained(root):
         free = shutil.disk_usage(_existing(root)).free
-    fit = (
-        "" if not delta_bytes else f", {free // delta_bytes} deltas of {tqdm.format_sizeof(delta_bytes, 'B')}"
-    )
-    return f"{free / 1e9:.1f} GB are free{fit}"
+    fit = "" if not delta_bytes else f", {free // delta_bytes} deltas of {size_text(delta_bytes)}"
+    return f"{size_text(free)} are free{fit}"
 
 
 def check_variants(root: Path, base: Base) -> Diagnosis:

@@ -10,10 +10,10 @@ import math
 import threading
 
 import torch
-from tqdm import tqdm
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.loader import Loader
+from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
@@ -139,8 +139,8 @@ def _report_memory(
     log.info(
         "%d slots of %s; a KV cache of %s for %d tokens; a request may have %d of the model's %d positions",
         len(slots),
-        tqdm.format_sizeof(slot_bytes, "B"),
-        tqdm.format_sizeof(kv_bytes, "B"),
+        size_text(slot_bytes),
+        size_text(kv_bytes),
         kv_cache.max_tokens,
         max_model_len,
         model.max_positions,

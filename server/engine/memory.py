@@ -13,6 +13,7 @@ import torch
 
 from deltastore.format.plan import one_bit_plan
 from deltastore.host_memory import available_bytes
+from deltastore.quantities import size_text
 from server.errors import NotServable
 from server.settings import Settings
 
@@ -115,9 +116,10 @@ def check_base(
     if dtype == torch.float32:
         flags.insert(0, "--dtype to bfloat16")
     raise NotServable(
-        f"{_gb(max(0, usable))} of memory are free and {_gb(needed)} are needed, {_gb(needed - usable)} more: the "
-        f"base takes {_gb(base_bytes)} in {str(dtype).removeprefix('torch.')}, {num_slots} slots "
-        f"{_gb(num_slots * slot_bytes)}, KV cache and host cache {_gb(kv_cache + host_cache)} or more: "
+        f"{size_text(max(0, usable))} of memory are free and {size_text(needed)} are needed, "
+        f"{size_text(needed - usable)} more: the base takes {size_text(base_bytes)} in "
+        f"{str(dtype).removeprefix('torch.')}, {num_slots} slots "
+        f"{size_text(num_slots * slot_bytes)}, KV cache and host cache {size_text(kv_cache + host_cache)} or more: "
         f"lower {', '.join(flags)}, or serve on a larger device"
     )
 
@@ -167,18 +169,14 @@ def _usable_bytes(device: torch.device) -> int:
 
 def _cache_too_small(kv_cache_bytes: int, page_bytes: int) -> NotServable:
     return NotServable(
-        f"--kv-cache-gb {kv_cache_bytes / 1e9:g} holds less than two pages of {page_bytes / 1e6:.2f} MB: raise it"
+        f"--kv-cache-gb {kv_cache_bytes / 1e9:g} holds less than two pages of {size_text(page_bytes)}: raise it"
     )
 
 
 def _too_small(usable: int, needed: int, slot_bytes: int, page_bytes: int) -> NotServable:
     return NotServable(
-        f"{_gb(max(0, usable))} are left beside the base and {_gb(needed)} are needed at least, "
-        f"{_gb(needed - usable)} more: slots take {_gb(slot_bytes)} each, pages of the KV cache "
-        f"{page_bytes / 1e6:.2f} MB: lower --max-gpu-deltas, --kv-cache-gb, --max-host-cache-gb or --slot-headroom, "
+        f"{size_text(max(0, usable))} are left beside the base and {size_text(needed)} are needed at least, "
+        f"{size_text(needed - usable)} more: slots take {size_text(slot_bytes)} each, pages of the KV cache "
+        f"{size_text(page_bytes)}: lower --max-gpu-deltas, --kv-cache-gb, --max-host-cache-gb or --slot-headroom, "
         "or serve on a larger device"
     )
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

@@ -29,6 +29,7 @@ from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.sources.board import SourceBoard
 from server.supervisor.signals import first_of, first_signal
+from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
@@ -46,6 +47,8 @@ def run_inline(settings: Settings) -> int:
     """
     configure_logging("inline", settings)
     with listening_sockets(settings) as sockets:
+        if settings.auth == "keys":
+            warn_without_keys(settings.registry)
         return run_event_loop(_serve(settings, sockets))
 
 

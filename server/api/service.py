@@ -127,12 +127,6 @@ class Service:
             TextService, self.settings.base, self.registry, pool, embedding, num_embeddings
         )
         self._warming = asyncio.create_task(self._warm())
-        if self.settings.auth == "keys" and not await asyncio.to_thread(self.keys.records):
-            log.warning(
-                "the registry has no API key: make one with "
-                "`peraxis keys create --registry %s --tenant NAME --role admin`",
-                self.registry.root,
-            )
         await self._remove_abandoned_uploads()
 
     @property

@@ -19,6 +19,7 @@ from server.supervisor.http_keeper import HttpKeeper, SharedByHttp
 from server.supervisor.process_metrics import ENGINE, ProcessMetrics
 from server.supervisor.runtime_directory import runtime_directory, scratch_directory
 from server.supervisor.signals import first_of, first_signal
+from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 
@@ -40,6 +41,9 @@ def supervise(settings: Settings) -> int:
         runtime_directory() as runtime,
         scratch_directory() as scratch,
     ):
+        # Not after the base has loaded, which may take minutes.
+        if settings.auth == "keys":
+            warn_without_keys(settings.registry)
         return asyncio.run(_supervise(settings, sockets, runtime, scratch))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 from collections.abc import Collection
@@ -25,6 +26,8 @@ from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants.audit import Auditor, Change
 from server.tenants.directory import RecordDirectory
 from server.tenants.tenant import Caller, Role, Tenant
+
+log = logging.getLogger(__name__)
 
 KEY_ID = re.compile(r"[0-9a-f]{12}")
 KEY = re.compile(rf"pxk_({KEY_ID.pattern})_([0-9a-f]{{64}})")
@@ -135,6 +138,17 @@ class KeyStore:
         records = self._directory.read().items()
         found = [(key_id, record) for key_id, record in records if tenant in (None, record.tenant)]
         return dict(sorted(found, key=lambda item: (item[1].created_at, item[0])))
+
+
+def warn_without_keys(registry: Path) -> None:
+    """Log the command that makes a registry's first key, if it has none: until then each request is refused."""
+    root = registry.absolute()
+    if not KeyStore(root).records():
+        log.warning(
+            "the registry has no API key: make one with "
+            "`peraxis keys create --registry %s --tenant NAME --role admin`",
+            root,
+        )
 
 
 def key_document(key_id: str, record: KeyRecord) -> dict[str, Any]:

@@ -126,16 +126,3 @@ def test_a_bug_in_a_route_shows_an_id_and_no_traceback(
         assert 'code="500",route="/variants"} 1.0' in (await app.client.get("/metrics")).text
 
     exercise(family.base, tmp_path, talk)
-
-
-def test_a_server_with_keys_and_none_made_says_how_to_make_the_first(
-    family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def main() -> None:
-        settings = settings_of(family.base, tmp_path / "registry", auth="keys")
-        async with running_app(settings) as app, app.engine():
-            assert (await app.client.get("/ready")).status_code == 200
-
-    asyncio.run(main())
-    command = f"peraxis keys create --registry {tmp_path / 'registry'} --tenant NAME --role admin"
-    assert [record.levelname for record in caplog.records if command in record.message] == ["WARNING"]

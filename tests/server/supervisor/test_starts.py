@@ -24,8 +24,8 @@ from tests.server.helpers.live_server import (
 )
 
 
-def failed_start(base: Path, directory: Path, **environment: str) -> tuple[int, str]:
-    """Start a server that cannot serve; return its exit code and its last line."""
+def failed_start(base: Path, directory: Path, **environment: str) -> tuple[int, list[str]]:
+    """Start a server that cannot serve; return its exit code and its lines on stderr."""
     command = serve_command(
         "--base", base, "--registry", directory / "registry", "--port", 0, "--dtype", "float32"
     )
@@ -40,34 +40,45 @@ def failed_start(base: Path, directory: Path, **environment: str) -> tuple[int, 
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert not list(directory.glob(f"{PREFIX}*"))
-    return done.returncode, done.stderr.splitlines()[-1]
+    return done.returncode, done.stderr.splitlines()
 
 
 def test_a_base_whose_weights_are_damaged_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
     base = shutil.copytree(artifacts.base, tmp_path / "base")
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    code, line = failed_start(base, tmp_path)
+    code, lines = failed_start(base, tmp_path)
     assert code == 1
-    assert line.startswith("error: ")
-    assert "model.safetensors" in line
+    assert lines[-1].startswith("error: ")
+    assert "model.safetensors" in lines[-1]
+
+
+def test_the_command_for_the_first_key_is_shown_before_the_base_loads(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    base = shutil.copytree(artifacts.base, tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    _, lines = failed_start(base, tmp_path, PERAXIS_AUTH="keys")
+    assert lines[-1].startswith("error: ")
+    command = f"peraxis keys create --registry {tmp_path / 'registry'} --tenant NAME --role admin"
+    assert sum(command in line for line in lines[:-1]) == 1
 
 
 def test_a_base_without_a_tokenizer_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
     base = shutil.copytree(artifacts.base, tmp_path / "base")
     for path in base.glob("tokenizer*"):
         path.unlink()
-    code, line = failed_start(base, tmp_path)
+    code, lines = failed_start(base, tmp_path)
     assert code == 1
-    assert line.startswith("error: ")
-    assert "tokenizer" in line
+    assert lines[-1].startswith("error: ")
+    assert "tokenizer" in lines[-1]
 
 
 def test_a_runtime_directory_that_is_a_file_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, line = failed_start(artifacts.base, tmp_path, XDG_RUNTIME_DIR=str(tmp_path / "file"))
+    code, lines = failed_start(artifacts.base, tmp_path, XDG_RUNTIME_DIR=str(tmp_path / "file"))
     assert code == 2
-    assert "set XDG_RUNTIME_DIR to another one" in line
+    assert "set XDG_RUNTIME_DIR to another one" in lines[-1]
 
 
 def test_directories_of_servers_that_were_killed_are_removed(

@@ -18,7 +18,7 @@ from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants import directory as directory_module
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.directory import FRESH_S, MAX_BYTES, RecordDirectory
-from server.tenants.keys import KeyStore, NewKey
+from server.tenants.keys import KeyStore, NewKey, warn_without_keys
 from server.tenants.tenant import Caller, Role, Tenant
 
 
@@ -121,6 +121,18 @@ def test_a_key_without_a_role_or_with_a_past_expiry_is_not_made(store: KeyStore,
         with pytest.raises(UsageError, match="cannot expire"):
             store.create(auditor, "acme", ["inference"], moment)
     assert store.records() == {}
+
+
+def test_only_a_registry_without_keys_is_warned_about(
+    store: KeyStore, auditor: Auditor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_without_keys(tmp_path)
+    command = f"peraxis keys create --registry {tmp_path} --tenant NAME --role admin"
+    assert [record.levelname for record in caplog.records if command in record.message] == ["WARNING"]
+    caplog.clear()
+    store.create(auditor, "acme", ["inference"])
+    warn_without_keys(tmp_path)
+    assert not caplog.records
 
 
 def test_the_list_is_by_age_and_of_one_tenant_on_request(store: KeyStore, auditor: Auditor) -> None:

@@ -73,6 +73,8 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "rollback": CommandEntry(
         "client.variants", REMOTE, "Make the version active again that was active before."
     ),
+    "share": CommandEntry("client.variants", REMOTE, "Make a variant public: every tenant may use it."),
+    "unshare": CommandEntry("client.variants", REMOTE, "Make a public variant private again."),
     "load": CommandEntry("client.residency", REMOTE, "Load a variant into a slot before a request needs it."),
     "unload": CommandEntry(
         "client.residency", REMOTE, "Free a variant's slot as soon as no request uses it."
@@ -87,6 +89,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         True,
         OtherForm("--registry", "server.tenants.cli"),
     ),
+    "tenants": CommandEntry("client.tenants", REMOTE, "List tenants, and set their limits.", True),
     "doctor": CommandEntry(
         "server.doctor.cli",
         OTHER,

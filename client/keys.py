@@ -11,11 +11,11 @@ import typer
 from msgspec import Struct
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Url
+from client.options import Json, takes_address
 from client.output import print_reply
 from client.reference import key_id_of
 from deltastore.errors import UsageError
-from deltastore.tables import print_table, printable
+from deltastore.tables import print_table, printable, to_second
 
 app = typer.Typer(
     help="Create, list and revoke tenants' API keys, on a server or, with --registry DIR, in a registry on disk.",
@@ -57,7 +57,9 @@ class KeysReply(Struct, frozen=True):
 
 
 @app.command()
+@takes_address(tenant=False)
 def create(
+    address: ServerAddress,
     tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="The tenant that gets the key.")],
     roles: Annotated[
         list[RoleOption],
@@ -67,8 +69,6 @@ def create(
         str | None,
         typer.Option("--expires-in", metavar="30d", help="Days (d), hours (h), minutes (m) or seconds (s)."),
     ] = None,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Create a key and print it. It is shown this once.
@@ -78,7 +78,7 @@ def create(
     The first key of a server is made in its registry: peraxis keys create --registry DIR --tenant ops --role admin
     """
     body = {"tenant": tenant, "roles": roles, "expires_in_s": seconds_of(expires_in)}
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+    with RemoteServer(address) as server:
         content = server.call("POST", "/keys", body=body)
     made = parsed(content, CreatedKeyReply)
     if as_json:
@@ -92,12 +92,12 @@ def create(
 
 
 @app.command("list")
+@takes_address(tenant=False)
 def list_keys(
+    address: ServerAddress,
     tenant: Annotated[
         str | None, typer.Option("--tenant", metavar="NAME", help="Only the keys of this tenant.")
     ] = None,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """List the keys, without their text.
@@ -105,7 +105,7 @@ def list_keys(
     Example: peraxis keys list --tenant acme
     """
     params = {} if tenant is None else {"tenant": tenant}
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+    with RemoteServer(address) as server:
         content = server.call("GET", "/keys", params=params)
     keys = parsed(content, KeysReply).keys
     if as_json:
@@ -113,17 +113,23 @@ def list_keys(
         return
     head = ("ID", "TENANT", "ROLES", "CREATED", "EXPIRES")
     rows = [
-        (key.id, key.tenant, ",".join(key.roles), key.created_at[:19], (key.expires_at or "never")[:19])
+        (
+            key.id,
+            key.tenant,
+            ",".join(key.roles),
+            to_second(key.created_at),
+            to_second(key.expires_at or "never"),
+        )
         for key in keys
     ]
     print_table(head, rows)
 
 
 @app.command()
+@takes_address(tenant=False)
 def revoke(
+    address: ServerAddress,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `list` shows it.")],
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Revoke a key. Every server on the registry refuses it within a second.
@@ -132,7 +138,7 @@ def revoke(
     """
     # A whole key that was pasted must not reach a URL, where logs would keep it.
     key_id = key_id_of(key_id)
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
+    with RemoteServer(address) as server:
         content = server.call("DELETE", f"/keys/{key_id}")
     if as_json:
         print_reply(content)

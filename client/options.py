@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from client.http import ServerAddress
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER = "Server"
@@ -36,3 +41,37 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The variant.")]
 Reference = Annotated[
     str, typer.Argument(metavar="NAME[@VERSION]", help="The variant; without a version, its active one.")
 ]
+Command = Callable[..., None]
+
+
+def takes_address(*, tenant: bool = True) -> Callable[[Command], Command]:
+    """Return a decorator for commands whose first parameter is a ServerAddress: they get the options that make one.
+
+    Typer reads a command's options from its signature, and has no other way to share them.
+
+    Args:
+        tenant: Whether --tenant is among the options.
+    """
+    shared = _parameters(_address)[: 3 if tenant else 2]
+
+    def decorate(command: Command) -> Command:
+        parameters = [*_parameters(command)[1:], *shared]
+
+        @wraps(command)
+        def called(**given: Any) -> None:
+            address = _address(**{option.name: given.pop(option.name) for option in shared})
+            command(address, **given)
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return called
+
+    return decorate
+
+
+def _address(url: Url = DEFAULT_URL, key_file: KeyFile = None, acting_for: Tenant = None) -> ServerAddress:
+    return ServerAddress.of(url, key_file, acting_for)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())

@@ -1,4 +1,4 @@
-"""Results on stdout: JSON documents and digests."""
+"""Results on stdout as JSON documents."""
 
 from __future__ import annotations
 
@@ -14,8 +14,3 @@ def print_json(document: Any) -> None:
 def print_reply(content: bytes) -> None:
     """Print the JSON body of an answer. It has been parsed before, so it is valid."""
     print_json(json.loads(content))
-
-
-def short(digest: str) -> str:
-    """Return the first 12 characters of a digest, as `system_fingerprint` has them."""
-    return digest.removeprefix("sha256:")[:12]

@@ -9,7 +9,7 @@ import typer
 
 from client.artifact_file import ArtifactFile
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
+from client.options import Json, takes_address
 from client.output import print_reply
 from client.publishing import ANSWER_S, Publishing, publish
 from client.reference import check_new_name
@@ -23,7 +23,9 @@ app = typer.Typer(no_args_is_help=True)
 
 
 @app.command()
+@takes_address()
 def push(
+    address: ServerAddress,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact.")],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The variant to publish it as.")],
     activate: Annotated[
@@ -38,9 +40,6 @@ def push(
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
     ] = True,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Publish an artifact as the next version of a variant.
@@ -49,7 +48,6 @@ def push(
 
     A broken connection or a busy server is tried again. An artifact that the variant has already is not sent again.
     """
-    address = ServerAddress.of(url, key_file, tenant)
     # Refuse a name that cannot be one before the file is hashed.
     check_new_name(name)
     total = file.stat().st_size if file.is_file() else 0
@@ -57,14 +55,11 @@ def push(
         artifact = ArtifactFile.read(file, bar.update)
     with RemoteServer(address, ANSWER_S) as server:
         content = publish(server, Publishing(artifact, name, activate, visibility), progress)
-        tenant = None if as_json else tenant_of_admin(server)
+        owner = None if as_json else tenant_of_admin(server)
     reply = parsed(content, UploadReply)
     if as_json:
         print_reply(content)
         return
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
-    owner = "" if tenant is None else f"{printable(tenant)}/"
-    print(
-        f"{owner}{printable(reply.name)}@{reply.version}  {size_text(reply.size_bytes)}  "
-        f"{printable(reply.digest)}  {state}"
-    )
+    name = printable(reply.name if owner is None else f"{owner}/{reply.name}")
+    print(f"{name}@{reply.version}  {size_text(reply.size_bytes)}  {printable(reply.digest)}  {state}")

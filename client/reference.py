@@ -9,6 +9,7 @@ from deltastore.errors import UsageError
 
 # Digits of a version number, so that an absurd one takes no time.
 MAX_VERSION_DIGITS = 9
+# A variant's name, or a tenant's.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # An id, or the key that begins with it.
 KEY_OR_ID = re.compile(r"(?:pxk_)?([0-9a-f]{12})(?:_[0-9a-f]*)?")
@@ -26,6 +27,17 @@ def path_of(name: str) -> str:
     if "@" in name:
         raise UsageError(f"{name!r}: this command takes a NAME without @VERSION")
     return f"/variants/{quote(name, safe='')}"
+
+
+def tenant_path_of(name: str) -> str:
+    """Return the path of a tenant.
+
+    Raises:
+        UsageError: No tenant can have the name.
+    """
+    if NAME.fullmatch(name) is None:
+        raise UsageError(f"{name!r} is no tenant's name: `peraxis tenants list` lists them")
+    return f"/tenants/{name}"
 
 
 def check_new_name(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Reference, Tenant, Url
+from client.options import Json, Reference, takes_address
 from client.output import print_reply
 from client.reference import parse_reference, path_of
 from client.replies import StatusReply
@@ -18,14 +18,9 @@ def _add_command(action: str, summary: str, example: str) -> None:
     """Add the command that asks a server for an action on a version."""
 
     @app.command(action, help=f"{summary}\n\nExample: peraxis {action} {example}")
-    def command(
-        reference: Reference,
-        url: Url = DEFAULT_URL,
-        key_file: KeyFile = None,
-        tenant: Tenant = None,
-        as_json: Json = False,
-    ) -> None:
-        _act(action, reference, ServerAddress.of(url, key_file, tenant), as_json)
+    @takes_address()
+    def command(address: ServerAddress, reference: Reference, as_json: Json = False) -> None:
+        _act(action, reference, address, as_json)
 
 
 def _act(action: str, reference: str, address: ServerAddress, as_json: bool) -> None:

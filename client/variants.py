@@ -1,37 +1,42 @@
-"""The commands of registered variants: ls, ps, show, promote, rollback and rm."""
+"""The commands of registered variants: ls, ps, show, promote, rollback, share, unshare and rm."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from client.errors import ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import DEFAULT_URL, Json, KeyFile, Name, Tenant, Url
-from client.output import print_json, print_reply, short
+from client.options import Json, Name, takes_address
+from client.output import print_json, print_reply
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
 from client.tenancy import SharedVariant, not_owned, shared_variants, tenant_of
 from deltastore.errors import PeraxisError, shown
 from deltastore.quantities import size_text
-from deltastore.tables import print_table, printable
+from deltastore.tables import mark, print_table, printable, short, to_second
 
 app = typer.Typer(no_args_is_help=True)
 
+# The columns of `ls`. `registry ls` in deltastore has the same titles for the same things.
+LISTED = (
+    "NAME", "OWNER", "ACTIVE", "VERSIONS", "SIZE", "LEVEL", "PINNED", "VISIBILITY", "DIGEST", "CREATED",
+)  # fmt: skip
+
 
 @app.command()
-def ls(
-    url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
-) -> None:
+@takes_address()
+def ls(address: ServerAddress, as_json: Json = False) -> None:
     """List the registered variants, and those that other tenants have made public.
 
     Example: peraxis ls
     """
-    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+    with RemoteServer(address) as server:
         content = server.call("GET", "/variants")
         variants = parsed(content, VariantsReply).variants
         shared = shared_variants(server, [variant.name for variant in variants])
@@ -40,30 +45,18 @@ def ls(
     if as_json:
         print_json({**json.loads(content), "shared": msgspec.to_builtins(shared)})
         return
-    head = (
-        "NAME",
-        "OWNER",
-        "ACTIVE",
-        "VERSIONS",
-        "SIZE",
-        "LEVEL",
-        "PINNED",
-        "VISIBILITY",
-        "DIGEST",
-        "CREATED",
-    )
-    print_table(head, [*map(_listed, variants), *map(_listed_as_shared, shared)])
+    rows = [*map(_listed, variants), *map(_listed_as_shared, shared)]
+    print_table(LISTED, [[row.get(title, "-") for title in LISTED] for row in rows])
 
 
 @app.command()
-def ps(
-    url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
-) -> None:
+@takes_address()
+def ps(address: ServerAddress, as_json: Json = False) -> None:
     """List the versions that are in memory or have requests.
 
     Example: peraxis ps
     """
-    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+    with RemoteServer(address) as server:
         variants = parsed(server.call("GET", "/variants"), VariantsReply).variants
         resident = [
             (variant, version) for variant in variants for version in variant.versions if version.is_resident
@@ -74,14 +67,14 @@ def ps(
         found = [{"name": variant.name, **msgspec.to_builtins(version)} for variant, version in resident]
         print_json({"resident": found})
         return
-    head = ("NAME", "LEVEL", "PINNED", "REQUESTS", "SIZE", "DIGEST")
+    head = ("NAME", "SIZE", "LEVEL", "PINNED", "REQUESTS", "DIGEST")
     rows = [
         (
             f"{variant.name}@{version.version}",
-            version.level,
-            _mark(version.pinned, "pinned"),
-            str(version.num_requests),
             size_text(version.device_bytes),
+            version.level,
+            mark(version.pinned, "pinned"),
+            str(version.num_requests),
             short(version.digest),
         )
         for variant, version in resident
@@ -90,15 +83,14 @@ def ps(
 
 
 @app.command()
-def show(
-    name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
-) -> None:
+@takes_address()
+def show(address: ServerAddress, name: Name, as_json: Json = False) -> None:
     """Show one variant: its versions, and how close the active one is to its fine-tune.
 
     Example: peraxis show instruct
     """
     path = path_of(name)
-    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+    with RemoteServer(address) as server:
         try:
             content = server.call("GET", path)
         except ServerRefused as error:
@@ -115,39 +107,59 @@ def show(
 
 
 @app.command()
+@takes_address()
 def promote(
+    address: ServerAddress,
     name: Name,
     version: Annotated[int, typer.Argument(metavar="VERSION", help="The version to make active.", min=1)],
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Make a version the active one. Running requests keep theirs.
 
     Example: peraxis promote instruct 3
     """
-    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+    with RemoteServer(address) as server:
         _activate(server, name, version, as_json)
 
 
 @app.command()
-def rollback(
-    name: Name, url: Url = DEFAULT_URL, key_file: KeyFile = None, tenant: Tenant = None, as_json: Json = False
-) -> None:
+@takes_address()
+def rollback(address: ServerAddress, name: Name, as_json: Json = False) -> None:
     """Make the version active again that was active before; a second rollback undoes the first.
 
     Running requests keep their version.
 
     Example: peraxis rollback instruct
     """
-    with RemoteServer(ServerAddress.of(url, key_file, tenant)) as server:
+    with RemoteServer(address) as server:
         variant = parsed(server.call("GET", path_of(name)), VariantReply)
         _activate(server, name, previous_version(variant), as_json)
 
 
 @app.command()
+@takes_address()
+def share(address: ServerAddress, name: Name, as_json: Json = False) -> None:
+    """Make a variant public: every tenant may use it under its name. Only its owner changes it.
+
+    Example: peraxis share instruct
+    """
+    _set_visibility(address, name, "public", as_json)
+
+
+@app.command()
+@takes_address()
+def unshare(address: ServerAddress, name: Name, as_json: Json = False) -> None:
+    """Make a public variant private again: only its owner may use it.
+
+    Example: peraxis unshare instruct
+    """
+    _set_visibility(address, name, "private", as_json)
+
+
+@app.command()
+@takes_address()
 def rm(
+    address: ServerAddress,
     reference: Annotated[
         str,
         typer.Argument(
@@ -155,9 +167,6 @@ def rm(
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")] = False,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Delete a variant, or one version that is not active. Asks on a terminal.
@@ -165,7 +174,7 @@ def rm(
     Examples: peraxis rm instruct@2; peraxis rm instruct --yes
     """
     name, params = parse_reference(reference)
-    path, address = path_of(name), ServerAddress.of(url, key_file, tenant)
+    path = path_of(name)
     everything = "" if params else " with all its versions"
     if (
         not yes
@@ -207,12 +216,27 @@ def _tell_none(server: RemoteServer, what: str) -> None:
 
 
 def _activate(server: RemoteServer, name: str, version: int, as_json: bool) -> None:
-    content = server.call("PATCH", path_of(name), body={"active": version})
-    variant = parsed(content, VariantReply)
+    variant, content = _changed(server, name, {"active": version})
     if as_json:
         print_reply(content)
         return
     print(f"{printable(variant.name)}: version {variant.active} is active")
+
+
+def _set_visibility(address: ServerAddress, name: str, visibility: str, as_json: bool) -> None:
+    with RemoteServer(address) as server:
+        variant, content = _changed(server, name, {"visibility": visibility})
+    if as_json:
+        print_reply(content)
+        return
+    users = "every tenant" if variant.visibility == "public" else f"only tenant {variant.owner}"
+    print(printable(f"{variant.name} is {variant.visibility}: {users} may use it"))
+
+
+def _changed(server: RemoteServer, name: str, change: Mapping[str, Any]) -> tuple[VariantReply, bytes]:
+    """Make one change of a variant; return it with the body of the answer."""
+    content = server.call("PATCH", path_of(name), body=change)
+    return parsed(content, VariantReply), content
 
 
 def _confirmed(question: str) -> bool:
@@ -220,50 +244,41 @@ def _confirmed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _listed(variant: VariantReply) -> tuple[str, ...]:
-    """Return the row of a variant in `ls`; its sizes are the active version's."""
-    versions = str(len(variant.versions))
-    active = variant.active_version
-    if active is None:
-        return variant.name, variant.owner, "-", versions, "-", "-", "-", variant.visibility, "-", "-"
-    return (
-        variant.name,
-        variant.owner,
-        str(active.version),
-        versions,
-        size_text(active.size_bytes),
-        active.level,
-        _mark(active.pinned, "pinned"),
-        variant.visibility,
-        short(active.digest),
-        _date(active.created_at),
-    )
+def _listed(variant: VariantReply) -> dict[str, str]:
+    """Return the cells of a variant in `ls`, by title; its sizes are the active version's."""
+    found = {
+        "NAME": variant.name,
+        "OWNER": variant.owner,
+        "VERSIONS": str(len(variant.versions)),
+        "VISIBILITY": variant.visibility,
+    }
+    if (active := variant.active_version) is None:
+        return found
+    return {
+        **found,
+        "ACTIVE": str(active.version),
+        "SIZE": size_text(active.size_bytes),
+        "LEVEL": active.level,
+        "PINNED": mark(active.pinned, "pinned"),
+        "DIGEST": short(active.digest),
+        "CREATED": to_second(active.created_at),
+    }
 
 
-def _listed_as_shared(shared: SharedVariant) -> tuple[str, ...]:
-    """Return the row in `ls` of another tenant's variant."""
-    return shared.name, shared.owner, "-", "-", "-", "-", "-", "public", "-", "-"
+def _listed_as_shared(shared: SharedVariant) -> dict[str, str]:
+    """Return the cells in `ls` of another tenant's variant."""
+    return {"NAME": shared.name, "OWNER": shared.owner, "VISIBILITY": "public"}
 
 
 def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:
     return (
-        _mark(is_active, "active"),
+        mark(is_active, "active"),
         str(version.version),
         size_text(version.size_bytes),
         version.method,
         version.level,
-        _mark(version.pinned, "pinned"),
+        mark(version.pinned, "pinned"),
         str(version.num_requests),
         short(version.digest),
-        _date(version.created_at),
+        to_second(version.created_at),
     )
-
-
-def _mark(is_set: bool, word: str) -> str:
-    # Columns must not be empty, or tools that split lines at spaces would shift those behind.
-    return word if is_set else "-"
-
-
-def _date(created_at: str) -> str:
-    """Return an ISO 8601 time to the second."""
-    return created_at[:19]

@@ -1,4 +1,4 @@
-"""Tables that commands print on stdout. Knows nothing of their contents."""
+"""Tables that commands print on stdout, and the forms of values in their cells. Knows no command."""
 
 from __future__ import annotations
 
@@ -30,3 +30,19 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def printable(text: str) -> str:
     """Return text of others on one line and without control characters, which could command a terminal."""
     return "".join(filter(str.isprintable, " ".join(text.split())))
+
+
+def short(digest: str) -> str:
+    """Return the first 12 characters of a digest, as `system_fingerprint` has them."""
+    return digest.removeprefix("sha256:")[:12]
+
+
+def to_second(moment: str) -> str:
+    """Return an ISO 8601 time without its fraction and its zone."""
+    return moment[:19]
+
+
+def mark(is_set: bool, word: str) -> str:
+    """Return a word that is true of a row, else ``-``."""
+    # Columns must not be empty, or tools that split lines at spaces would shift those behind.
+    return word if is_set else "-"

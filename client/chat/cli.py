@@ -16,7 +16,7 @@ from client.chat.history import ChatHistory, ChatOptions
 from client.chat.screen import print_end, print_piece, print_whole, side_by_side
 from client.errors import NoAnswer, ServerRefused, UnexpectedReply
 from client.http import ServerAddress
-from client.options import DEFAULT_URL, Json, KeyFile, Tenant, Url
+from client.options import Json, takes_address
 from client.output import print_json
 from deltastore.errors import UsageError
 
@@ -80,7 +80,9 @@ class Chat:
 
 
 @app.command()
+@takes_address()
 def chat(
+    address: ServerAddress,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME[@VERSION]", help="The variant, or 'base'.")
     ] = None,
@@ -95,9 +97,6 @@ def chat(
     ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.", min=0)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of sampling.", min=0)] = None,
-    url: Url = DEFAULT_URL,
-    key_file: KeyFile = None,
-    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Talk to a variant, or to two side by side.
@@ -116,7 +115,7 @@ def chat(
     models = compare or [str(name)]
     conversations = [ChatHistory(model, list(first)) for model in models]
     options = ChatOptions(max_tokens, temperature, seed)
-    chat = Chat(ServerAddress.of(url, key_file, tenant), conversations, options, as_json)
+    chat = Chat(address, conversations, options, as_json)
     if not is_interactive:
         chat.ask(_piped_prompt() if once is None else once)
         return

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from client.chat.answer import Answer
-from client.output import short
-from deltastore.tables import printable
+from deltastore.tables import printable, short
 
 
 def visible(text: str) -> str:

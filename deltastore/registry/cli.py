@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +15,14 @@ from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.check import CheckReport
 from deltastore.registry.collect import GcReport
+from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
+from deltastore.tables import mark, print_table, short, to_second
 
 app = typer.Typer(help="List, clean and check a registry on disk.", no_args_is_help=True)
+
+# The columns of `ls`. `peraxis ls` and `peraxis show` have the same titles for the same things.
+LISTED = ("NAME", "OWNER", "ACTIVE", "VERSION", "SIZE", "METHOD", "VISIBILITY", "DIGEST", "CREATED", "STATE")
 
 Directory = Annotated[
     Path,
@@ -27,19 +33,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 @app.command()
 def ls(registry: Directory, as_json: Json = False) -> None:
-    """List every variant and its versions; a star marks the active one."""
+    """List every version of every variant."""
     opened = _open(registry)
     variants = opened.variants()
     if as_json:
         _print_json([_variant_json(opened, variant) for variant in variants])
         return
-    for variant in variants:
-        for record in variant.versions:
-            mark = "*" if record.version == variant.active else " "
-            title = record.label
-            size = size_text(record.size_bytes)
-            fate = "  quarantined" if opened.is_quarantined(record.digest) else ""
-            print(f"{mark} {title:<40} {size:>11}  {record.digest[:12]}  {record.created_at}{fate}")
+    if not variants:
+        print("no variants", file=sys.stderr)
+    rows = [_row(opened, variant, record) for variant in variants for record in variant.versions]
+    print_table(LISTED, rows)
 
 
 @app.command()
@@ -75,6 +78,21 @@ def _open(path: Path) -> Registry:
             f"{path} is not a registry: give the directory that `peraxis serve --registry` was given"
         )
     return Registry(path)
+
+
+def _row(registry: Registry, variant: Variant, record: VersionRecord) -> tuple[str, ...]:
+    return (
+        variant.name,
+        variant.tenant,
+        mark(record.version == variant.active, "active"),
+        str(record.version),
+        size_text(record.size_bytes),
+        record.method,
+        variant.visibility,
+        short(record.digest),
+        to_second(record.created_at),
+        mark(registry.is_quarantined(record.digest), "quarantined"),
+    )
 
 
 def _gc_text(report: GcReport) -> str:

@@ -28,6 +28,12 @@ def document(server: LiveServer, capsys: Output, *args: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def table(capsys: Output) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the titles of a table, and its rows by title; no cell holds a space."""
+    titles, *rows = fields(capsys)
+    return titles, [dict(zip(titles, row, strict=True)) for row in rows]
+
+
 def fields(capsys: Output) -> list[list[str]]:
     """Return the lines of a table, each split at spaces."""
     return [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -44,22 +50,28 @@ def two_versions(server: LiveServer, artifacts: Artifacts) -> str:
 
 def test_ls_has_a_line_per_variant(server: LiveServer, two_versions: str, capsys: Output) -> None:
     assert command(server, "ls") == 0
-    head, *rows = fields(capsys)
-    assert head == [
-        "NAME",
-        "OWNER",
-        "ACTIVE",
-        "VERSIONS",
-        "SIZE",
-        "LEVEL",
-        "PINNED",
-        "VISIBILITY",
-        "DIGEST",
-        "CREATED",
+    _, rows = table(capsys)
+    (row,) = [row for row in rows if row["NAME"] == two_versions]
+    assert (row["OWNER"], row["ACTIVE"], row["VERSIONS"]) == ("default", "2", "2")
+    assert row["VISIBILITY"] == "private"
+
+
+def test_ls_and_registry_ls_show_the_same_things_in_the_same_columns(
+    server: LiveServer, two_versions: str, capsys: Output
+) -> None:
+    assert command(server, "ls") == 0
+    titles, rows = table(capsys)
+    assert run(["registry", "ls", "--registry", str(server.registry)]) == 0
+    titles_on_disk, rows_on_disk = table(capsys)
+    shared = [title for title in titles if title in titles_on_disk]
+    assert shared == [title for title in titles_on_disk if title in titles]
+    assert {"NAME", "OWNER", "SIZE", "VISIBILITY", "DIGEST", "CREATED"} < {*shared}
+    (row,) = [row for row in rows if row["NAME"] == two_versions]
+    (on_disk,) = [each for each in rows_on_disk if (each["NAME"], each["ACTIVE"]) == (two_versions, "active")]
+    assert row["ACTIVE"] == on_disk["VERSION"]
+    assert [row[title] for title in shared if title != "ACTIVE"] == [
+        on_disk[title] for title in shared if title != "ACTIVE"
     ]
-    (row,) = [row for row in rows if row[0] == two_versions]
-    assert row[1:4] == ["default", "2", "2"]
-    assert len(row) == len(head)
 
 
 def test_ls_gives_the_servers_document_as_json(server: LiveServer, capsys: Output) -> None:
@@ -96,7 +108,8 @@ def test_a_variant_is_loaded_pinned_and_unloaded(
     assert eventually(lambda: resident().get("level") == "device")
     assert document(server, capsys, "pin", f"{two_versions}@1")["pinned"] is True
     assert command(server, "ps") == 0
-    assert [f"{two_versions}@1", "device", "pinned", "0"] in [row[:4] for row in fields(capsys)]
+    (row,) = [row for row in table(capsys)[1] if row["NAME"] == f"{two_versions}@1"]
+    assert (row["LEVEL"], row["PINNED"], row["REQUESTS"]) == ("device", "pinned", "0")
     assert document(server, capsys, "unpin", f"{two_versions}@1")["pinned"] is False
     assert command(server, "unload", f"{two_versions}@1") == 0
     assert capsys.readouterr().out.startswith(f"{two_versions}@1: now on level ")
@@ -109,6 +122,17 @@ def test_promote_and_rollback_choose_the_active_version(
     assert document(server, capsys, "rollback", two_versions)["active"] == 1
     assert command(server, "promote", two_versions, "2") == 0
     assert capsys.readouterr().out == f"{two_versions}: version 2 is active\n"
+
+
+def test_share_and_unshare_change_who_may_use_a_variant(
+    server: LiveServer, two_versions: str, capsys: Output
+) -> None:
+    assert command(server, "share", two_versions) == 0
+    assert capsys.readouterr().out == f"{two_versions} is public: every tenant may use it\n"
+    assert server.client.get(f"/variants/{two_versions}").json()["visibility"] == "public"
+    assert document(server, capsys, "unshare", two_versions)["visibility"] == "private"
+    assert command(server, "unshare", two_versions) == 0
+    assert capsys.readouterr().out == f"{two_versions} is private: only tenant default may use it\n"
 
 
 def test_rollback_returns_to_the_version_that_was_active_before_not_to_the_one_below(
@@ -167,6 +191,7 @@ def test_on_a_terminal_rm_with_yes_does_not_ask(server: LiveServer, two_versions
         ["rm", "a@"],
         ["show", ".."],
         ["show", "a@1"],
+        ["share", "a@1"],
         ["promote", "a", "0"],
         ["pin", "a@1234567890"],
     ],

@@ -42,8 +42,9 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
 
 @router.get("")
 async def list_tenants(service: ServiceDep) -> dict[str, Any]:
-    """List every tenant that has a key, a variant or limits of its own, by name."""
-    return {"tenants": await run_in_threadpool(_tenants, service)}
+    """List every tenant that has a key, a variant or limits of its own, by name, and the limits of all others."""
+    tenants = await run_in_threadpool(_tenants, service)
+    return {"tenants": tenants, "default_limits": plain(service.settings.default_limits)}
 
 
 @router.put("/{name}")

@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         body = reaction(self)
         self.script.received.append(Received(f"{self.command} {self.path}", dict(self.headers), body))
 
-    do_GET = do_POST = do_PATCH = do_DELETE = react
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = react
 
     def read_body(self, num_bytes: int | None = None) -> bytes:
         length = int(self.headers.get("content-length", 0))

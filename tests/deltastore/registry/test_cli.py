@@ -23,23 +23,25 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "registry"
 
 
-def test_ls_prints_every_version_and_stars_the_active_one(root: Path, capsys: Output) -> None:
+def test_ls_has_a_line_per_version_and_marks_active_and_quarantined_ones(root: Path, capsys: Output) -> None:
     assert run(["registry", "ls", "--registry", str(root)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines if "/a@" in line] == [
-        ["default/a@1", "0.0"],
-        ["*", "default/a@2"],
-        ["default/a@3", "0.0"],
+    titles, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [dict(zip(titles, line, strict=True)) for line in lines]
+    found = [(row["OWNER"], row["NAME"], row["VERSION"], row["ACTIVE"]) for row in rows]
+    assert found[:3] == [
+        ("default", "a", "1", "-"),
+        ("default", "a", "2", "active"),
+        ("default", "a", "3", "-"),
     ]
-    assert [line.split()[1] for line in lines if line.startswith("*")] == [
-        "default/a@2",
-        "default/b@1",
-        "default/sick@1",
-        "other/gone@1",
-        "public/c@1",
-    ]
-    assert digest_of(2)[:12] in lines[1]
-    assert [line.split()[1] for line in lines if line.endswith("quarantined")] == ["default/sick@1"]
+    assert rows[1]["DIGEST"] == digest_of(2)[:12]
+    assert [row["NAME"] for row in rows if row["ACTIVE"] == "active"] == ["a", "b", "sick", "gone", "c"]
+    assert [row["NAME"] for row in rows if row["STATE"] == "quarantined"] == ["sick"]
+
+
+def test_ls_of_an_empty_registry_says_so_on_stderr(tmp_path: Path, capsys: Output) -> None:
+    Registry(tmp_path)
+    assert run(["registry", "ls", "--registry", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == "no variants\n"
 
 
 def test_ls_gives_the_records_as_json(root: Path, capsys: Output) -> None:

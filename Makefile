@@ -21,7 +21,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What a GPU image with torch and transformers lacks. numba is left out: it compiles kernels for CPUs alone, and has
 # 64 MB with llvmlite.
-WHEELS := anyio fastapi httptools httpx limits llguidance msgspec prometheus-client psutil pydantic pydantic-settings python-multipart pyzmq rich tenacity typer uvicorn uvloop
+WHEELS := anyio fastapi fastapi-offline httptools httpx limits llguidance msgspec prometheus-client psutil pydantic pydantic-settings python-multipart pyzmq rich tenacity typer uvicorn uvloop
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 

@@ -14,7 +14,7 @@ from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
 from server.api.middleware import RequestMiddleware
 from server.api.openai import chat, completions
-from server.api.operations import health, openapi, stats
+from server.api.operations import docs_page, health, openapi, stats
 from server.api.service import Service
 from server.api.tenants import routes as tenants
 from server.frontend.web_server import WebServer, make_connections
@@ -22,7 +22,7 @@ from server.frontend.web_server import WebServer, make_connections
 # Routes for every client.
 PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
     generate.router, completions.router, chat.router, tokens.router, models.router, health.router, openapi.router,
-    tenants.me_router,
+    docs_page.router, tenants.me_router,
 )  # fmt: skip
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
 ADMIN_ROUTERS = (
@@ -47,7 +47,7 @@ def create_app(service: Service) -> FastAPI:
 
 def create_admin_app(service: Service) -> FastAPI:
     """Return the application of the admin port."""
-    return _application(service, (*ADMIN_ROUTERS, openapi.router))
+    return _application(service, (*ADMIN_ROUTERS, openapi.router, docs_page.router))
 
 
 async def serve(service: Service, listening: list[socket.socket], stopped: asyncio.Event) -> None:
@@ -74,7 +74,7 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
 
 def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     # A redirect to a path without its last slash would make a client send an upload twice.
-    # FastAPI's documentation pages load their assets from a CDN.
+    # FastAPI's own documentation pages load their assets from a CDN.
     app = FastAPI(
         title="Peraxis",
         version=version("peraxis"),

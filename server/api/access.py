@@ -19,6 +19,8 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
     ("GET", "/openapi.json"): None,
+    ("GET", "/docs"): None,
+    ("GET", "/docs/{asset}"): None,
     # Metrics and statistics show the names of all tenants and variants.
     ("GET", "/metrics"): "admin",
     ("GET", "/stats"): "admin",

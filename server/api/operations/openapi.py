@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from fastapi.routing import RouteContext, iter_route_contexts
 
 from server.api.json_replies import JsonReply
+from server.api.operations.docs_page import ASSETS
 
 SCHEMAS = "#/components/schemas/"
 ERROR = {
@@ -60,6 +61,8 @@ OBJECT = {"application/json": {"schema": {"type": "object"}}}
 # What calls answer with that is no JSON object.
 OTHER_REPLIES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("GET", "/metrics"): {"text/plain": {"schema": TEXT}},
+    ("GET", "/docs"): {"text/html": {"schema": TEXT}},
+    ("GET", "/docs/{asset}"): {kind: {"schema": TEXT} for kind in ASSETS.values()},
     ("GET", "/variants/{name}/artifact"): {"application/octet-stream": {"schema": FILE}},
     ("POST", "/v1/load_lora_adapter"): {"text/plain": {"schema": TEXT}},
     ("POST", "/v1/unload_lora_adapter"): {"text/plain": {"schema": TEXT}},

@@ -59,6 +59,8 @@ CALLS: Mapping[tuple[str, str], Call] = {
     ("GET", "/health"): Call(200),
     ("GET", "/ready"): Call(200),
     ("GET", "/openapi.json"): Call(200),
+    ("GET", "/docs"): Call(200),
+    ("GET", "/docs/{asset}"): Call(200),
     ("GET", "/metrics"): Call(200),
     ("GET", "/stats"): Call(200),
     ("POST", "/generate"): Call(
@@ -114,14 +116,18 @@ class Table:
         call, (method, path) = CALLS[route], route
         params = {name: value.replace(TARGET, target) for name, value in call.params.items()}
         if caller == "admin" and not path.startswith(
-            ("/keys", "/health", "/ready", "/metrics", "/stats", "/openapi")
+            ("/keys", "/health", "/ready", "/metrics", "/stats", "/openapi", "/docs")
         ):
             params["tenant"] = "acme"
         key_id = self.keys.create(self.auditor, "acme", ["inference"]).id if "{key_id}" in path else ""
         request = self.clients[caller].build_request(
             method,
             path.format(
-                name=target, model_id=target, key_id=key_id, source_id=self.source_ids.get(target, "0" * 24)
+                name=target,
+                model_id=target,
+                key_id=key_id,
+                source_id=self.source_ids.get(target, "0" * 24),
+                asset="swagger-ui.css",
             ),
             params=params,
             json=with_target(call.json, target),

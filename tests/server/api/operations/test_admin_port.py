@@ -18,7 +18,7 @@ from tests.server.helpers.live_server import Artifacts, error_of, free_port, liv
 
 Route = tuple[str, str]
 # Each port describes its own routes.
-SHARED = {("GET", "/openapi.json")}
+SHARED = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}")}
 # Prefixes of the routes that name all tenants' variants or change them.
 ADMINISTRATION = ("/metrics", "/stats", "/variants", "/keys", "/tenants")
 

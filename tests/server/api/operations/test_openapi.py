@@ -66,6 +66,8 @@ def test_a_reply_is_described_as_an_object_unless_it_is_text_or_a_file(document:
     others = {call: content for call, content in contents.items() if "application/json" not in content}
     assert {call[:2]: [*content] for call, content in others.items()} == {
         ("get", "/metrics"): ["text/plain"],
+        ("get", "/docs"): ["text/html"],
+        ("get", "/docs/{asset}"): ["text/javascript", "text/css"],
         ("get", "/variants/{name}/artifact"): ["application/octet-stream"],
     }
     for call in contents.keys() - others.keys():

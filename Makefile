@@ -36,7 +36,7 @@ help:
 	@echo 'make coverage  every test, with the share of branches that they reach'
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
-	@echo 'make reference write docs/reference.md from the code'
+	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
 	@echo 'make monitoring  write dashboards and alerts from monitoring/'
 	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
@@ -88,6 +88,7 @@ monitoring: $(STAMP)
 
 reference: $(STAMP)
 	$(BIN)/python -m docs.reference
+	$(BIN)/python -m docs.chart_settings
 
 # To be installed with: pip install --no-index --no-deps wheels/*.whl
 wheels: $(STAMP)

@@ -1,0 +1,126 @@
+{{/* The pod of a Ray node. Needs a dict of `root`, `container`, `resources`, `gpu` and `isHead`. */}}
+{{- define "peraxis.rayPod" -}}
+{{- $root := .root -}}
+metadata:
+  labels:
+    {{- include "peraxis.labels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ ternary "ray-head" "server" .isHead }}
+    {{- with $root.Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $root.Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- if and .isHead $root.Values.ray.autoscaler }}
+  # KubeRay gives the head an account of its own, with which the autoscaler changes the number of workers.
+  {{- include "peraxis.podSecurity" $root | nindent 2 }}
+  {{- else }}
+  {{- include "peraxis.podAccount" $root | nindent 2 }}
+  {{- include "peraxis.podSecurity" $root | nindent 2 }}
+  {{- end }}
+  {{- include "peraxis.placement" (dict "root" $root "gpu" .gpu) | nindent 2 }}
+  {{- if not .isHead }}
+  {{- include "peraxis.spread" $root | nindent 2 }}
+  terminationGracePeriodSeconds: {{ include "peraxis.shutdownSeconds" $root }}
+  {{- if $root.Values.base.download.repository }}
+  initContainers:
+    {{- include "peraxis.download" $root | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  containers:
+    - name: {{ .container }}
+      image: {{ include "peraxis.image" $root }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      env:
+        - name: RAY_USAGE_STATS_ENABLED
+          value: "0"
+        {{- include "peraxis.scratchEnv" $root | nindent 8 }}
+        {{- with $root.Values.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        {{- if .isHead }}
+        - name: gcs-server
+          containerPort: 6379
+        - name: dashboard
+          containerPort: 8265
+        - name: client
+          containerPort: 10001
+        {{- end }}
+        - name: serve
+          containerPort: 8000
+      # KubeRay's own probes run wget, which the image does not have.
+      livenessProbe:
+        httpGet:
+          path: /api/healthz
+          port: 52365
+        initialDelaySeconds: 30
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 12
+      readinessProbe:
+        httpGet:
+          {{- if .isHead }}
+          path: /api/healthz
+          port: 52365
+          {{- else }}
+          path: /-/healthz
+          port: serve
+          {{- end }}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      securityContext:
+        {{- include "peraxis.containerSecurity" $root | nindent 8 }}
+      resources:
+        {{- include "peraxis.resources" . | nindent 8 }}
+      volumeMounts:
+        {{- include "peraxis.baseMount" $root | nindent 8 }}
+        {{- include "peraxis.registryMount" $root | nindent 8 }}
+        {{- include "peraxis.scratchMounts" $root | nindent 8 }}
+        - name: shm
+          mountPath: /dev/shm
+        {{- with $root.Values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "peraxis.dataVolumes" $root | nindent 4 }}
+    {{- include "peraxis.tmpVolume" $root | nindent 4 }}
+    {{- include "peraxis.cacheVolume" $root | nindent 4 }}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $root.Values.ray.shmSize }}
+    {{- with $root.Values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Serve's configuration file: the application, and the settings that it is built from. */}}
+{{- define "peraxis.serveConfig" -}}
+{{- $args := dict "base" "/base" "registry" "/registry" "device" (ternary "cuda" "cpu" .Values.gpu.enabled) -}}
+{{- /* Not `merge`, which takes 0 and false for values that are missing. */}}
+{{- range $given := list .Values.settings .Values.ray.args }}
+{{- range $name, $value := $given }}
+{{- $_ := set $args $name $value }}
+{{- end }}
+{{- end -}}
+http_options:
+  host: 0.0.0.0
+  port: 8000
+applications:
+  - name: {{ include "peraxis.fullname" . }}
+    import_path: {{ .Values.ray.importPath }}
+    route_prefix: /
+    args:
+      {{- range $name := keys $args | sortAlpha }}
+      {{- $value := get $args $name }}
+      {{ $name }}: {{ if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ int64 $value }}{{ else }}{{ toJson $value }}{{ end }}
+      {{- end }}
+    {{- with .Values.ray.deployments }}
+    deployments:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end -}}

@@ -1,0 +1,85 @@
+"""The guide's values are those of the chart, its examples exist and its numbers are those of the code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from server.settings import Settings
+from tests.helm.helpers.rendering import (
+    CHART,
+    EXAMPLES,
+    ROOT,
+    configurations,
+    environment,
+    objects_of,
+    rendered,
+    server,
+    the,
+)
+
+GUIDE = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
+DEFAULTS: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def section(title: str) -> str:
+    """Return the text below a heading, to the next of its rank."""
+    return re.split(r"^## ", GUIDE, flags=re.MULTILINE)[[*headings()].index(title) + 1]
+
+
+def headings() -> list[str]:
+    return re.findall(r"^## (.+)$", GUIDE, flags=re.MULTILINE)
+
+
+def value_at(path: str) -> Any:
+    value: Any = DEFAULTS
+    for name in path.split("."):
+        value = value[name]
+    return value
+
+
+def test_the_table_of_values_has_the_defaults_of_the_chart() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \|.*\| (?:`(.*)`)? \|$", section("Values"), flags=re.MULTILINE)
+    assert len(rows) > 20
+    for path, default in rows:
+        if isinstance(value_at(path), dict):
+            assert not default, path
+        else:
+            assert yaml.safe_load(default) == value_at(path), path
+
+
+def test_every_value_that_the_guide_names_exists() -> None:
+    tables = "|".join(name for name, value in DEFAULTS.items() if isinstance(value, dict))
+    named = re.findall(rf"`((?:{tables})\.(?!yaml)[A-Za-z_.]+)`", GUIDE)
+    assert named
+    for path in named:
+        table, name = path.split(".", 1)
+        assert name in Settings.model_fields if table == "settings" else value_at(path) is not None, path
+
+
+def test_the_guide_names_every_example() -> None:
+    introduction = GUIDE.split("\n## ")[0]
+    assert set(re.findall(r"`([\w-]+\.yaml)`", introduction)) == {path.name for path in EXAMPLES}
+
+
+def test_the_guide_s_ports_are_the_chart_s() -> None:
+    variables = environment(server(objects_of("defaults")))
+    text = section("Network")
+    public = the(objects_of("defaults"), "Service")["spec"]["ports"][0]["port"]
+    assert f"| {variables['PERAXIS_PORT']} (Service `peraxis`, port {public}) |" in text
+    assert f"| {variables['PERAXIS_ADMIN_PORT']} (headless Service `peraxis-admin`) |" in text
+
+
+def test_the_release_of_the_guide_has_the_names_that_it_uses() -> None:
+    names = {each["metadata"]["name"] for each in rendered(release="peraxis")}
+    assert {"peraxis", "peraxis-admin", "peraxis-base", "peraxis-registry"} == names
+
+
+def test_the_first_key_of_the_guide_is_the_secret_of_the_examples() -> None:
+    secrets = {configurations()[path.stem].get("adminKey", {}).get("secretName") for path in EXAMPLES}
+    (named,) = secrets - {None}
+    assert (
+        f"create secret generic {named} --from-file={DEFAULTS['adminKey']['secretKey']}=/dev/stdin" in GUIDE
+    )

@@ -1,0 +1,1 @@
+"""A cluster of replicas, simulated with the server's own routing code."""

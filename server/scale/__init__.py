@@ -1,0 +1,1 @@
+"""Several replicas of an engine behind one application."""

@@ -1,0 +1,147 @@
+"""Chooses the replica of a request by its expected delay. Knows neither Ray nor HTTP, and reads no clock.
+
+The delay of a request on a replica has three parts, in seconds:
+
+- its turn: requests that run slow each other, and those beyond the replica's capacity wait for one to end;
+- the load of its variant, unless it is in a slot or being loaded, behind the loads that wait there already: from the
+  host cache, or from disk. On a replica that has the bytes in neither, `eviction_s` is added if no slot is free, and
+  an offset that grows with the replica's place in an order that a hash of variant and replica gives.
+
+So a hot variant spreads once the turn on its replicas costs more than a load elsewhere, and a cold one goes where a
+slot is free. The offset is the same in every router, so that few replicas cache the bytes of one variant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import log2
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Estimates that turn a replica's state into a delay, in seconds."""
+
+    service_s: float = 2.0  # of a request that runs alone
+    # A full batch prolongs a request by so many times `service_s`.
+    full_batch_slowdown: float = 1.0
+    load_from_host_s: float = 0.02
+    load_from_disk_s: float = 0.3
+    # More than any offset among a few replicas, so that new replicas take variants.
+    eviction_s: float = 1.0
+    # One more load from disk, which a variant's bytes on a further replica cost.
+    affinity_s: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """The state of one replica at one moment. Variants are named by the digest of their bytes."""
+
+    replica: str
+    capacity: int  # sequences that run at the same time
+    num_slots: int
+    num_open: int  # requests that run or wait
+    num_loads: int  # variants whose requests wait for a load, one after another
+    resident: frozenset[str]  # in a slot or being loaded
+    in_host_cache: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A replica as this router knows it: its last report, and what the router did since."""
+
+    report: ReplicaReport
+    num_others: int  # open requests that other routers sent, at the last report
+    num_own: int
+    # Variants of requests that were sent since the last report.
+    sent: Counter[str] = field(default_factory=Counter)
+
+    def num_open(self) -> int:
+        return self.num_others + self.num_own
+
+    def holds(self, variant: str) -> bool:
+        return variant in self.report.resident or variant in self.sent
+
+    def num_loads(self) -> int:
+        """Return the loads that are to come, with those that this router's requests have caused."""
+        return self.report.num_loads + len(self.sent.keys() - self.report.resident)
+
+    def num_free_slots(self) -> int:
+        return self.report.num_slots - len(self.report.resident | self.sent.keys())
+
+
+class VariantRouter:
+    """The replicas as one router knows them. Not thread-safe.
+
+    Between two reports of a replica the router adds what it sent there itself, so that a burst of requests for one cold
+    variant loads it once.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._replicas: dict[str, _Replica] = {}
+
+    def observe(self, report: ReplicaReport) -> None:
+        """Replace what is known of a replica."""
+        known = self._replicas.get(report.replica)
+        num_own = 0 if known is None else known.num_own
+        self._replicas[report.replica] = _Replica(report, max(0, report.num_open - num_own), num_own)
+
+    def keep_only(self, replicas: Collection[str]) -> None:
+        """Forget all other replicas."""
+        self._replicas = {name: one for name, one in self._replicas.items() if name in replicas}
+
+    def ranked(self, variant: str | None) -> list[str]:
+        """Return all known replicas, the one with the least expected delay first.
+
+        Args:
+            variant: the digest; None is the base, which every replica holds.
+        """
+        delays = self.delays(variant)
+        return sorted(delays, key=delays.__getitem__)
+
+    def delays(self, variant: str | None) -> Mapping[str, float]:
+        """Return the expected delay of a request on each replica, with its offset."""
+        return {
+            name: self._turn_s(one) + (self._load_s(one, variant) if variant else 0.0)
+            for name, one in self._replicas.items()
+        }
+
+    def sent(self, replica: str, variant: str | None) -> None:
+        """Count a request that was sent to a replica, until `ended`."""
+        if one := self._replicas.get(replica):
+            one.num_own += 1
+            if variant:
+                one.sent[variant] += 1
+
+    def ended(self, replica: str) -> None:
+        """Count the end of a request; a replica that is gone is ignored."""
+        if one := self._replicas.get(replica):
+            one.num_own = max(0, one.num_own - 1)
+
+    def _turn_s(self, one: _Replica) -> float:
+        costs, capacity, num_open = self._costs, one.report.capacity, one.num_open()
+        slowdown = costs.full_batch_slowdown * min(num_open, capacity) / capacity
+        num_ahead = max(0, num_open + 1 - capacity)
+        return costs.service_s * (slowdown + (1 + costs.full_batch_slowdown) * num_ahead / capacity)
+
+    def _load_s(self, one: _Replica, variant: str) -> float:
+        if one.holds(variant):
+            return 0.0
+        costs = self._costs
+        ahead_s = one.num_loads() * costs.load_from_disk_s
+        if variant in one.report.in_host_cache:
+            return ahead_s + costs.load_from_host_s
+        eviction_s = 0.0 if one.num_free_slots() > 0 else costs.eviction_s
+        place = _hash(variant, one.report.replica) * len(self._replicas)
+        return ahead_s + costs.load_from_disk_s + eviction_s + costs.affinity_s * log2(1 + place)
+
+
+@lru_cache(maxsize=1 << 20)
+def _hash(variant: str, replica: str) -> float:
+    """Return a number in [0, 1) that variant and replica determine, on every machine alike."""
+    digest = hashlib.blake2b(f"{variant}\0{replica}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64

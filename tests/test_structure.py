@@ -33,7 +33,7 @@ ROOMS = (
     "client/chat",
     "compressor/blockwise", "compressor/convert", "compressor/evaluate", "compressor/fitting", "compressor/io",
     "deltastore/base", "deltastore/compiled", "deltastore/format", "deltastore/registry",
-    "monitoring/alerts",
+    "monitoring/alerts", "monitoring/dashboards",
     "server/api", "server/api/artifacts", "server/api/compat", "server/api/operations", "server/api/tenants",
     "server/deltas", "server/engine", "server/engine/requests", "server/engine/sampling",
     "server/engine/scheduling", "server/frontend",

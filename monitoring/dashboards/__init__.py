@@ -1,0 +1,1 @@
+"""Grafana's dashboards, built with grafana-foundation-sdk. Their JSON is committed, so that using it needs nothing."""

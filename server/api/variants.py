@@ -85,9 +85,7 @@ async def delete(
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
     deleted = await run_in_threadpool(changes.delete, name, query.version)
     for record in deleted.records:
-        # Bytes that another variant has stay in memory for it.
-        action: LoadAction = "unload" if record.digest in deleted.unused else "unpin"
-        _log_failure(service.engine.load(action, record), action, record)
+        _log_failure(service.engine.load("unload", record), "unload", record)
     return {"name": name, "deleted": deleted.versions}
 
 
@@ -104,7 +102,7 @@ async def load(
 async def unload(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> dict[str, Any]:
-    """Unpin a version and free its slot as soon as no request uses it, unless another variant's pin keeps it."""
+    """Unpin a version and free its slot once no request uses it, unless another variant of these bytes is loaded."""
     record = await _resolve(service, tenant, name, query)
     return await _status_after(service, record, "unload")
 
@@ -181,7 +179,8 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
 async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Return the documents of variants, with the state of each version.
 
-    Versions of the same bytes share a slot and so their level, also across tenants; pins and requests are their own.
+    Versions of the same bytes share a slot, also across tenants. Level, pins and requests are those of each
+    version alone.
     """
     records = [record for variant in variants for record in variant.versions]
     states = iter(await service.engine.residency_of(records))

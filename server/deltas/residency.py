@@ -1,6 +1,8 @@
 """The deltas in slots: load, use, evict. Knows digests and bytes; no HTTP, tenants or prompts.
 
-Versions with the same bytes share one slot. Pins are of versions: a slot is pinned while any version pins it.
+Versions with the same bytes share one slot. Pins are of versions: a slot is pinned while any version pins it. A version
+wants its delta from its first call or request until its `unload`, or until the delta has left memory. A delta is freed
+on demand when the last version that wants it unloads it.
 
 The engine thread owns this object and never waits for a file in it. Loads run on other threads, into slots that no
 batch reads. The engine calls `poll_loads` between steps to make finished loads visible, so a delta never appears in the
@@ -67,6 +69,8 @@ class Residency:
         self._free = list(reversed(slots))
         self._entries: OrderedDict[str, _SlotEntry] = OrderedDict()  # by digest, least recently used first
         self._records: dict[str, _RetainedRecord] = {}
+        # Labels of the versions that want a delta, by its digest.
+        self._wanted: dict[str, set[str]] = {}
         self._fetcher = fetcher
         self._cache = fetcher.cache
         self._metrics = metrics
@@ -78,8 +82,9 @@ class Residency:
         """Keep a version's record, from which `load` reads its delta, until `forget` has been called as often as this.
 
         The scheduler asks for deltas by digest alone. Each request and each call for a delta retains its record while
-        it waits or runs. The bytes of the delta are not kept by this.
+        it waits or runs. The bytes of the delta are not kept by this. From now on the version wants its delta.
         """
+        self._wanted.setdefault(record.digest, set()).add(record.label)
         self._records.setdefault(record.digest, _RetainedRecord(record)).num_users += 1
 
     def forget(self, digest: str) -> None:
@@ -88,6 +93,7 @@ class Residency:
         retained.num_users -= 1
         if not retained.num_users:
             del self._records[digest]
+            self._forget_absent(digest)
 
     def is_resident(self, digest: str) -> bool:
         """Return whether the delta can be used now."""
@@ -130,7 +136,12 @@ class Residency:
 
     def poll_loads(self) -> Iterator[FinishedLoad]:
         """Make finished loads resident, free the slots of failed ones, and yield both."""
-        for entry in [e for e in self._entries.values() if e.delta is None and e.fetch.done()]:
+        ended = [e for e in self._entries.values() if e.delta is None and e.fetch.done()]
+        if ended:
+            # A load drives other deltas out of slots and, on its thread, out of the host cache.
+            for digest in list(self._wanted):
+                self._forget_absent(digest)
+        for entry in ended:
             error = entry.fetch.exception()
             if error is None:
                 entry.delta, report = entry.fetch.result()
@@ -152,6 +163,20 @@ class Residency:
                 return False
             self._evict_from_slot(entry, reason)
         self._cache.drop(digest, reason)
+        return True
+
+    def unload(self, record: VersionRecord) -> bool:
+        """Note that a version no longer wants its delta, and evict the delta unless another version wants it.
+
+        Return False if the delta is in use, loading or waited for, and nothing was changed: call again.
+        """
+        wanting = self._wanted.get(record.digest, set())
+        if wanting - {record.label}:
+            wanting.discard(record.label)
+            return True
+        if record.digest in self._records or not self.evict(record.digest, "unload"):
+            return False
+        self._wanted.pop(record.digest, None)
         return True
 
     def pin(self, record: VersionRecord) -> None:
@@ -189,6 +214,10 @@ class Residency:
         """Return whether any version pins a delta. Any thread may call this; takes no lock."""
         return digest in self._pinned
 
+    def is_wanted(self, digest: str, label: str) -> bool:
+        """Return whether the version of this label wants its delta."""
+        return label in self._wanted.get(digest, ())
+
     def has_pin(self, digest: str, label: str) -> bool:
         """Return whether the version of this label pins its delta."""
         entry = self._entries.get(digest)
@@ -207,6 +236,11 @@ class Residency:
     def close(self) -> None:
         """Wait for running loads, then free their threads and memory."""
         self._fetcher.close()
+
+    def _forget_absent(self, digest: str) -> None:
+        """Forget which versions want a delta that has left memory and that nothing waits for."""
+        if digest not in self._entries and digest not in self._records and not self._cache.holds(digest):
+            self._wanted.pop(digest, None)
 
     def _take_slot(self) -> Slot | None:
         if not self._free:

@@ -1,7 +1,7 @@
 """Answers to questions where deltas are and who uses them, for versions and for deltas. Engine thread only.
 
-Versions of several tenants may have the same bytes and so one level. Pins and requests are told of the asked version
-alone, so that no tenant sees what others do with theirs.
+Versions of several tenants may have the same bytes. Level, pins and requests are told of the asked version alone, so
+that no tenant sees what others do with theirs: to a version that neither wants nor uses its delta, it is on disk.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from collections.abc import Iterable
 
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
-from server.protocol.messages import DeltaState, Resident, VersionRef
+from server.protocol.messages import DeltaState, Level, Resident, VersionRef
 
 
 def states_of(
     residency: Residency, in_use: Iterable[VersionRecord], versions: tuple[VersionRef, ...]
 ) -> tuple[DeltaState, ...]:
-    """Return the level of each version's delta, whether that version pins it, and how many requests it has.
+    """Return the level of each version's delta if the version wants or uses it, its pin, and its number of requests.
 
     Args:
         in_use: the version of each admitted request.
     """
     counts = Counter(record.label for record in in_use)
-    return tuple(
-        DeltaState(
-            residency.level_of(version.digest),
-            residency.has_pin(version.digest, version.label),
-            counts[version.label],
-        )
-        for version in versions
-    )
+    states = []
+    for version in versions:
+        is_own = residency.is_wanted(version.digest, version.label) or version.label in counts
+        level: Level = residency.level_of(version.digest) if is_own else "disk"
+        is_pinned = residency.has_pin(version.digest, version.label)
+        states.append(DeltaState(level, is_pinned, counts[version.label]))
+    return tuple(states)
 
 
 def residents(residency: Residency, in_use: Iterable[VersionRecord]) -> tuple[Resident, ...]:

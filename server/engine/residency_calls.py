@@ -25,7 +25,7 @@ class Prefetch:
 
 @dataclass(slots=True, eq=False)
 class Unload:
-    """A call to unpin a version and to free its slot once no request runs on it, unless another version pins it."""
+    """A call to unpin a version and to free its slot once no request runs on it, unless another version wants it."""
 
     record: VersionRecord
     future: Future[None]
@@ -41,8 +41,8 @@ class ResidencyCalls:
         self._unloads: list[Unload] = []
 
     def add_prefetch(self, call: Prefetch) -> None:
-        """Take a call to load. Pending calls to unload the same delta are answered: this one is newer."""
-        for unload in [u for u in self._unloads if u.record.digest == call.record.digest]:
+        """Take a call to load. Pending calls to unload the same version are answered: this one is newer."""
+        for unload in [u for u in self._unloads if u.record.label == call.record.label]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         self._residency.retain(call.record)
@@ -55,7 +55,7 @@ class ResidencyCalls:
 
     def serve(self, now: float) -> None:
         """Start loads, evict unused deltas, and answer the calls that are done or late."""
-        for unload in [u for u in self._unloads if self._is_unloaded(u.record.digest)]:
+        for unload in [u for u in self._unloads if self._residency.unload(u.record)]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         for prefetch in list(self._prefetches):
@@ -73,10 +73,6 @@ class ResidencyCalls:
         self._prefetches, self._unloads = [], []
         for call in pending:
             call.future.set_exception(error)
-
-    def _is_unloaded(self, digest: str) -> bool:
-        """Evict a delta, unless another version pins it. Return False if it is in use or loading."""
-        return self._residency.is_pinned(digest) or self._residency.evict(digest, "unload")
 
     def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
         digest = prefetch.record.digest

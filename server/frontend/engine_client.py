@@ -173,7 +173,8 @@ class EngineClient:
     ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened.
 
-        Versions of the same bytes share a slot. It stays pinned and is not freed while any of them pins it.
+        Versions of the same bytes share a slot. It stays pinned while any of them pins it, and is freed when the last
+        of them that was loaded, pinned or requested is unloaded.
 
         Args:
             max_pinned: versions that the version's tenant may pin; None is any number.

@@ -160,7 +160,7 @@ class CallDone(Struct, frozen=True, tag=True):
 class DeltaState(Struct, frozen=True, array_like=True):
     """The place of one delta, and its users: those of one version in a ResidencyAnswer, of all in a Resident."""
 
-    level: Level  # the same for all versions of the same bytes
+    level: Level  # of one version: "disk" unless that version wants its delta
     is_pinned: bool
     num_requests: int  # admitted and not answered in full
 

@@ -26,7 +26,6 @@ class Deleted:
 
     versions: list[int]
     records: list[VersionRecord]  # of those that could be read
-    unused: frozenset[str]  # those of their digests that no other variant has
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +75,11 @@ class VariantChanges:
             log.warning("deleting %s/%s, which cannot be read: %s", self.tenant.name, name, error)
             self.registry.delete(self.tenant.name, name, version)
             self.auditor.write(Change("delete", self.tenant.name, variant=name, version=version))
-            return Deleted([] if version is None else [version], [], frozenset())
+            return Deleted([] if version is None else [version], [])
         self.registry.delete(self.tenant.name, name, version)
         gone = [record for record in variant.versions if version in (None, record.version)]
         self.note("delete", *gone)
-        kept = {record.digest for other in self.registry.variants() for record in other.versions}
-        unused = frozenset(record.digest for record in gone) - kept
-        return Deleted([record.version for record in gone], gone, unused)
+        return Deleted([record.version for record in gone], gone)
 
     def note(
         self, action: Literal["publish", "promote", "delete", "pin", "unpin"], *records: VersionRecord

@@ -73,8 +73,7 @@ def test_cold_and_warm_starts_are_counted_apart(
             grown("variant_evictions_total", level="device", reason="unload"),
         ]
 
-    server.client.post("/variants/third/unload")
-    assert eventually(lambda: level_of(server, "third") == "disk")
+    server.unload_all()
     counts()
     server.generate("third", max_new_tokens=1)
     assert counts() == [0, 1, 1, 1, 0]
@@ -86,6 +85,7 @@ def test_cold_and_warm_starts_are_counted_apart(
 
 def test_residency_gauges_follow_the_slots(server: LiveServer) -> None:
     level = {"variant": "default/third", "level": "device"}
+    server.unload_all()
     server.client.post("/variants/third/load")
     assert eventually(lambda: server.metric("variant_resident", **level) == 1)
     resident = server.metric("variants_resident", level="device")

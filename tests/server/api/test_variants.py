@@ -186,7 +186,7 @@ def test_a_deleted_variant_gives_its_slot_back_even_when_it_was_pinned(
 
 
 def test_load_brings_a_version_in_and_unload_takes_it_out(server: LiveServer) -> None:
-    assert settles(server, "chatty", "unload", level="disk")
+    server.unload_all()
     assert settles(server, "chatty", "load", level="device")
     assert server.generate("chatty", max_new_tokens=1).json()["timings"]["cold"] is False
     assert settles(server, "chatty", "unload", level="disk")

@@ -180,6 +180,20 @@ def test_a_version_is_retained_until_it_was_forgotten_as_often(harness: Residenc
         harness.residency.load(record.digest)
 
 
+def test_a_version_wants_its_delta_until_it_unloads_it_or_the_delta_has_left_memory(tmp_path: Path) -> None:
+    with running_residency(tmp_path, num_slots=2, host_cache_bytes=0) as harness:
+        a, b, c, d = (harness.publish(f"v{seed}", seed) for seed in range(4))
+        harness.load(a, b)
+        assert not harness.residency.unload(a)
+        for record in (a, b):
+            harness.residency.forget(record.digest)
+        assert harness.residency.unload(a)
+        assert not harness.residency.is_wanted(a.digest, a.label)
+        assert harness.residency.is_wanted(b.digest, b.label)
+        harness.load(c, d)
+        assert not harness.residency.is_wanted(b.digest, b.label)
+
+
 def test_many_loads_of_one_digest_are_one_read(harness: ResidencyHarness) -> None:
     record = harness.publish("v", seed=1)
     for _ in range(5):

@@ -98,10 +98,32 @@ def test_versions_of_the_same_bytes_share_a_slot_and_each_has_its_own_pin(
     served.engine.load(first, "unpin").result(20)
     assert [served.engine.state_of(record).is_pinned for record in (first, second)] == [False, True]
     served.engine.load(first, "unload").result(20)
-    assert served.level(first) == served.level(second) == "device"
+    assert (served.level(first), served.level(second)) == ("disk", "device")
     assert served.engine.state_of(second).is_pinned
     served.engine.load(second, "unload").result(20)
     assert served.level(first) == served.level(second) == "disk"
+
+
+@pytest.mark.parametrize("action", ["load", "request"])
+def test_unload_frees_shared_bytes_when_no_other_version_of_them_was_asked_for(
+    served: Served, deltas: Family, action: str
+) -> None:
+    first, second, third = (
+        served.publish(deltas.artifacts[0], name) for name in ("first", "second", "third")
+    )
+    served.engine.load(first).result(20)
+    if action == "load":
+        served.engine.load(second).result(20)
+    else:
+        served.ask(second, PROMPT)
+    # The third was never asked for, so its level says nothing about the others.
+    assert [served.level(record) for record in (first, second, third)] == ["device", "device", "disk"]
+    for record in (third, first):
+        served.engine.load(record, "unload").result(20)
+    assert (served.level(first), served.level(second)) == ("disk", "device")
+    assert served.metric("variant_evictions_total", level="device", reason="unload") == 0
+    served.engine.load(second, "unload").result(20)
+    assert served.metric("variant_evictions_total", level="device", reason="unload") == 1
 
 
 def test_requests_count_for_their_own_version_alone(served: Served, deltas: Family) -> None:

@@ -112,6 +112,21 @@ class LiveServer:
             assert reply.status_code == 200, reply.read()
             yield _events(reply)
 
+    def unload_all(self) -> None:
+        """Unload every version that was used: another variant of the same bytes would keep them in memory."""
+
+        def used() -> list[tuple[str, int]]:
+            return [
+                (variant["name"], version["version"])
+                for variant in self.client.get("/variants").json()["variants"]
+                for version in variant["versions"]
+                if version["level"] != "disk"
+            ]
+
+        for name, number in used():
+            self.client.post(f"/variants/{name}/unload", params={"version": number})
+        assert eventually(lambda: not used())
+
     def metric(self, name: str, **labels: str) -> float:
         """Return one value of /metrics; 0 if there is no such series."""
         series = f"peraxis_{name}"

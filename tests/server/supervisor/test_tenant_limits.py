@@ -207,7 +207,8 @@ def test_a_tenant_s_pin_of_bytes_that_another_tenant_has_is_its_own(
         assert error_of(b.post("/variants/y/pin"))["param"] == "max_pinned"
         for action in ("unpin", "unload"):
             document = b.post(f"/variants/x/{action}").json()
-            assert (document["pinned"], document["level"]) == (False, "device")
+            level = "device" if action == "unpin" else "disk"
+            assert (document["pinned"], document["level"]) == (False, level)
         assert _is_pinned(a)
         assert b.post("/variants/x/pin").status_code == 202
         assert a.delete("/variants/x").status_code == 200

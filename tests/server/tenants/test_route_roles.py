@@ -256,6 +256,28 @@ def test_a_list_shows_what_the_caller_may_see(table: Table) -> None:
     assert names("admin", "/variants?tenant=globex", "variants", "name") == {PUBLIC, PRIVATE}
 
 
+def test_unloading_or_deleting_a_variant_takes_its_bytes_from_no_other_tenant(table: Table) -> None:
+    def level(owner: str, name: str, call: str = "") -> str:
+        client = table.clients[owner]
+        reply = client.post(f"/variants/{name}/{call}") if call else client.get(f"/variants/{name}")
+        return str(
+            reply.json()["versions"][0]["level"] if "versions" in reply.json() else reply.json()["level"]
+        )
+
+    for owner, name in (("acme", OWN), ("globex", PUBLIC), ("globex", PRIVATE)):
+        assert eventually(lambda: level(owner, name, "unload") == "disk")  # noqa: B023
+    assert eventually(lambda: level("acme", OWN, "load") == "device")
+    # Neither the bytes that another tenant has loaded show, nor are they taken from it.
+    assert level("globex", PRIVATE) == level("globex", PRIVATE, "unload") == "disk"
+    assert level("acme", OWN) == "device"
+    assert eventually(lambda: level("globex", PRIVATE, "load") == "device")
+    assert level("acme", OWN, "unload") == "disk"
+    assert level("globex", PRIVATE) == "device"
+    assert table.clients["acme"].delete(f"/variants/{OWN}").status_code == 200
+    table.publish(OWN)
+    assert level("globex", PRIVATE) == "device"
+
+
 def test_only_an_administrator_acts_for_another_tenant(table: Table) -> None:
     for tenant in ("globex", "absent"):
         reply = table.clients["publish"].get("/variants", params={"tenant": tenant})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import reprlib
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class PeraxisError(Exception):
@@ -23,6 +24,13 @@ class PeraxisError(Exception):
     def __init__(self, message: str, *, public: str | None = None) -> None:
         super().__init__(message)
         self.public = message if public is None else public
+
+    def about(self, name: str) -> Self:
+        """Return a copy whose messages begin with a name, for work that is done once for several things."""
+        named = copy.copy(self)
+        named.args = (f"{name}: {self}",)
+        named.public = f"{name}: {self.public}"
+        return named
 
 
 class UsageError(PeraxisError):

@@ -38,7 +38,7 @@ class Fetcher:
     def fetch(self, record: VersionRecord, slot: Slot) -> Future[tuple[ResidentDelta, LoadReport]]:
         """Start to fill a slot that no batch reads. The delta is complete and verified when the future has it.
 
-        The future raises:
+        The future raises, without the name of the version, because others may wait for the same bytes:
             VariantQuarantined: the stored object is corrupt; it was quarantined.
             VariantNotFound: the stored object is gone.
             ArtifactTooLarge: the delta does not fit the slot.
@@ -81,15 +81,17 @@ class Fetcher:
         )
         if record.device_bytes > len(slot.memory):
             raise ArtifactTooLarge(
-                f"{record.label} needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}"
-                ": compress it with a smaller --budget, or raise the server's --slot-headroom"
+                f"it needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}: compress it "
+                "with a smaller --budget, or raise the server's --slot-headroom"
             )
         with self._explained(record, path), self.cache.buffer(record.device_bytes) as buffer:
             memory = slot.memory if buffer is None else buffer.memory
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
             layout = DeltaLayout.of(
-                header, Manifest.from_verified_metadata(header.metadata, record.label), record.digest
+                header,
+                Manifest.from_verified_metadata(header.metadata, f"object {record.digest}"),
+                record.digest,
             )
             if buffer is not None:
                 self.cache.keep(buffer, record, layout)
@@ -105,13 +107,11 @@ class Fetcher:
                 self._quarantine(record, error)
             if path.exists():
                 raise
-            raise VariantNotFound(
-                f"{record.label}: its object is no longer in the registry: upload it again"
-            ) from error
+            raise VariantNotFound("its object is no longer in the registry: upload it again") from error
 
     def _quarantine(self, record: VersionRecord, found: CorruptObject) -> None:
         """Quarantine the file that was read; do nothing if it is no longer the object. Raises VariantQuarantined."""
         if self._registry.quarantine(record.digest, str(found), found.found_in):
             raise VariantQuarantined(
-                f"{record.label}: its stored object is corrupt and was quarantined: upload it again"
+                "its stored object is corrupt and was quarantined: upload it again"
             ) from found

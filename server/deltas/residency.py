@@ -48,9 +48,9 @@ class _RetainedRecord:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLoad:
-    """The end of one load: the delta is resident, or `error` is the reason why not."""
+    """The end of one load: the delta is resident, or `error` is the reason why not, without the name of a version."""
 
-    record: VersionRecord
+    digest: str
     error: PeraxisError | None
 
 
@@ -151,9 +151,9 @@ class Residency:
                 self._free_slot(entry)
                 if not isinstance(error, PeraxisError):
                     what = f"{type(error).__name__}: {error}"
-                    error = EngineFailed(f"{entry.record.label} could not be loaded: {what}")
+                    error = EngineFailed(f"it could not be loaded: {what}")
                 self._metrics.load_failed(error)
-            yield FinishedLoad(entry.record, error)
+            yield FinishedLoad(entry.record.digest, error)
 
     def evict(self, digest: str, reason: str) -> bool:
         """Free the slot and the host copy of an idle delta. Return False if it is in use or loading."""
@@ -189,7 +189,7 @@ class Residency:
         others = sum(bool(other.pins) for other in self._entries.values() if other is not entry)
         if others + 1 >= self.num_slots:
             raise InvalidRequest(
-                f"{others} of {self.num_slots} slots are pinned already: unpin another variant first"
+                "all slots that may be pinned are pinned already: unpin another variant first"
             )
         entry.pins[record.label] = record
         self._publish()

@@ -149,19 +149,21 @@ class EngineCore:
         """Raise InvalidRequest or QueueFull unless a request can be admitted."""
         request.check(self.limits.max_model_len)
         if len(self._requests) >= self.limits.max_open:
-            raise QueueFull(f"{len(self._requests)} requests run or wait: try again in a moment")
+            raise QueueFull("as many requests run or wait as the server takes: try again in a moment")
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
 
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""
         for load in self._residency.poll_loads():
-            digest, error = load.record.digest, load.error
+            digest, error = load.digest, load.error
             self._scheduler.load_ended(digest, now)
             self._waiting.load_ended(digest, now)
             if error is not None:
                 for state in self._requests.of_digest(digest):
-                    self._requests.fail(state, error)
+                    assert state.request.record is not None
+                    # Versions of several tenants may wait for the same bytes; each is told its own name alone.
+                    self._requests.fail(state, error.about(state.request.record.label))
                 self.residency_calls.fail_prefetches(digest, error)
 
     def _fail_late(self, now: float) -> None:

@@ -65,7 +65,7 @@ class ResidencyCalls:
         """Answer the calls to load a delta whose load has failed."""
         for prefetch in [prefetch for prefetch in self._prefetches if prefetch.record.digest == digest]:
             self._end_prefetch(prefetch)
-            prefetch.future.set_exception(error)
+            prefetch.future.set_exception(error.about(prefetch.record.label))
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every pending call with an error: the engine stops."""

@@ -44,7 +44,7 @@ class Lane:
 
     def share(self, text: VariantText, vocabulary: Vocabulary) -> LaneShare:
         """Return the calls of a tenant on a variant, for one more request; give it back with `leave`."""
-        key = (text.share, vocabulary)
+        key = (text.share, text.label, vocabulary)
         if key not in self._shares:
             work = VariantWork(self._pool, (tenant_of(text.share), key), text.label, kind=MATCHING)
             self._shares[key] = LaneShare(work, text, vocabulary)

@@ -207,8 +207,7 @@ def _read(tokenizer: LoadedTokenizer, vocabulary: Vocabulary) -> LLTokenizer:
     num_tokens = max(vocabulary.num_embeddings, len(tokenizer.fast))
     with failures_as(
         lambda reason: InvalidRequest(
-            f"{tokenizer.where}: its output cannot be constrained, because llguidance does not support its tokenizer: "
-            f"{reason}"
+            f"the output cannot be constrained, because llguidance does not support this tokenizer: {reason}"
         )
     ):
         return from_tokenizer(tokenizer.fast, num_tokens, _end_tokens(tokenizer, vocabulary))

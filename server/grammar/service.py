@@ -72,14 +72,15 @@ class GrammarService:
             raise InvalidRequest(str(error), error.param or grammar.param) from error
 
     def _work(self, text: VariantText) -> VariantWork:
-        if text.share not in self._works:
-            self._works[text.share] = VariantWork(
+        key = (text.share, text.label)
+        if key not in self._works:
+            self._works[key] = VariantWork(
                 self._pool, (tenant_of(text.share), ("grammar", text.share)), text.label, kind=TRYING
             )
             if len(self._works) > MAX_WORKS:
                 self._works.popitem(last=False)
-        self._works.move_to_end(text.share)
-        return self._works[text.share]
+        self._works.move_to_end(key)
+        return self._works[key]
 
     def _keep(self, key: tuple[Vocabulary, str], opening: NextMasks) -> None:
         self._tried[key] = opening

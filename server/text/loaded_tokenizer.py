@@ -36,19 +36,21 @@ class LoadedTokenizer:
     """A fast tokenizer with its chat template.
 
     Args:
-        tokenizer: the tokenizer, whose files may be a tenant's.
-        where: the owner's name in error messages.
+        tokenizer: the tokenizer, whose files may be a tenant's. Several variants may have the same files, so errors of
+            its methods name none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, where: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self.where = where
         self._decode = _decoder(tokenizer)
         self._longest_token: int | None = None
 
     @classmethod
     def load(cls, directory: Path, where: str) -> LoadedTokenizer:
         """Load the tokenizer files of a directory, which also needs the base's `config.json`.
+
+        Args:
+            where: the owner's name in the message of an error.
 
         Raises:
             ArtifactError: transformers cannot load them, or there is no `tokenizer.json`.
@@ -61,7 +63,7 @@ class LoadedTokenizer:
             raise ArtifactError(
                 f"{where}: it has no tokenizer.json: save the tokenizer in its fast form first"
             )
-        return cls(tokenizer, where)
+        return cls(tokenizer)
 
     @property
     def fast(self) -> PreTrainedTokenizerFast:
@@ -151,15 +153,12 @@ class LoadedTokenizer:
         num_chars = sum(map(len, texts))
         if num_chars > MAX_CHARS + MAX_CHARS_PER_TOKEN * num_tokens:
             raise ArtifactError(
-                f"{self.where}: its tokenizer makes {num_chars} characters of {num_tokens} tokens: "
-                "use one that makes fewer"
+                f"its tokenizer makes {num_chars} characters of {num_tokens} tokens: use one that makes fewer"
             )
         return texts
 
     def _decoding(self) -> AbstractContextManager[None]:
-        return failures_as(
-            lambda reason: ArtifactError(f"{self.where}: its tokenizer cannot decode tokens: {reason}")
-        )
+        return failures_as(lambda reason: ArtifactError(f"its tokenizer cannot decode tokens: {reason}"))
 
     def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         with failures_as(

@@ -68,7 +68,7 @@ class TextService:
         self._staging = Staging(base_dir, registry)
         self._facts: OrderedDict[str, TextFacts] = OrderedDict()
         self._reading: SingleFlight[TextFacts] = SingleFlight()
-        self._works: OrderedDict[tuple[str, str | None], VariantWork] = OrderedDict()
+        self._works: OrderedDict[tuple[str, str], VariantWork] = OrderedDict()
 
     async def of(self, record: VersionRecord | None, tenant: str) -> VariantText:
         """Return the text of a version, or of the base; reads the version's object if its facts are not cached.
@@ -88,7 +88,9 @@ class TextService:
         work = self._work(tenant, record.digest, record.label)
         facts = self._facts.get(record.digest)
         if facts is None:
-            facts = await self._reading.run(record.digest, lambda: self._read(record, work))
+            # Of one tenant and version: its errors name the version, and its time is the tenant's.
+            key = (tenant, record.label)
+            facts = await self._reading.run(key, lambda: self._read(record, work))
             self._keep(record.digest, facts)
         else:
             self._facts.move_to_end(record.digest)
@@ -99,13 +101,13 @@ class TextService:
         self._base.close()
 
     def _work(self, tenant: str, digest: str | None, label: str) -> VariantWork:
-        share = (tenant, digest)
-        if share not in self._works:
-            self._works[share] = VariantWork(self._pool, share, label)
+        key = (tenant, label)
+        if key not in self._works:
+            self._works[key] = VariantWork(self._pool, (tenant, digest), label)
             if len(self._works) > MAX_WORKS:
                 self._works.popitem(last=False)
-        self._works.move_to_end(share)
-        return self._works[share]
+        self._works.move_to_end(key)
+        return self._works[key]
 
     async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
         async with self._staging.staged(record) as staged:

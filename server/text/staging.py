@@ -63,6 +63,7 @@ class Staging:
         self.base_dir = base_dir
         self._registry = registry
         self._base_files = read_tokenizer_files(base_dir)
+        # By label, not by digest: errors name the version, and another tenant may have the same bytes.
         self._tasks: dict[str, asyncio.Task[StagedVersion]] = {}
         self._num_users: dict[str, int] = {}
 
@@ -75,18 +76,18 @@ class Staging:
             VariantQuarantined: the object is corrupt; it was quarantined.
             ArtifactError: a file is too large.
         """
-        digest = record.digest
-        if digest not in self._tasks:
-            self._tasks[digest] = asyncio.create_task(asyncio.to_thread(self._stage, record))
-            self._num_users[digest] = 0
-        task = self._tasks[digest]
-        self._num_users[digest] += 1
+        label = record.label
+        if label not in self._tasks:
+            self._tasks[label] = asyncio.create_task(asyncio.to_thread(self._stage, record))
+            self._num_users[label] = 0
+        task = self._tasks[label]
+        self._num_users[label] += 1
         try:
             yield await asyncio.shield(task)
         finally:
-            self._num_users[digest] -= 1
-            if not self._num_users[digest]:
-                del self._tasks[digest], self._num_users[digest]
+            self._num_users[label] -= 1
+            if not self._num_users[label]:
+                del self._tasks[label], self._num_users[label]
                 # A thread cannot be cancelled, so the files may only now be written.
                 task.add_done_callback(_remove)
 

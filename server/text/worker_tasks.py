@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,9 @@ def with_tokenizer(
         PeraxisError: as `function` raises it.
     """
     with _failures_of(where):
-        return function(_loaded.get(key, directory, where), *args)
+        tokenizer = _loaded.get(key, directory, where)
+        with _named(where):
+            return function(tokenizer, *args)
 
 
 def read_generation(raw: bytes, where: str) -> Generation:
@@ -119,7 +121,7 @@ def probe(tokenizer: LoadedTokenizer) -> None:
     try:
         ids = tokenizer.encode(PROBE_TEXT, PROBE_TOKENS, True, "probe")
     except InvalidRequest as error:
-        raise ArtifactError(f"{tokenizer.where}: its tokenizer cannot be used: {error}") from error
+        raise ArtifactError(f"its tokenizer cannot be used: {error}") from error
     tokenizer.decode(ids)
     tokenizer.decode_each(ids)
 
@@ -152,9 +154,18 @@ def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "t
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch:
         write_tokenizer(own, base_dir, Path(scratch))
         tokenizer = LoadedTokenizer.load(Path(scratch), where)
-    with _failures_of(where):
+    with _failures_of(where), _named(where):
         probe(tokenizer)
         _try_template(tokenizer)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put a name before the errors of a tokenizer, which knows none."""
+    try:
+        yield
+    except ArtifactError as error:
+        raise error.about(where) from error
 
 
 def _failures_of(where: str) -> AbstractContextManager[None]:

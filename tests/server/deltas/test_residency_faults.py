@@ -39,7 +39,7 @@ def test_a_corrupt_object_is_quarantined_not_cached_and_fails_alone(harness: Res
     fine, error = harness.load(good, bad)
     assert fine is None
     assert isinstance(error, VariantQuarantined)
-    assert "default/bad@1" in str(error)
+    assert "its stored object is corrupt and was quarantined" in str(error)
     assert harness.registry.is_quarantined(bad.digest)
     assert is_as_if_never_loaded(harness, bad.digest)
     assert harness.in_slot(good) == harness.section(good)
@@ -164,7 +164,7 @@ def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
         fine, error = harness.load(good, bad)
     assert fine is None
     assert isinstance(error, EngineFailed)
-    assert "default/bad@1 could not be loaded: OutOfMemoryError: CUDA out of memory" in str(error)
+    assert "it could not be loaded: OutOfMemoryError: CUDA out of memory" in str(error)
     assert harness.metric("slots_in_use") == 1
     assert harness.residency.level_of(bad.digest) == "host"
     assert harness.load(bad) == [None]

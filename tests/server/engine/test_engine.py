@@ -167,6 +167,20 @@ def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Serv
         served.registry.resolve("default", "bad")
 
 
+def test_requests_and_calls_for_the_same_bytes_are_told_of_their_own_version_alone(
+    served: Served, deltas: Family
+) -> None:
+    first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
+    served.registry.object_path(first.digest).unlink()
+    waiting = [served.start(record, PROMPT) for record in (first, second)]
+    calls = [served.engine.load(record) for record in (first, second)]
+    errors = [error_of(pending.answer()) for pending in waiting] + [call.exception(20) for call in calls]
+    assert all(isinstance(error, VariantNotFound) for error in errors)
+    names = ["default/first@1", "default/second@1"] * 2
+    reason = "its object is no longer in the registry: upload it again"
+    assert [str(error) for error in errors] == [f"{name}: {reason}" for name in names]
+
+
 def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Family) -> None:
     record = served.publish(deltas.artifacts[0], "v")
     served.ask(record, PROMPT)

@@ -61,7 +61,7 @@ def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenizer() -> LoadedTokenizer:
-    return LoadedTokenizer(make_tokenizer(), "the base")
+    return LoadedTokenizer(make_tokenizer())
 
 
 def closed(properties: dict[str, Any], definitions: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_mask_has_a_bit_for_each_row_and_none_behind(tokenizer: LoadedTokenize
 
 @pytest.mark.parametrize("kind", ["byte level", "llama"])
 def test_tokenizers_of_language_models_are_supported(kind: str) -> None:
-    loaded = LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]()), kind)
+    loaded = LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]()))
     grammar = matching_schema(closed({"the cat": {"enum": ["sat on"]}}))
     tokens = sampled(loaded, grammar, kind, Vocabulary(kind, len(loaded.fast), ()), 1)
     assert json.loads(loaded.decode(tokens)) == {"the cat": "sat on"}
@@ -181,8 +181,8 @@ def test_tokenizers_of_language_models_are_supported(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["word level", "word piece", "metaspace"])
 def test_a_tokenizer_whose_tokens_are_no_bytes_is_refused(kind: str) -> None:
-    loaded = LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]()), "mine")
-    with pytest.raises(InvalidRequest, match="mine: its output cannot be constrained"):
+    loaded = LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]()))
+    with pytest.raises(InvalidRequest, match="the output cannot be constrained"):
         reading_vocabulary(loaded, Vocabulary(kind, len(loaded.fast), ()), opening_masks, any_object())
 
 

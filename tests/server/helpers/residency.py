@@ -60,7 +60,7 @@ class ResidencyHarness:
         while any(map(self.residency.is_loading, self.published)):
             assert self.load_ended.wait(WAIT_S)
             self.load_ended.clear()
-            ended |= {load.record.digest: load.error for load in self.residency.poll_loads()}
+            ended |= {load.digest: load.error for load in self.residency.poll_loads()}
         return ended
 
     def load(self, *records: VersionRecord) -> list[PeraxisError | None]:

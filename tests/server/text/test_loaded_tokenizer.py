@@ -21,39 +21,39 @@ CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 def test_of_several_templates_the_default_one_renders() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"tool_use": "no", "default": "{{ bos_token }}yes"}
-    loaded = LoadedTokenizer(tokenizer, "it")
+    loaded = LoadedTokenizer(tokenizer)
     assert loaded.decode_each(loaded.render_chat(CONVERSATION, 10)) == ["", "y", "e", "s"]
 
 
 def test_without_a_template_messages_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
-        LoadedTokenizer(make_tokenizer(), "it").render_chat(CONVERSATION, 10)
+        LoadedTokenizer(make_tokenizer()).render_chat(CONVERSATION, 10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_transformers(kind: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind]())
     ids = tokenizer("the cat, at the mat <end>")["input_ids"]
-    assert LoadedTokenizer(tokenizer, "it").decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert LoadedTokenizer(tokenizer).decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_tokenizer_that_cleans_up_spaces_does_so_here() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_piece(), clean_up_tokenization_spaces=True)
     tokenizer.backend_tokenizer.decoder = None
     ids = tokenizer("the , the")["input_ids"]
-    assert LoadedTokenizer(tokenizer, "it").decode(ids) == tokenizer.decode(ids) == "the, the"
+    assert LoadedTokenizer(tokenizer).decode(ids) == tokenizer.decode(ids) == "the, the"
 
 
 def test_a_normalizer_that_shrinks_text_widens_the_bound_on_characters() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("....", ".")
-    assert len(LoadedTokenizer(tokenizer, "it").encode("." * 1600, 400, True, "prompt")) == 400
+    assert len(LoadedTokenizer(tokenizer).encode("." * 1600, 400, True, "prompt")) == 400
     with pytest.raises(InvalidRequest, match="which are more than 400 tokens"):
-        LoadedTokenizer(tokenizer, "it").encode("." * 100_000, 400, True, "prompt")
+        LoadedTokenizer(tokenizer).encode("." * 100_000, 400, True, "prompt")
 
 
 def test_special_tokens_are_shown_on_request() -> None:
-    loaded = LoadedTokenizer(make_tokenizer(), "it")
+    loaded = LoadedTokenizer(make_tokenizer())
     ids = loaded.encode("a</s>", 10, True, "prompt")
     assert (loaded.decode(ids), loaded.decode(ids, skip_special_tokens=False)) == ("a", "a</s>")
     assert loaded.token_strings([*ids, 9999]) == ["a", "</s>", ""]
@@ -62,7 +62,7 @@ def test_special_tokens_are_shown_on_request() -> None:
 def test_a_vocabulary_of_absurdly_long_tokens_is_not_decoded() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["a" * 200_000])
-    loaded, ids = LoadedTokenizer(tokenizer, "it"), [len(tokenizer) - 1]
+    loaded, ids = LoadedTokenizer(tokenizer), [len(tokenizer) - 1]
     for decode in (loaded.decode, loaded.decode_each, loaded.token_strings):
         with pytest.raises(ArtifactError, match="200000 characters of 1 tokens"):
             decode(ids)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
 
-from deltastore.errors import VariantNotFound, VariantQuarantined
+from deltastore.errors import ArtifactError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.variant_files import VariantFiles, read_files
@@ -180,6 +182,52 @@ def test_an_object_that_is_gone_is_not_found(texts: Texts, own_files: dict[str, 
             await service.of(record, "default")
 
     texts.run(test)
+
+
+@pytest.mark.parametrize("damage", ["gone", "corrupt", "unusable"])
+def test_each_tenant_is_told_of_its_own_version_when_bytes_are_shared(
+    texts: Texts, own_files: dict[str, bytes], damage: str
+) -> None:
+    broken = {"tokenizer.json": b"{}"} if damage == "unusable" else {}
+    files = {**own_files, **broken, "chat_template.jinja": f"shared {damage}".encode()}
+    acme = replace_fields(texts.publish(files), tenant="acme", name="secret")
+    globex = replace_fields(acme, tenant="globex", name="hidden")
+    path = texts.registry.object_path(acme.digest)
+    path.chmod(0o644)
+    if damage == "corrupt":
+        flip_byte(path, path.read_bytes().index(b"shared"))
+    elif damage == "gone":
+        path.unlink()
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        of = [service.of(record, record.tenant) for record in (acme, globex)]
+        first, second = map(str, await asyncio.gather(*of, return_exceptions=True))
+        assert "secret" in first
+        assert "hidden" in second
+        assert not re.search("globex|hidden", first)
+        assert not re.search("acme|secret", second)
+
+    texts.run(test)
+
+
+def test_a_tokenizer_that_another_tenant_s_work_has_loaded_fails_under_the_caller_s_name(
+    texts: Texts, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["a" * 200_000])
+    acme = replace_fields(texts.publish(files_of(tokenizer, tmp_path)), tenant="acme", name="secret")
+    globex = replace_fields(acme, tenant="globex", name="hidden")
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        for record in (acme, globex):
+            text = await service.of(record, record.tenant)
+            with pytest.raises(
+                ArtifactError, match=f"^{record.label}: its tokenizer makes 200000 characters"
+            ):
+                await text.decode([len(tokenizer) - 1])
+
+    # One worker, which keeps the tokenizer that it has loaded for the first.
+    texts.run(test, num_workers=1)
 
 
 def test_a_cancelled_first_request_leaves_the_others_their_result(

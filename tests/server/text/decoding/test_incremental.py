@@ -19,7 +19,7 @@ from tests.server.helpers.tokenizer_kinds import KINDS, TEXT, byte_level, llama
 
 TOKENIZERS = {name: make() for name, make in KINDS.items()}
 LOADED = {
-    name: LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), name)
+    name: LoadedTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     for name, tokenizer in TOKENIZERS.items()
 }
 # Any text, and parts that tokenizers treat in their own ways.

@@ -101,17 +101,17 @@ seccompProfile:
 {{/* Directories that a process writes to, on a root file system that it cannot. */}}
 {{- define "peraxis.scratchEnv" -}}
 - name: HOME
-  value: /tmp
+  value: /var/cache/peraxis
 - name: TMPDIR
   value: /tmp
 - name: XDG_RUNTIME_DIR
   value: /tmp
 - name: XDG_CACHE_HOME
-  value: /cache
+  value: /var/cache/peraxis
 - name: HF_HOME
-  value: /cache/huggingface
+  value: /var/cache/peraxis/huggingface
 - name: TRITON_CACHE_DIR
-  value: /cache/triton
+  value: /var/cache/peraxis/triton
 - name: OMP_NUM_THREADS
   {{- if .Values.ompNumThreads }}
   value: {{ .Values.ompNumThreads | int | quote }}
@@ -128,7 +128,7 @@ seccompProfile:
 - name: tmp
   mountPath: /tmp
 - name: cache
-  mountPath: /cache
+  mountPath: /var/cache/peraxis
 {{- end -}}
 
 {{- define "peraxis.tmpVolume" -}}

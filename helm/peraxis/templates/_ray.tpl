@@ -20,9 +20,13 @@ spec:
   {{- include "peraxis.podAccount" $root | nindent 2 }}
   {{- include "peraxis.podSecurity" $root | nindent 2 }}
   {{- end }}
-  {{- include "peraxis.placement" (dict "root" $root "gpu" .gpu) | nindent 2 }}
+  {{- with include "peraxis.placement" (dict "root" $root "gpu" .gpu) | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   {{- if not .isHead }}
-  {{- include "peraxis.spread" $root | nindent 2 }}
+  {{- with include "peraxis.spread" $root | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
   terminationGracePeriodSeconds: {{ include "peraxis.shutdownSeconds" $root }}
   {{- if $root.Values.base.download.repository }}
   initContainers:

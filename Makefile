@@ -5,6 +5,8 @@
 #   REGISTRY     the registry's directory, for serve
 #   BENCH        which benches to run
 #   WHEELS_PYTHON  the Python version that wheels are for
+#   IMAGE        name of the image
+#   IMAGE_OPTIONS  of docker/build_image.py, e.g. --base-image=NAME
 #   WORKERS      how many processes run the tests: a number, or logical for one per core
 
 PYTHON ?= python3
@@ -14,6 +16,8 @@ REGISTRY ?= registry
 BENCH ?= load
 WORKERS ?= logical
 WHEELS_PYTHON ?= 3.12
+IMAGE ?= localhost/peraxis:cpu
+IMAGE_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +29,7 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx limits llguidance msgspe
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check hooks serve bench wheels reference monitoring monitoring-check packages
+.PHONY: help demo test coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +41,7 @@ help:
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
+	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
 	@echo 'make monitoring  write dashboards and alerts from monitoring/'
 	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
@@ -82,6 +87,14 @@ serve: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
+
+# Needs no Docker: a base by debootstrap, the build by buildah, the proof with podman.
+image: $(STAMP) image-packages
+	$(BIN)/python docker/build_image.py --tag '$(IMAGE)' $(IMAGE_OPTIONS)
+	PYTHONPATH=. $(BIN)/python docker/prove_image.py '$(IMAGE)'
+
+image-packages:
+	@[ "$$(command -v buildah podman runc debootstrap | wc -l)" = 4 ] || apt-get install -y --no-install-recommends buildah podman runc debootstrap
 
 monitoring: $(STAMP)
 	$(BIN)/python -m monitoring

@@ -1,0 +1,127 @@
+"""Build target cpu of docker/Dockerfile with buildah, without a container engine: `python docker/build_image.py`.
+
+Runs as root on Debian or Ubuntu. Without --base-image it makes the base with debootstrap, so that no registry of images
+is needed. pip in the build looks where pip on this machine looks. Knows nothing of how the image is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TAG = "localhost/peraxis:cpu"
+TOOLS = ("buildah", "podman", "debootstrap")
+# The rest of a base's package manager would stay in the image.
+APT_CACHES = ("var/cache/apt", "var/lib/apt/lists")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tag", default=TAG, help=f"name of the image ({TAG})")
+    parser.add_argument("--base-image", help="a local image to build on, instead of one made by debootstrap")
+    parser.add_argument("--suite", default="bookworm", help="Debian's release of the base (bookworm)")
+    parser.add_argument("--mirror", default="http://deb.debian.org/debian", help="where debootstrap gets it")
+    parser.add_argument("--torch-index", help="index of torch's CPU builds; empty: only pip's own indexes")
+    arguments = parser.parse_args()
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        parser.error(f"run this as root, with these Debian packages installed: {' '.join(TOOLS)} runc")
+    base = arguments.base_image or debian_base(arguments.suite, arguments.mirror)
+    build_arguments = {"BASE_IMAGE": base}
+    torch_index = arguments.torch_index
+    if torch_index is None and pip_offers_cpu_torch():
+        torch_index = ""
+    if torch_index is not None:
+        build_arguments["TORCH_INDEX"] = torch_index
+    build(arguments.tag, build_arguments)
+
+
+def debian_base(suite: str, mirror: str) -> str:
+    """Return the name of a local image of Debian with Python; make it if it is missing."""
+    name = f"localhost/peraxis-base:{suite}"
+    if subprocess.run(["podman", "image", "exists", name]).returncode == 0:
+        return name
+    with tempfile.TemporaryDirectory(prefix="peraxis-base-") as directory:
+        run("debootstrap", "--variant=minbase", "--include=python3-venv", suite, directory, mirror)
+        for cache in APT_CACHES:
+            shutil.rmtree(Path(directory, cache))
+        tar = subprocess.Popen(["tar", "-C", directory, "-c", "."], stdout=subprocess.PIPE)
+        subprocess.run(["podman", "import", "-", name], stdin=tar.stdout, check=True)
+        if tar.wait():
+            raise SystemExit(f"tar could not read {directory}")
+    return name
+
+
+def pip_offers_cpu_torch() -> bool:
+    """True if pip on this machine finds a CPU build of torch without another index."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+    ]
+    command += ["--constraint", str(ROOT / "constraints.txt"), "--report", "-", "torch"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    return str(json.loads(report)["install"][0]["metadata"]["version"]).endswith("+cpu")
+
+
+def pip_settings() -> Mapping[str, str]:
+    """Return pip's settings on this machine; those of the environment override those of files."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    settings = {}
+    # Lines as global.cert='/...' and :env:.cert='/...'.
+    for line in sorted(lines, key=lambda line: line.startswith(":env:")):
+        name, value = line.split("=", 1)
+        settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))
+    return settings
+
+
+def local_paths(settings: Mapping[str, str]) -> list[str]:
+    """Return the files and directories of this machine that settings of pip name, also by a file: URL."""
+    words = " ".join(settings.values()).split()
+    paths = {re.sub(r"^file://", "", word) for word in words}
+    # An index of file: URLs may refer to files beside its own directory.
+    parents = {os.path.dirname(path.rstrip("/")) if path.endswith("simple") else path for path in paths}
+    return sorted(path for path in parents if path.startswith("/") and os.path.exists(path))
+
+
+def build(tag: str, build_arguments: Mapping[str, str]) -> None:
+    """Build the image. What pip needs of this machine is mounted, and leaves no trace in the image."""
+    settings = pip_settings()
+    with tempfile.TemporaryDirectory(prefix="peraxis-pip-") as directory:
+        configuration = Path(directory, "pip.conf")
+        configuration.write_text(
+            "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+        )
+        command = ["buildah", "build", "--isolation", "chroot", "--layers=false", "--pull-never"]
+        command += ["--format", "docker", "--target", "cpu", "--tag", tag]
+        for name, value in build_arguments.items():
+            command += ["--build-arg", f"{name}={value}"]
+        command += ["--volume", f"{configuration}:/etc/pip.conf:ro"]
+        for path in local_paths(settings):
+            command += ["--volume", f"{path}:{path}:ro"]
+        run(*command, "--file", str(ROOT / "docker/Dockerfile"), str(ROOT))
+
+
+def run(*command: str) -> None:
+    print("+", *command, file=sys.stderr, flush=True)
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from typing import Any
 
 import yaml
+from typer.main import get_command
 
+from peraxis import COMMANDS
 from server.settings import Settings
 from tests.helm.helpers.rendering import (
     CHART,
@@ -75,6 +79,29 @@ def test_the_guide_s_ports_are_the_chart_s() -> None:
 def test_the_release_of_the_guide_has_the_names_that_it_uses() -> None:
     names = {each["metadata"]["name"] for each in rendered(release="peraxis")}
     assert {"peraxis", "peraxis-admin", "peraxis-base", "peraxis-registry"} == names
+
+
+def test_every_value_that_a_command_of_the_guide_sets_exists() -> None:
+    given = [each for setting in re.findall(r"--set ([\w.,=$]+)", GUIDE) for each in setting.split(",")]
+    assert given
+    for each in given:
+        path, value = each.split("=")
+        assert isinstance(yaml.safe_load(value), type(value_at(path))), each
+
+
+def test_the_commands_of_the_guide_have_the_options_that_it_gives() -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("peraxis ")]
+    assert len(commands) > 2
+    for line in commands:
+        name, *arguments = shlex.split(line)[1:]
+        entry = COMMANDS[name]
+        other = entry.other_form if entry.other_form and entry.other_form.option in arguments else None
+        command: Any = get_command(importlib.import_module((other or entry).module).app)
+        if entry.is_group:
+            name = arguments.pop(0)
+        command = getattr(command, "commands", {}).get(name, command)
+        assert command.make_context("peraxis", arguments)
 
 
 def test_the_first_key_of_the_guide_is_the_secret_of_the_examples() -> None:

@@ -171,6 +171,7 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
         ({**RAY, "ray": {"enabled": True, "minWorkers": 9}}, ["ray.minWorkers", "ray.maxWorkers"]),
         ({**RAY, "autoscaling": {"enabled": True}}, ["ray.enabled", "autoscaling.enabled"]),
         ({**RAY, "compressor": {"enabled": True}}, ["ray.enabled", "compressor.enabled"]),
+        ({**RAY, "monitoring": {"alerts": {"enabled": True}}}, ["ray.enabled", "alerts.enabled"]),
         (
             {**RAY, "monitoring": {"serviceMonitor": {"enabled": True}}},
             ["ray.enabled", "serviceMonitor.enabled"],

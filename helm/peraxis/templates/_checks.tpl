@@ -30,6 +30,9 @@
 {{- if and .Values.ray.enabled .Values.monitoring.serviceMonitor.enabled -}}
 {{- fail "monitoring.serviceMonitor.enabled and ray.enabled are both true: the ServiceMonitor reads the StatefulSet's admin port, and docs/deploy/ray.md says what Ray's pods export" -}}
 {{- end -}}
+{{- if and .Values.ray.enabled .Values.monitoring.alerts.enabled -}}
+{{- fail "monitoring.alerts.enabled and ray.enabled are both true: the alerts watch the StatefulSet's admin port, which does not exist" -}}
+{{- end -}}
 {{- if and .Values.autoscaling.enabled (not .Values.monitoring.serviceMonitor.enabled) -}}
 {{- fail "autoscaling.enabled needs monitoring.serviceMonitor.enabled: without it Prometheus has no peraxis_num_requests_waiting to scale by" -}}
 {{- end -}}

@@ -171,6 +171,8 @@ def rm(
 ) -> None:
     """Delete a variant, or one version that is not active. Asks on a terminal.
 
+    A version's number is never assigned again: a later push of the same name gets the next number.
+
     Examples: peraxis rm instruct@2; peraxis rm instruct --yes
     """
     name, params = parse_reference(reference)

@@ -39,6 +39,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the application of the public port, with the routes of administration unless they have their own port."""
     routers = PUBLIC_ROUTERS
     if service.settings.compat == "vllm-lora":
+        # Whatever `admin_port` is: controllers of vLLM call the port that serves a pod's requests.
         routers = (*routers, vllm_lora.router)
     if service.settings.admin_port is None:
         routers = (*routers, *ADMIN_ROUTERS)

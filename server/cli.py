@@ -125,7 +125,10 @@ def serve(
     ] = None,
     compat: Annotated[
         str | None,
-        typer.Option(help="none, or vllm-lora: vLLM's calls to load and unload LoRA adapters, on variants."),
+        typer.Option(
+            help="none, or vllm-lora: vLLM's calls to load and unload LoRA adapters, on variants. They are on --port "
+            "whatever --admin-port is, and need the role publish with --auth keys."
+        ),
     ] = None,
     lora_dir: Annotated[
         Path | None,

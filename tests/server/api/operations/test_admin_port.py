@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
 
+from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.settings import Settings
 from tests.server.helpers.http_app import make_service
@@ -23,11 +25,14 @@ SHARED = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}")}
 ADMINISTRATION = ("/metrics", "/stats", "/variants", "/keys", "/tenants")
 
 
-def routes_of(tmp_path: Path, admin_port: int | None) -> tuple[set[Route], set[Route]]:
+def routes_of(
+    tmp_path: Path, admin_port: int | None, compat: Literal["none", "vllm-lora"] = "none"
+) -> tuple[set[Route], set[Route]]:
     """Return the method and path of each route of the public and of the admin application."""
+    settings = Settings(base=tmp_path, registry=tmp_path / "registry", admin_port=admin_port, compat=compat)
 
     async def main() -> tuple[set[Route], set[Route]]:
-        service = make_service(Settings(base=tmp_path, registry=tmp_path / "registry", admin_port=admin_port))
+        service = make_service(settings)
         try:
             return listed(create_app(service)), listed(create_admin_app(service))
         finally:
@@ -67,6 +72,17 @@ def test_an_admin_port_takes_all_routes_of_administration_and_no_other(tmp_path:
         ("POST", "/variants"),
         ("DELETE", "/variants/{name}"),
     } <= admin
+
+
+def test_the_calls_of_vllms_controllers_stay_on_the_public_port_and_need_the_role_publish(
+    tmp_path: Path,
+) -> None:
+    without, _ = routes_of(tmp_path, 9000)
+    public, admin = routes_of(tmp_path, 9000, "vllm-lora")
+    calls = {("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
+    assert public - without == calls
+    assert not calls & admin
+    assert {ROLES[call] for call in calls} == {"publish"}
 
 
 @pytest.fixture(scope="module")

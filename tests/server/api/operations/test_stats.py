@@ -54,6 +54,7 @@ def test_the_document_names_the_server_and_its_slots(server: LiveServer) -> None
 
 
 def test_a_variant_in_a_slot_is_listed_with_its_requests(server: LiveServer) -> None:
+    server.unload_all()
     with server.streaming("third", **LONG) as stream:
         next(stream)
         assert eventually(lambda: (resident(server, "third") or {}).get("num_requests") == 1)
@@ -66,6 +67,7 @@ def test_a_variant_in_a_slot_is_listed_with_its_requests(server: LiveServer) -> 
 
 
 def test_an_unloaded_variant_is_not_listed(server: LiveServer) -> None:
+    server.unload_all()
     assert server.client.post("/variants/chatty/load").status_code == 202
     assert eventually(lambda: resident(server, "chatty"))
     assert server.client.post("/variants/chatty/unload").status_code == 202

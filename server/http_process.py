@@ -54,12 +54,14 @@ from server.protocol.control import (
     SupervisorMessage,
 )
 from server.protocol.limits import (
+    AddTokens,
     GiveBack,
     LimitAnswer,
     LimitsUnknown,
     SeatRefused,
     SeatTaken,
     TakeSeat,
+    TokensAdded,
     UsageOfTenant,
     UsageWanted,
 )
@@ -151,13 +153,13 @@ class SupervisorLink:
         found: SourceJob | None = await self._answer_to(("source", call_id), call)
         return found
 
-    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
         """Return the answer to a call about a tenant's limits."""
         answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
         return answer
 
-    def tell(self, call: GiveBack) -> None:
-        """Give a seat back."""
+    def tell(self, call: AddTokens | GiveBack) -> None:
+        """Send a call about a seat, and do not wait for its answer."""
         self._link.send(call)
 
     async def _answer_to(self, key: tuple[str, int], call: HttpProcessMessage) -> Any:
@@ -195,7 +197,7 @@ class SupervisorLink:
                     self._answered(("source", call_id), job)
                 case StatsAnswer(call_id, stats):
                     self._answered(("stats", call_id), stats)
-                case SeatTaken() | SeatRefused() | UsageOfTenant() | LimitsUnknown():
+                case SeatTaken() | TokensAdded() | SeatRefused() | UsageOfTenant() | LimitsUnknown():
                     self._answered(("limit", message.call_id), message)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:

@@ -1,6 +1,7 @@
 """Submit a call to the engine: resolve its version, tokenize its prompts, choose its sampling parameters.
 
-Every route that generates tokens goes through here. Knows no route's JSON.
+Every route that generates tokens goes through here. The tenant's limits are asked twice: for a seat before any costly
+work, and for the tokens when they are known. Knows no route's JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from server.api.outputs.text_outputs import TextOutputs
 from server.api.outputs.tool_outputs import ToolOutputs
 from server.api.schemas import BASE, Reference
 from server.api.service import Service
+from server.api.tenants.call_tokens import all_tokens, fewest_tokens, longest_by_default
 from server.api.tenants.rate_headers import rate_headers
 from server.errors import InvalidRequest
 from server.grammar.requested import Requested
-from server.protocol.limits import Rates
+from server.protocol.limits import Rates, Tokens
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
 from server.request_context import current_request
+from server.tenants.limits.limiter import Seat
 from server.tenants.tenant import Tenant
 from server.text.conversation import Conversation
 from server.text.variant_text import VariantText
@@ -69,6 +72,21 @@ class GenerationCall:
     echo: bool = False
     requested: Requested = field(default_factory=Requested)
 
+    @property
+    def n(self) -> int:
+        """Number of sequences of each prompt."""
+        return int(self.sampling.get("n", 1))
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most new tokens of a sequence, if the client set them."""
+        return self.sampling.get("max_new_tokens")
+
+    def least_tokens(self) -> Tokens:
+        """Return the fewest tokens that the call can need, as far as that is known before its texts are tokenized."""
+        num_prompt = sum(1 if isinstance(each, str | Conversation) else len(each) for each in self.prompts)
+        return fewest_tokens(num_prompt, len(self.prompts) * self.n, self.max_new_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -104,57 +122,90 @@ class Submission:
 
 
 async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
-    """Resolve the version, tokenize every prompt, then submit a request for each.
+    """Resolve the version, take the tenant's seat, tokenize every prompt, then submit a request for each.
 
     Raises:
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
         VariantNotFound, VariantQuarantined: the version cannot be served.
+        RateLimited: the tenant is over a limit.
         InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
             its output cannot be used.
-        RateLimited: the tenant is over a limit.
     """
     with _counting_refusals(service, call.tenant):
         service.check_ready()
         _check_number(call, service.settings.max_queue)
     record = await resolved(service, call.tenant, call.reference)
     with _counting_refusals(service, call.tenant):
+        # Before the variant's files are read and texts are tokenized, which takes a worker's time.
+        seat = await _seat_for(service, call, events)
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
-        requests, echoes = [], []
-        for prompt in call.prompts:
-            # Short prompts are tokenized on the event loop, which others need between them.
-            await asyncio.sleep(0)
-            ids = await _encoded(text, prompt, max_tokens)
-            params = _sampling_params(call, text, len(ids), max_tokens)
-            id_, name = events.new_request_id(), call.reference.name
-            requests.append(
-                Request(id_, call.tenant.name, name, record, ids, text.num_embeddings, params, _traceparent())
+        prompts, echoes = await _tokenized(call, text, max_tokens)
+        longest = longest_by_default(seat.limits.tokens_per_minute, prompts, call.n, max_tokens)
+        requests = [
+            Request(
+                *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
+                *(text.num_embeddings, _sampling_params(call, text, most), _traceparent()),
             )
-            if service.settings.log_prompts:
-                log.info("request %s: prompt %r", id_, prompt)
-            if call.echo:
-                echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
+            for ids, most in zip(prompts, longest, strict=True)
+        ]
         _check_echoes(requests, echoes)
-        # Before a grammar is compiled, which takes a worker's time.
-        num_prompt = sum(len(request.prompt_ids) for request in requests)
-        num_new = sum(each.sampling_params.n * each.sampling_params.max_new_tokens for each in requests)
-        seat = await service.limiter.admit(
-            call.tenant.name, len(requests), num_prompt, num_new, call.length_field
-        )
-        events.hold(seat)
-        constraint = None
-        if call.requested.grammar is not None:
-            constraint = await service.grammars.open(text, call.requested.grammar)
-        for request, prompt in zip(requests, call.prompts, strict=True):
-            masks = None if constraint is None else constraint.feed()
-            is_chat = isinstance(prompt, Conversation)
-            events.submit(request, masks, "chat" if is_chat else "text_completion")
+        tokens = all_tokens(requests, has_length=call.max_new_tokens is not None)
+        await seat.add_tokens(tokens, call.length_field)
+        await _send(service, call, text, requests, events)
     outputs = (
         ToolOutputs(events, requests, text, call.requested, call.stream)
         if call.requested.tools
         else TextOutputs(events, requests, text)
     )
     return Submission(requests, outputs, echoes, seat.rates)
+
+
+async def _seat_for(service: Service, call: GenerationCall, events: RequestEvents) -> Seat:
+    """Take the tenant's seat for a call; its events hold it until they end."""
+    seat = await service.limiter.admit(
+        call.tenant.name, len(call.prompts), call.least_tokens(), call.length_field
+    )
+    events.hold(seat)
+    return seat
+
+
+async def _tokenized(
+    call: GenerationCall, text: VariantText, max_tokens: int
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Return the token ids of each prompt, and their texts if the reply repeats them.
+
+    Raises:
+        InvalidRequest: a prompt is too long, with the new tokens that the call asks for, or cannot be tokenized.
+    """
+    prompts, echoes = [], []
+    for prompt in call.prompts:
+        # Short prompts are tokenized on the event loop, which others need between them.
+        await asyncio.sleep(0)
+        ids = await _encoded(text, prompt, max_tokens)
+        _check_length(call, len(ids), max_tokens)
+        prompts.append(ids)
+        if call.echo:
+            echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
+    return prompts, echoes
+
+
+async def _send(
+    service: Service,
+    call: GenerationCall,
+    text: VariantText,
+    requests: Sequence[Request],
+    events: RequestEvents,
+) -> None:
+    """Submit the requests to the engine, constrained by the call's grammar if it has one."""
+    constraint = None
+    if call.requested.grammar is not None:
+        constraint = await service.grammars.open(text, call.requested.grammar)
+    for request, prompt in zip(requests, call.prompts, strict=True):
+        if service.settings.log_prompts:
+            log.info("request %s: prompt %r", request.id, prompt)
+        masks = None if constraint is None else constraint.feed()
+        events.submit(request, masks, "chat" if isinstance(prompt, Conversation) else "text_completion")
 
 
 def _traceparent() -> str | None:
@@ -189,7 +240,7 @@ def _counting_refusals(service: Service, tenant: Tenant) -> Iterator[None]:
 
 def _check_number(call: GenerationCall, max_prompts: int) -> None:
     """Refuse a call of so many requests that the engine's queue could never hold them."""
-    num_prompts, n = len(call.prompts), call.sampling.get("n", 1)
+    num_prompts, n = len(call.prompts), call.n
     if num_prompts > max_prompts or num_prompts * n > MAX_SEQUENCES:
         raise InvalidRequest(
             f"the call has {num_prompts} prompts with {n} sequences each, more than the {max_prompts} prompts and "
@@ -226,24 +277,22 @@ async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int) -> tuple[
     return tuple(prompt)
 
 
-def _sampling_params(
-    call: GenerationCall, text: VariantText, num_prompt: int, max_tokens: int
-) -> SamplingParams:
-    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits.
-
-    Raises:
-        InvalidRequest: the prompt and the new tokens that the call asks for do not fit.
-    """
-    num_new, num_left = call.sampling.get("max_new_tokens"), max_tokens - num_prompt
+def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> None:
+    """Refuse a prompt that does not fit with the new tokens that the call asks for."""
+    num_new, num_left = call.max_new_tokens, max_tokens - num_prompt
     if num_new is not None and num_new > num_left:
         raise InvalidRequest(
             f"{num_prompt} prompt tokens and {num_new} new ones are {num_prompt + num_new}, more than the "
             f"{max_tokens} that fit: shorten the prompt or lower {call.length_field}",
             call.length_field if num_left > 0 else "prompt",
         )
+
+
+def _sampling_params(call: GenerationCall, text: VariantText, longest: int) -> SamplingParams:
+    """Return what the call asks for, with the variant's defaults; a default length is at most `longest`."""
     defaults = dict(text.generation_defaults)
-    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or num_left
-    defaults["max_new_tokens"] = max(1, min(default_new, num_left))
+    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or longest
+    defaults["max_new_tokens"] = max(1, min(default_new, longest))
     is_constrained = call.requested.grammar is not None
     return SamplingParams(
         **{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids, is_constrained=is_constrained

@@ -80,7 +80,7 @@ async def _text(
     record = await resolved(service, tenant, reference)
     headers = version_headers(reference.name or BASE, record)
     # Before the variant's files are read, which takes a worker's time.
-    seat = await service.limiter.admit_text(tenant.name)
+    seat = await service.limiter.admit(tenant.name)
     try:
         yield await service.text.of(record, tenant.name), headers
     finally:

@@ -11,6 +11,14 @@ from server.tenants.limits.tenant_limits import TenantLimits
 SeatKind = Literal["request", "upload"]
 
 
+class Tokens(Struct, frozen=True, array_like=True):
+    """The tokens of a call."""
+
+    num_prompt: int = 0
+    num_new: int = 0  # the most that all sequences together may generate
+    may_overdraw: bool = False  # its length is a default, so that it may begin before all of it fits
+
+
 class TakeSeat(Struct, frozen=True, tag=True):
     """Count work of a tenant as under way until a GiveBack. Answered by SeatTaken, SeatRefused or LimitsUnknown."""
 
@@ -18,9 +26,19 @@ class TakeSeat(Struct, frozen=True, tag=True):
     tenant: str
     kind: SeatKind
     num_requests: int = 0
-    num_tokens: int = 0  # of the prompts
-    num_new_tokens: int = 0  # at most, of all sequences; reserved until the GiveBack
+    # The fewest that the work can need; compared with the limit and not counted.
+    tokens: Tokens = Tokens()
     num_bytes: int = 0  # of an upload
+
+
+class AddTokens(Struct, frozen=True, tag=True):
+    """Count a seat's prompt tokens and reserve its new ones. Answered by TokensAdded, SeatRefused or LimitsUnknown.
+
+    SeatRefused also gives the seat back.
+    """
+
+    call_id: int  # of the seat
+    tokens: Tokens
 
 
 class GiveBack(Struct, frozen=True, tag=True):
@@ -37,7 +55,7 @@ class UsageWanted(Struct, frozen=True, tag=True):
     tenant: str
 
 
-LimitCall = TakeSeat | GiveBack | UsageWanted
+LimitCall = TakeSeat | AddTokens | GiveBack | UsageWanted
 
 
 class Rate(Struct, frozen=True, array_like=True):
@@ -62,6 +80,13 @@ class SeatTaken(Struct, frozen=True, tag=True):
     rates: Rates
     limits: TenantLimits
     reserved_bytes: int  # of the tenant's other uploads under way
+
+
+class TokensAdded(Struct, frozen=True, tag=True):
+    """The seat's requests may run."""
+
+    call_id: int
+    rates: Rates
 
 
 class SeatRefused(Struct, frozen=True, tag=True):
@@ -92,4 +117,4 @@ class LimitsUnknown(Struct, frozen=True, tag=True):
     message: str
 
 
-LimitAnswer = SeatTaken | SeatRefused | UsageOfTenant | LimitsUnknown
+LimitAnswer = SeatTaken | TokensAdded | SeatRefused | UsageOfTenant | LimitsUnknown

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
 from server.protocol.limits import (
+    AddTokens,
     GiveBack,
     LimitAnswer,
     LimitsUnknown,
@@ -15,6 +16,8 @@ from server.protocol.limits import (
     SeatRefused,
     SeatTaken,
     TakeSeat,
+    Tokens,
+    TokensAdded,
     UsageOfTenant,
     UsageWanted,
 )
@@ -22,16 +25,17 @@ from server.tenants.limits.tenant_limits import TenantLimits
 
 # Without an answer by then, the work is refused: a tenant must not get past its limits while nothing counts.
 ANSWER_S = 2.0
+NO_TOKENS = Tokens()
 
 
 class LedgerLink(Protocol):
     """The way to the ledger: over a control link, or to the one in this process."""
 
-    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
         """Return the answer to a call."""
 
-    def tell(self, call: GiveBack) -> None:
-        """Send a call that has no answer, behind all that were asked before."""
+    def tell(self, call: AddTokens | GiveBack) -> None:
+        """Send a call without waiting for an answer, behind all that were asked before."""
 
 
 class Seat:
@@ -48,6 +52,31 @@ class Seat:
         self.reserved_bytes = 0 if taken is None else taken.reserved_bytes
         self._taken = taken
         self._link = link
+
+    async def add_tokens(self, tokens: Tokens, length_field: str) -> None:
+        """Count the tokens of the prompts, and reserve those that the requests may generate until `release`.
+
+        Args:
+            length_field: the name in the call of what bounds its new tokens, for errors.
+
+        Raises:
+            RateLimited: they do not fit now; the seat is given back.
+            InvalidRequest: they exceed a limit by themselves; the seat is given back.
+            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
+        """
+        if self._link is None or self._taken is None:
+            return
+        call = AddTokens(self._taken.call_id, tokens)
+        if self.limits.tokens_per_minute is None:
+            # No limit can refuse them, so nothing waits for the answer.
+            self._link.tell(call)
+            return
+        answer = await _ask(self._link, call)
+        if isinstance(answer, SeatRefused):
+            self._link = None
+            raise _refusal(answer, tokens, length_field)
+        assert isinstance(answer, TokensAdded)
+        self.rates = answer.rates
 
     def release(self, num_tokens: int = 0) -> None:
         """End the work, whose sequences have generated `num_tokens`; no effect the second time."""
@@ -68,41 +97,28 @@ class Limiter:
         self._call_ids = itertools.count()
 
     async def admit(
-        self, tenant: str, num_requests: int, num_prompt_tokens: int, num_new_tokens: int, length_field: str
+        self,
+        tenant: str,
+        num_requests: int = 1,
+        least: Tokens = NO_TOKENS,
+        length_field: str = "max_new_tokens",
     ) -> Seat:
-        """Count requests of a tenant and the tokens of their prompts, and reserve those they may generate.
+        """Count requests of a tenant, before any work is done for them. Release the seat when they have ended.
 
-        Release the seat when they have ended.
+        Requests for tokens then call `Seat.add_tokens`; those that only use a tokenizer do not.
 
         Args:
             num_requests: prompts; the sequences of one prompt are one request.
-            num_prompt_tokens: of all prompts together.
-            num_new_tokens: the most that all sequences together may generate.
-            length_field: the name in the call of what bounds `num_new_tokens`, for errors.
+            least: the fewest tokens that the requests can need, as far as that is known without a tokenizer.
+            length_field: the name in the call of what bounds its new tokens, for errors.
 
         Raises:
             RateLimited: the tenant is over a limit.
             InvalidRequest: the requests exceed a limit by themselves.
             QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
         """
-        call = TakeSeat(
-            next(self._call_ids),
-            tenant,
-            "request",
-            num_requests=num_requests,
-            num_tokens=num_prompt_tokens,
-            num_new_tokens=num_new_tokens,
-        )
+        call = TakeSeat(next(self._call_ids), tenant, "request", num_requests=num_requests, tokens=least)
         return await self._take(call, length_field)
-
-    async def admit_text(self, tenant: str) -> Seat:
-        """Count a request that uses a tokenizer and not the engine. Release the seat when it has ended.
-
-        Raises:
-            RateLimited: the tenant is over a limit.
-            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
-        """
-        return await self._take(TakeSeat(next(self._call_ids), tenant, "request", num_requests=1))
 
     async def admit_upload(self, tenant: str, size_bytes: int) -> Seat:
         """Count an upload of a tenant. Release the seat when it is published or has failed.
@@ -121,7 +137,7 @@ class Limiter:
         """
         if self._link is None:
             return None
-        answer = await self._ask(self._link, UsageWanted(next(self._call_ids), tenant))
+        answer = await _ask(self._link, UsageWanted(next(self._call_ids), tenant))
         assert isinstance(answer, UsageOfTenant)
         return answer
 
@@ -129,39 +145,38 @@ class Limiter:
         if self._link is None:
             return Seat()
         try:
-            answer = await self._ask(self._link, call)
+            answer = await _ask(self._link, call)
         except BaseException:
             # The ledger may take the seat later.
             self._link.tell(GiveBack(call.call_id, 0))
             raise
         if isinstance(answer, SeatRefused):
-            if answer.retry_after_s is None:
-                raise _too_large(answer, call, length_field)
-            raise RateLimited(
-                answer.message, answer.limit, retry_after_s=answer.retry_after_s, rates=answer.rates
-            )
+            raise _refusal(answer, call.tokens, length_field)
         assert isinstance(answer, SeatTaken)
         return Seat(answer, self._link)
 
-    async def _ask(self, link: LedgerLink, call: TakeSeat | UsageWanted) -> LimitAnswer:
-        try:
-            answer = await asyncio.wait_for(link.ask(call), ANSWER_S)
-        except TimeoutError:
-            raise QueueFull(
-                "the server cannot count the tenant's limits now: try again in a moment"
-            ) from None
-        if isinstance(answer, LimitsUnknown):
-            raise QueueFull(answer.message)
-        return answer
+
+async def _ask(link: LedgerLink, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    try:
+        answer = await asyncio.wait_for(link.ask(call), ANSWER_S)
+    except TimeoutError:
+        raise QueueFull("the server cannot count the tenant's limits now: try again in a moment") from None
+    if isinstance(answer, LimitsUnknown):
+        raise QueueFull(answer.message)
+    return answer
 
 
-def _too_large(refused: SeatRefused, call: TakeSeat, length_field: str) -> InvalidRequest:
-    """Return the error of a call that exceeds a limit by itself."""
+def _refusal(refused: SeatRefused, tokens: Tokens, length_field: str) -> RateLimited | InvalidRequest:
+    """Return the error of a call that a limit keeps out, or that exceeds it by itself."""
+    if refused.retry_after_s is not None:
+        return RateLimited(
+            refused.message, refused.limit, retry_after_s=refused.retry_after_s, rates=refused.rates
+        )
     limit = refused.rates.tokens
-    if refused.limit != "tokens_per_minute" or limit is None or call.num_tokens >= limit.limit:
+    is_bounded = refused.limit == "tokens_per_minute" and not tokens.may_overdraw
+    if not is_bounded or limit is None or tokens.num_prompt >= limit.limit:
         return InvalidRequest(refused.message, "prompt")
-    message = (
-        f"{refused.message}, or lower {length_field} ({call.num_tokens} prompt tokens and up to "
-        f"{call.num_new_tokens} new ones)"
+    return InvalidRequest(
+        f"{refused.message}, or lower {length_field}: the call may generate {tokens.num_new} tokens",
+        length_field,
     )
-    return InvalidRequest(message, length_field)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server.protocol.limits import GiveBack, LimitAnswer, TakeSeat, UsageWanted
+from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, UsageWanted
 from server.tenants.limits.ledger import Ledger
 
 HOLDER = "inline"
@@ -18,14 +18,14 @@ class LocalLink:
         # A task that nothing refers to may be collected.
         self._telling: set[asyncio.Task[object]] = set()
 
-    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
         """Return the ledger's answer."""
         answer = await self._ledger.answer(HOLDER, call)
         assert answer is not None
         return answer
 
-    def tell(self, call: GiveBack) -> None:
-        """Give a seat back soon."""
+    def tell(self, call: AddTokens | GiveBack) -> None:
+        """Do what a call asks soon, without its answer."""
         task: asyncio.Task[object] = asyncio.create_task(self._ledger.answer(HOLDER, call))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)

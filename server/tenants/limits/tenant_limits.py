@@ -21,9 +21,10 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     requests_per_minute: Positive | None = None
     # Prompt tokens count when a request is admitted, generated tokens when it has ended. Until then, the most that it
-    # may generate is reserved.
+    # may generate is reserved, or what is left of the limit if the client has not set a length.
     tokens_per_minute: Positive | None = None
-    max_running: Positive | None = None  # requests that wait or run in the engine
+    # Requests between their admission and their end, those whose prompts are being tokenized included.
+    max_running: Positive | None = None
     max_uploads: Positive | None = None  # under way
     max_stored_bytes: Natural | None = (
         None  # of different artifacts with a live version, and of uploads under way

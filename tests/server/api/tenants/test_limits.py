@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from server.protocol.limits import GiveBack, LimitAnswer, TakeSeat, UsageWanted
+from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, Tokens, UsageWanted
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import limiter as limiter_module
 from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.limiter import Limiter
+from server.tenants.limits.local_link import LocalLink
 from server.tenants.limits.tenant_limits import TenantLimits
+from server.text.variant_text import VariantText
+from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
 
@@ -99,6 +104,155 @@ def test_calls_that_use_a_tokenizer_count_as_requests(artifacts: Artifacts, tmp_
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=2), talk)
 
 
+CHAT: dict[str, Any] = {"model": "chatty", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def limiter_of(limits: TenantLimits) -> Limiter:
+    """Make a limiter with a ledger of its own, by which every tenant has the same limits."""
+    return Limiter(LocalLink(Ledger(lambda tenant: limits)))
+
+
+async def publish_chatty(app: HttpApp, artifacts: Artifacts) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    content = artifacts.chatty.read_bytes()
+    assert (
+        await app.client.post("/variants?name=chatty", content=content, headers=headers)
+    ).status_code == 201
+
+
+@contextmanager
+def counted_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Yield the names of the functions that workers were given inside the block."""
+    functions: list[str] = []
+    run = WorkerPool.run
+
+    async def counted(
+        pool: WorkerPool, share: Any, deadline_s: float, function: Any, *args: Any, **options: Any
+    ) -> Any:
+        functions.append(function.__name__)
+        return await run(pool, share, deadline_s, function, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerPool, "run", counted)
+        yield functions
+
+
+def test_a_tenant_over_its_requests_never_reaches_a_worker(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        await publish_chatty(app, artifacts)
+        with counted_tasks(monkeypatch) as tasks:
+            assert (await app.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert tasks
+            tasks.clear()
+            refused = await app.client.post("/v1/chat/completions", json=CHAT)
+            assert (refused.status_code, error_of(refused)["param"]) == (429, "requests_per_minute")
+            assert not tasks
+        assert (await usage(app))["requests_last_minute"] == 1
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=1), talk)
+
+
+def test_a_tenant_with_all_its_running_requests_or_tokens_never_reaches_a_worker(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        await publish_chatty(app, artifacts)
+        for limits, reason in (
+            (TenantLimits(max_running=1), "max_running"),
+            (TenantLimits(tokens_per_minute=10), "tokens_per_minute"),
+        ):
+            app.service.limiter = limiter_of(limits)
+            seat = await app.service.limiter.admit("acme")
+            await seat.add_tokens(Tokens(1, 8), "max_tokens")
+            with counted_tasks(monkeypatch) as tasks:
+                body = {**CHAT, "max_tokens": 1}
+                refused = await app.client.post("/v1/chat/completions", json=body)
+                assert (refused.status_code, error_of(refused)["param"]) == (429, reason)
+                assert refused.headers["Retry-After"] == "1"
+                assert not tasks
+            seat.release()
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
+def test_tokens_that_are_refused_when_they_are_known_free_the_seat_and_count_as_a_request(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        assert (await generate(app, prompt="a" * 60)).status_code == 200
+        refused = await generate(app, prompt="a" * 60)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
+        assert int(refused.headers["Retry-After"]) > 1
+        counted = await usage(app)
+        assert (counted["running"], counted["requests_last_minute"]) == (0, 2)
+        assert 60 < counted["tokens_last_minute"] <= 62
+        assert refused.headers["x-ratelimit-remaining-tokens"] == str(100 - counted["tokens_last_minute"])
+        assert (await generate(app, prompt="a")).status_code == 200
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100, max_running=1), talk)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_tokenized_frees_its_seat(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def endless(text: VariantText, *_: Any) -> list[int]:
+        begun.set()
+        await asyncio.Event().wait()
+        return []
+
+    async def talk(app: HttpApp) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(VariantText, "encode", endless)
+            leaving = asyncio.create_task(generate(app))
+            await begun.wait()
+            assert (await usage(app))["running"] == 1
+            leaving.cancel()
+            await asyncio.wait({leaving})
+        assert (await usage(app))["running"] == 0
+        assert (await generate(app)).status_code == 200
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(max_running=1), talk)
+
+
+def test_an_unknown_variant_is_not_found_whatever_the_limits_and_counts_as_nothing(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        for status in (200, 429):
+            unknown = await app.client.post("/generate?variant=absent", json=BODY)
+            assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+            assert (await generate(app)).status_code == status
+        assert (await usage(app))["requests_last_minute"] == 1
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=1), talk)
+
+
+def test_a_chat_without_a_length_is_at_most_as_long_as_the_limit_of_tokens_allows(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        await publish_chatty(app, artifacts)
+        body = {"messages": CHAT["messages"], "model": "chatty"}
+        num_prompt = (await app.client.post("/tokenize", json=body)).json()["count"]
+        # The variant's own default is five new tokens.
+        limits = TenantLimits(tokens_per_minute=num_prompt + 3)
+        app.service.limiter = limiter_of(limits)
+        reply = await app.client.post("/v1/chat/completions", json=CHAT)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["completion_tokens"] <= 3
+        assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
+        refused = await app.client.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
+        too_long = await app.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": num_prompt + 3})
+        assert (too_long.status_code, error_of(too_long)["param"]) == (400, "max_tokens")
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
 def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
         leaving = asyncio.create_task(generate(app, max_new_tokens=200, n=4))
@@ -119,11 +273,11 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SilentLedger:
-        async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+        async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
             await asyncio.Event().wait()
             raise AssertionError
 
-        def tell(self, call: GiveBack) -> None:
+        def tell(self, call: AddTokens | GiveBack) -> None:
             """Nothing was taken."""
 
     monkeypatch.setattr(limiter_module, "ANSWER_S", 0.01)

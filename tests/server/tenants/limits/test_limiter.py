@@ -9,18 +9,21 @@ import pytest
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
 from server.protocol.limits import (
+    AddTokens,
     GiveBack,
     LimitAnswer,
     LimitsUnknown,
     Rate,
     Rates,
     SeatRefused,
+    SeatTaken,
     TakeSeat,
+    Tokens,
     UsageWanted,
 )
 from server.tenants.limits import limiter as limiter_module
 from server.tenants.limits.ledger import Ledger
-from server.tenants.limits.limiter import Limiter
+from server.tenants.limits.limiter import Limiter, Seat
 from server.tenants.limits.local_link import LocalLink
 from server.tenants.limits.tenant_limits import TenantLimits
 
@@ -29,15 +32,15 @@ class SilentLink:
     """A link whose other end never answers, as a supervisor that hangs."""
 
     def __init__(self) -> None:
-        self.asked: list[TakeSeat | UsageWanted] = []
-        self.told: list[GiveBack] = []
+        self.asked: list[TakeSeat | AddTokens | UsageWanted] = []
+        self.told: list[AddTokens | GiveBack] = []
 
-    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
         self.asked.append(call)
         await asyncio.Event().wait()
         raise AssertionError
 
-    def tell(self, call: GiveBack) -> None:
+    def tell(self, call: AddTokens | GiveBack) -> None:
         self.told.append(call)
 
 
@@ -47,10 +50,10 @@ class AnsweringLink:
     def __init__(self, answer: LimitAnswer) -> None:
         self._answer = answer
 
-    async def ask(self, call: TakeSeat | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
         return self._answer
 
-    def tell(self, call: GiveBack) -> None:
+    def tell(self, call: AddTokens | GiveBack) -> None:
         """An answer without a seat needs none of it back."""
 
 
@@ -62,7 +65,7 @@ def test_without_an_answer_the_request_is_refused_and_its_seat_is_given_back(
     async def main() -> None:
         link = SilentLink()
         with pytest.raises(QueueFull, match="cannot count"):
-            await Limiter(link).admit("a", 1, 5, 0, "max_tokens")
+            await Limiter(link).admit("a")
         assert link.told == [GiveBack(link.asked[0].call_id, 0)]
 
     asyncio.run(main())
@@ -71,7 +74,7 @@ def test_without_an_answer_the_request_is_refused_and_its_seat_is_given_back(
 def test_a_client_that_leaves_while_its_request_waits_for_a_seat_gives_it_back() -> None:
     async def main() -> None:
         link = SilentLink()
-        asking = asyncio.create_task(Limiter(link).admit("a", 1, 5, 0, "max_tokens"))
+        asking = asyncio.create_task(Limiter(link).admit("a"))
         while not link.asked:
             await asyncio.sleep(0)
         asking.cancel()
@@ -87,7 +90,7 @@ def test_a_refusal_is_the_error_that_names_its_limit_and_its_wait() -> None:
         rates = Rates(requests=Rate(1, 0, 60.0))
         refused = SeatRefused(0, rates, "requests_per_minute", "too many", 17)
         with pytest.raises(RateLimited, match="too many") as caught:
-            await Limiter(AnsweringLink(refused)).admit("a", 1, 5, 0, "max_tokens")
+            await Limiter(AnsweringLink(refused)).admit("a")
         error = caught.value
         assert (error.param, error.retry_after_s, error.rates) == ("requests_per_minute", 17, rates)
 
@@ -98,21 +101,76 @@ def test_a_request_that_never_fits_is_invalid() -> None:
     async def main() -> None:
         refused = SeatRefused(0, Rates(), "tokens_per_minute", "too large", None)
         with pytest.raises(InvalidRequest, match="too large"):
-            await Limiter(AnsweringLink(refused)).admit("a", 1, 5, 0, "max_tokens")
+            await Limiter(AnsweringLink(refused)).admit("a")
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("num_prompt", "param"), [(99, "max_tokens"), (100, "prompt")])
-def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(
-    num_prompt: int, param: str
-) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "param"),
+    [(Tokens(99, 2), "max_tokens"), (Tokens(100, 2), "prompt"), (Tokens(99, 2, True), "prompt")],
+)
+def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(tokens: Tokens, param: str) -> None:
+    """Before its prompts are tokenized and afterwards. One without a length names no length."""
+
     async def main() -> None:
         limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(tokens_per_minute=100))))
         with pytest.raises(InvalidRequest, match="100 tokens per minute") as caught:
-            await limiter.admit("a", 1, num_prompt, 2, "max_tokens")
+            await limiter.admit("a", 1, tokens, "max_tokens")
         assert caught.value.param == param
-        assert (await limiter.admit("a", 1, 98, 2, "max_tokens")).rates.tokens == Rate(100, 0, mock.ANY)
+        seat = await limiter.admit("a")
+        with pytest.raises(InvalidRequest, match="100 tokens per minute") as caught:
+            await seat.add_tokens(tokens, "max_tokens")
+        assert caught.value.param == param
+        seat = await limiter.admit("a")
+        await seat.add_tokens(Tokens(98, 2), "max_tokens")
+        assert seat.rates.tokens == Rate(100, 0, mock.ANY)
+
+    asyncio.run(main())
+
+
+def test_tokens_without_a_limit_are_counted_without_waiting_for_the_ledger() -> None:
+    async def main() -> None:
+        link = SilentLink()
+        seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1), 0), link)
+        await seat.add_tokens(Tokens(5, 3), "max_tokens")
+        seat.release(2)
+        assert (link.asked, link.told) == ([], [AddTokens(7, Tokens(5, 3)), GiveBack(7, 2)])
+
+    asyncio.run(main())
+
+
+def test_a_seat_whose_tokens_are_refused_is_given_back_by_the_ledger() -> None:
+    async def main() -> None:
+        limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(tokens_per_minute=9, max_running=1))))
+        await (await limiter.admit("b")).add_tokens(Tokens(9), "max_tokens")
+        first = await limiter.admit("a")
+        await first.add_tokens(Tokens(5), "max_tokens")
+        first.release(3)
+        await asyncio.sleep(0)
+        seat = await limiter.admit("a")
+        with pytest.raises(RateLimited, match="9 tokens per minute") as caught:
+            await seat.add_tokens(Tokens(2), "max_tokens")
+        assert caught.value.param == "tokens_per_minute"
+        # Before it is released.
+        usage = await limiter.usage("a")
+        assert usage is not None
+        assert (usage.num_running, usage.num_requests, usage.num_tokens) == (0, 2, 8)
+        seat.release()
+
+    asyncio.run(main())
+
+
+def test_tokens_that_the_ledger_does_not_count_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiter_module, "ANSWER_S", 0.01)
+
+    async def main() -> None:
+        link = SilentLink()
+        seat = Seat(SeatTaken(7, Rates(), TenantLimits(tokens_per_minute=1), 0), link)
+        with pytest.raises(QueueFull, match="cannot count"):
+            await seat.add_tokens(Tokens(1), "max_tokens")
+        seat.release()
+        assert link.told == [GiveBack(7, 0)]
 
     asyncio.run(main())
 
@@ -120,7 +178,7 @@ def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(
 def test_limits_that_cannot_be_read_refuse_the_request() -> None:
     async def main() -> None:
         with pytest.raises(QueueFull, match="damaged"):
-            await Limiter(AnsweringLink(LimitsUnknown(0, "damaged"))).admit("a", 1, 5, 0, "max_tokens")
+            await Limiter(AnsweringLink(LimitsUnknown(0, "damaged"))).admit("a")
 
     asyncio.run(main())
 
@@ -128,7 +186,8 @@ def test_limits_that_cannot_be_read_refuse_the_request() -> None:
 def test_without_a_ledger_everything_is_admitted_and_nothing_is_known() -> None:
     async def main() -> None:
         limiter = Limiter()
-        seat = await limiter.admit("a", 10**6, 10**9, 10**9, "max_tokens")
+        seat = await limiter.admit("a", 10**6)
+        await seat.add_tokens(Tokens(10**9, 10**9), "max_tokens")
         seat.release(10**9)
         assert (seat.rates, seat.limits) == (Rates(), TenantLimits())
         assert await limiter.usage("a") is None
@@ -139,9 +198,10 @@ def test_without_a_ledger_everything_is_admitted_and_nothing_is_known() -> None:
 def test_a_seat_of_the_ledger_in_this_process_is_released_once() -> None:
     async def main() -> None:
         limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(max_running=1))))
-        seat = await limiter.admit("a", 1, 5, 0, "max_tokens")
+        seat = await limiter.admit("a")
+        await seat.add_tokens(Tokens(5), "max_tokens")
         with pytest.raises(RateLimited):
-            await limiter.admit("a", 1, 5, 0, "max_tokens")
+            await limiter.admit("a")
         seat.release(3)
         seat.release(3)
         await asyncio.sleep(0)

@@ -1,0 +1,51 @@
+"""The tokens of a call, as the limits of its tenant count them. Knows no route, no text and no ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.protocol.limits import Tokens
+from server.protocol.request import Request
+
+
+def fewest_tokens(num_prompt: int, num_sequences: int, max_new_tokens: int | None) -> Tokens:
+    """Return the fewest tokens that a call can need, before its prompts are tokenized.
+
+    Args:
+        num_prompt: of prompts that are token ids, and one of each other prompt.
+        num_sequences: of all prompts together.
+        max_new_tokens: of each sequence, as the client set it; None if it did not.
+    """
+    if max_new_tokens is None:
+        return Tokens(num_prompt, num_sequences, may_overdraw=True)
+    return Tokens(num_prompt, num_sequences * max_new_tokens)
+
+
+def all_tokens(requests: Sequence[Request], *, has_length: bool) -> Tokens:
+    """Return the tokens of all requests of a call.
+
+    Args:
+        has_length: the client set the most new tokens of a sequence.
+    """
+    num_prompt = sum(len(request.prompt_ids) for request in requests)
+    num_new = sum(each.sampling_params.n * each.sampling_params.max_new_tokens for each in requests)
+    return Tokens(num_prompt, num_new, may_overdraw=not has_length)
+
+
+def longest_by_default(
+    tokens_per_minute: int | None, prompts: Sequence[Sequence[int]], n: int, max_model_len: int
+) -> list[int]:
+    """Return the most new tokens of each prompt's sequences, if the client has not set them.
+
+    They are what the context has room for, and an equal share of what the limit has if its tenant uses nothing else.
+
+    Args:
+        prompts: token ids.
+        n: sequences of each prompt.
+        max_model_len: most tokens of prompt and output together.
+    """
+    room = [max_model_len - len(ids) for ids in prompts]
+    if tokens_per_minute is None:
+        return room
+    share = (tokens_per_minute - sum(map(len, prompts))) // (n * len(prompts))
+    return [max(1, min(each, share)) for each in room]

@@ -131,7 +131,7 @@ def test_a_misspelt_query_parameter_is_refused(server: LiveServer) -> None:
 
 
 def test_an_unknown_path_is_not_found(server: LiveServer) -> None:
-    for path in ("/nothing", "/variants/", "/variants/a/b", "/docs"):
+    for path in ("/nothing", "/variants/", "/variants/a/b", "/redoc"):
         reply = server.client.get(path)
         assert (reply.status_code, error_of(reply)["code"]) == (404, "not_found")
 

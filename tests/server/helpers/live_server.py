@@ -21,6 +21,7 @@ import httpx
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair
+from tests.server.api.helpers.described import check_described
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 90.0
@@ -82,7 +83,8 @@ class LiveServer:
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        hooks = {"response": [check_described]}
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S, event_hooks=hooks)
 
     def upload(self, name: str, artifact: Path, **query: str) -> httpx.Response:
         headers = {"Content-Type": "application/octet-stream"}

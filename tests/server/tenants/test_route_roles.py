@@ -19,6 +19,7 @@ from server.api.access import ROLES
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
+from tests.server.api.helpers.described import check_described
 from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, eventually, live_server
 
 # Variants as the tenant acme sees them. Their names are equally long, so that replies about them are.
@@ -188,6 +189,7 @@ def table(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 base_url=server.url,
                 timeout=WAIT_S,
                 headers={"X-Request-Id": REQUEST_ID, **({"Authorization": f"Bearer {text}"} if text else {})},
+                event_hooks={"response": [check_described]},
             )
             for caller, text in texts.items()
         }

@@ -8,7 +8,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
-from schemathesis.specs.openapi.checks import status_code_conformance
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from tests.server.api.compat.conftest import LoraServer
 
@@ -17,7 +17,9 @@ SETTINGS = settings(
 )
 
 
-def test_no_request_of_schemathesis_fails_the_server_or_gets_an_undocumented_status(lora: LoraServer) -> None:
+def test_no_request_of_schemathesis_fails_the_server_or_gets_an_undocumented_status_or_type(
+    lora: LoraServer,
+) -> None:
     schema = schemathesis.openapi.from_url(f"{lora.server.url}/openapi.json")
     found = [each.ok() for each in schema.get_all_operations() if isinstance(each, Ok)]
     operations = {each.path: each for each in found if "lora" in each.path}
@@ -28,6 +30,8 @@ def test_no_request_of_schemathesis_fails_the_server_or_gets_an_undocumented_sta
         @SETTINGS
         @given(case=operation.as_strategy())
         def test(case: schemathesis.Case[Any]) -> None:
-            case.call_and_validate(checks=[not_a_server_error, status_code_conformance], timeout=60)
+            case.call_and_validate(
+                checks=[not_a_server_error, status_code_conformance, content_type_conformance], timeout=60
+            )
 
         test()

@@ -105,6 +105,13 @@ def failure_of(error: PeraxisError) -> Failure:
     return next(FAILURES[kind] for kind in type(error).__mro__ if kind in FAILURES)
 
 
+def is_the_clients(error: BaseException) -> bool:
+    """True if the client caused an error, or left before its request was whole."""
+    if isinstance(error, PeraxisError):
+        return failure_of(error).status < 500
+    return isinstance(error, ClientDisconnect)
+
+
 def error_body(error: PeraxisError, http_request_id: str) -> dict[str, Any]:
     """Return the JSON document of an error. Details of a server failure and paths go to the log, not to the client."""
     failure = failure_of(error)

@@ -15,12 +15,11 @@ from typing import Any
 
 import anyio
 
-from deltastore.errors import PeraxisError
 from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
 from deltastore.registry.records import ArtifactFacts, Visibility
 from deltastore.registry.uploads import SealedUpload, Upload
-from server.api.errors import failure_of
+from server.api.errors import is_the_clients
 from server.api.service import Service
 from server.tenants.tenant import Tenant
 from server.tenants.variant_changes import VariantChanges
@@ -46,13 +45,12 @@ class Destination:
 
 
 async def counted(service: Service, publishing: Awaitable[Publication]) -> Publication:
-    """Await a publication and count its outcome."""
+    """Await a publication and count its outcome: ``failed`` is the server's fault, which operators are told of."""
     outcomes = service.metrics.uploads_total
     try:
         publication = await publishing
     except BaseException as error:
-        rejected = isinstance(error, PeraxisError) and failure_of(error).status < 500
-        outcomes.labels(result="rejected" if rejected else "failed").inc()
+        outcomes.labels(result="rejected" if is_the_clients(error) else "failed").inc()
         raise
     outcomes.labels(result="created" if publication.created else "duplicate").inc()
     return publication

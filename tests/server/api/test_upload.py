@@ -163,8 +163,10 @@ def test_a_form_that_ends_early_is_refused(server: LiveServer, artifacts: Artifa
 
 
 @pytest.mark.parametrize("as_form", [False, True])
-def test_a_killed_upload_leaves_nothing(server: LiveServer, artifacts: Artifacts, as_form: bool) -> None:
-    failed = server.metric("uploads_total", result="failed")
+def test_a_killed_upload_leaves_nothing_and_is_no_failure_of_the_server(
+    server: LiveServer, artifacts: Artifacts, as_form: bool
+) -> None:
+    rejected, failed = (server.metric("uploads_total", result=result) for result in ("rejected", "failed"))
     kind = "multipart/form-data; boundary=b" if as_form else "application/octet-stream"
     head = f"POST /variants?name=killed HTTP/1.1\r\nHost: test\r\nContent-Type: {kind}\r\n"
     begin = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n' if as_form else b""
@@ -172,7 +174,8 @@ def test_a_killed_upload_leaves_nothing(server: LiveServer, artifacts: Artifacts
         raw.sendall(f"{head}Content-Length: {50 * MEBIBYTE}\r\n\r\n".encode() + begin)
         raw.sendall(artifacts.plain.read_bytes() + bytes(2 * MEBIBYTE))
         assert eventually(lambda: partial_files(server))
-    assert eventually(lambda: server.metric("uploads_total", result="failed") == failed + 1)
+    assert eventually(lambda: server.metric("uploads_total", result="rejected") == rejected + 1)
+    assert server.metric("uploads_total", result="failed") == failed
     assert is_absent(server, "killed")
 
 

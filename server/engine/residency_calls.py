@@ -32,7 +32,10 @@ class Unload:
 
 
 class ResidencyCalls:
-    """Answers calls when their delta is loaded or unloaded."""
+    """Answers calls when their delta is loaded or unloaded. An equal call joins a pending one.
+
+    So a step costs time by the versions that are called for, not by how often a client repeats its calls.
+    """
 
     def __init__(self, residency: Residency, load_timeout_s: float) -> None:
         self._residency = residency
@@ -41,16 +44,25 @@ class ResidencyCalls:
         self._unloads: list[Unload] = []
 
     def add_prefetch(self, call: Prefetch) -> None:
-        """Take a call to load. Pending calls to unload the same version are answered: this one is newer."""
+        """Take a call to load. A pending call to unload the same version is answered: this one is newer."""
         for unload in [u for u in self._unloads if u.record.label == call.record.label]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
+        asked = call.record.label, call.pin, call.max_pinned
+        for pending in self._prefetches:
+            if (pending.record.label, pending.pin, pending.max_pinned) == asked:
+                _follow(pending.future, call.future)
+                return
         self._residency.retain(call.record)
         self._prefetches.append(call)
 
     def add_unload(self, call: Unload) -> None:
         """Take a call to unload; the version's own pin ends now."""
         self._residency.unpin(call.record)
+        for pending in self._unloads:
+            if pending.record.label == call.record.label:
+                _follow(pending.future, call.future)
+                return
         self._unloads.append(call)
 
     def serve(self, now: float) -> None:
@@ -109,6 +121,19 @@ class ResidencyCalls:
     def _end_prefetch(self, prefetch: Prefetch) -> None:
         self._prefetches.remove(prefetch)
         self._residency.forget(prefetch.record.digest)
+
+
+def _follow(first: Future[None], later: Future[None]) -> None:
+    """Give a later call the outcome of an equal one."""
+
+    def answer(done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            later.set_result(None)
+        else:
+            later.set_exception(error)
+
+    first.add_done_callback(answer)
 
 
 def load_timeout(record: VersionRecord, load_timeout_s: float) -> LoadTimeout:

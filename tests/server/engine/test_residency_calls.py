@@ -1,0 +1,62 @@
+"""Calls to load and unload that a client repeats."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from server.engine.residency_calls import Prefetch, ResidencyCalls, Unload
+from server.errors import LoadTimeout
+from tests.server.helpers.residency import ResidencyHarness, running_residency
+
+LOAD_TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[ResidencyHarness]:
+    with running_residency(tmp_path) as running:
+        yield running
+
+
+def test_repeated_calls_cost_a_step_no_more_than_one_and_end_as_it_does(
+    harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = harness.publish("v", seed=1)
+    harness.residency.forget(record.digest)
+    calls, asked = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), Counter[str]()
+    load, unload = harness.residency.load, harness.residency.unload
+    monkeypatch.setattr(harness.residency, "load", lambda digest: asked.update(["load"]) or load(digest))
+    monkeypatch.setattr(harness.residency, "unload", lambda of: asked.update(["unload"]) or unload(of))
+    loads: list[Future[None]] = [Future() for _ in range(50)]
+    for future in loads:
+        calls.add_prefetch(Prefetch(record, False, future))
+    calls.serve(time.monotonic())
+    harness.settle()
+    calls.serve(time.monotonic())
+    assert [future.result(0) for future in loads] == [None] * 50
+    harness.residency.acquire(record.digest)
+    unloads: list[Future[None]] = [Future() for _ in range(50)]
+    for future in unloads:
+        calls.add_unload(Unload(record, future))
+    calls.serve(time.monotonic())
+    assert not any(future.done() for future in unloads)
+    harness.residency.release(record.digest)
+    calls.serve(time.monotonic())
+    assert [future.result(0) for future in unloads] == [None] * 50
+    assert asked == {"load": 1, "unload": 2}
+
+
+def test_a_repeated_call_fails_with_the_call_that_it_joined(harness: ResidencyHarness) -> None:
+    record = harness.publish("v", seed=1)
+    calls = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S)
+    first, later = Future[None](), Future[None]()
+    calls.add_prefetch(Prefetch(record, True, first))
+    calls.add_prefetch(Prefetch(record, True, later))
+    calls.serve(time.monotonic() + 2 * LOAD_TIMEOUT_S)
+    assert isinstance(later.exception(0), LoadTimeout)
+    assert later.exception(0) is first.exception(0)

@@ -71,12 +71,13 @@ check: $(STAMP) monitoring-check
 monitoring-check: $(STAMP)
 	$(BIN)/python -m monitoring --check
 
+DEBIAN_PACKAGES := prometheus docker-compose
 # Not where systemd runs: it would start the packages' services.
 packages:
-	@if command -v promtool >/dev/null; then :; \
+	@if command -v promtool >/dev/null && command -v docker-compose >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ]; then \
-		apt-get install -y --no-install-recommends prometheus || echo 'prometheus was not installed: its tests skip'; \
-	else echo 'Debian package prometheus is missing: its tests skip'; fi
+		apt-get install -y --no-install-recommends $(DEBIAN_PACKAGES) || echo '$(DEBIAN_PACKAGES): not installed, their tests skip'; \
+	else echo 'Debian packages $(DEBIAN_PACKAGES) are not all installed: their tests skip'; fi
 
 hooks: $(STAMP)
 	$(BIN)/pre-commit install

@@ -176,6 +176,11 @@ class Proof:
         admin.url = admin.url.copy_with(port=self._admin_port)
         client.send(admin).raise_for_status()
         proved(f"an artifact of {len(artifact)} bytes was uploaded")
+        metrics = client.get(f"http://127.0.0.1:{self._admin_port}/metrics").raise_for_status().text
+        require(
+            "peraxis_ready 1.0" in metrics.splitlines(), "the metrics do not say that the server is ready"
+        )
+        proved("the admin port gives metrics to the key")
 
     def _generate(self, client: httpx.Client) -> list[int]:
         ids = []

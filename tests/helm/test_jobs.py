@@ -27,7 +27,10 @@ from tests.helm.helpers.rendering import (
 
 
 def job(values: dict[str, Any] | None = None) -> Object:
-    (found,) = of_kind(objects_of("existing-claims") if values is None else rendered(values), "Job")
+    jobs = of_kind(objects_of("existing-claims") if values is None else rendered(values), "Job")
+    (found,) = [
+        each for each in jobs if each["metadata"]["labels"]["app.kubernetes.io/component"] == "compressor"
+    ]
     return found
 
 

@@ -78,11 +78,12 @@ def test_no_variable_of_a_service_is_read_as_a_setting(pod: Object, container: O
     assert pod["spec"]["enableServiceLinks"] is False
 
 
-def test_no_pod_of_ours_has_a_token_of_the_kubernetes_api() -> None:
+def test_the_job_of_the_first_key_alone_has_a_token_of_the_kubernetes_api() -> None:
     for configuration in SERVING:
         objects = objects_of(configuration)
-        assert all(pod["spec"]["automountServiceAccountToken"] is False for pod in pod_templates(objects))
-        assert not [each for each in objects if each["kind"] in ("Role", "RoleBinding", "ClusterRole")]
+        trusted = [pod for pod in pod_templates(objects) if pod["spec"]["automountServiceAccountToken"]]
+        components = [pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in trusted]
+        assert components == (["first-key"] if configuration == "everything" else [])
 
 
 def test_the_base_is_read_only_to_all_but_its_download() -> None:

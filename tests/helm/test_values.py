@@ -151,6 +151,10 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             ["base.accessModes", "base.download.repository"],
         ),
         ({"settings": {"auth": "none"}}, ["settings.auth", "allow_unauthenticated"]),
+        (
+            {"settings": {"auth": "none", "allow_unauthenticated": True}, "adminKey": {"create": True}},
+            ["adminKey.create", "settings.auth"],
+        ),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, ["adminKey.secretName"]),
         ({"compressor": {"enabled": True}}, ["compressor.enabled", "adminKey.secretName"]),
         (
@@ -252,6 +256,9 @@ def test_the_notes_say_what_is_still_to_do() -> None:
     assert "create secret generic demo-peraxis-admin-key" in text
     assert "is empty" not in notes(configurations()["one-gpu"])
     assert "keys create" not in notes(configurations()["llm-d"])
+    made = notes({"adminKey": {"create": True}})
+    assert "keys create" not in made
+    assert "get secret demo-peraxis-admin-key -o jsonpath='{.data.key}'" in made
 
 
 def test_the_notes_of_ray_name_its_head() -> None:

@@ -36,13 +36,16 @@
 {{- if and .Values.autoscaling.enabled (not .Values.monitoring.serviceMonitor.enabled) -}}
 {{- fail "autoscaling.enabled needs monitoring.serviceMonitor.enabled: without it Prometheus has no peraxis_num_requests_waiting to scale by" -}}
 {{- end -}}
-{{- if and (eq .Values.settings.auth "keys") (not .Values.adminKey.secretName) -}}
+{{- if and (eq .Values.settings.auth "keys") (not (include "peraxis.adminKeySecret" .)) -}}
 {{- if .Values.monitoring.serviceMonitor.enabled -}}
-{{- fail "monitoring.serviceMonitor.enabled needs adminKey.secretName: with settings.auth keys, /metrics asks for an admin key" -}}
+{{- fail "monitoring.serviceMonitor.enabled needs adminKey.secretName or adminKey.create: with settings.auth keys, /metrics asks for an admin key" -}}
 {{- end -}}
 {{- if .Values.compressor.enabled -}}
-{{- fail "compressor.enabled needs adminKey.secretName: with settings.auth keys, publishing asks for a key" -}}
+{{- fail "compressor.enabled needs adminKey.secretName or adminKey.create: with settings.auth keys, publishing asks for a key" -}}
 {{- end -}}
+{{- end -}}
+{{- if and .Values.adminKey.create (ne .Values.settings.auth "keys") -}}
+{{- fail "adminKey.create is true and settings.auth none: a server without keys asks for none" -}}
 {{- end -}}
 {{- if .Values.compressor.enabled -}}
 {{- if not .Values.compressor.variant -}}{{- fail "compressor.enabled needs compressor.variant, the name to publish as" -}}{{- end -}}

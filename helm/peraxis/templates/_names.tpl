@@ -67,6 +67,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.registry.existingClaim | default (printf "%s-registry" (include "peraxis.fullname" .)) -}}
 {{- end -}}
 
+{{/* The Secret with the admin key; empty where there is none. */}}
+{{- define "peraxis.adminKeySecret" -}}
+{{- if .Values.adminKey.create -}}
+{{- .Values.adminKey.secretName | default (printf "%s-admin-key" (include "peraxis.fullname" .)) -}}
+{{- else -}}
+{{- .Values.adminKey.secretName -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Seconds that a server takes to end after SIGTERM: the drain, 5 s for the last bytes, and 15 s for its processes. */}}
 {{- define "peraxis.shutdownSeconds" -}}
 {{- add (ceil (.Values.settings.shutdown_timeout | default 30) | int) 20 -}}

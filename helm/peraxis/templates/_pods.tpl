@@ -169,11 +169,26 @@ seccompProfile:
     {{- end }}
 {{- end -}}
 
-{{- define "peraxis.dataVolumes" -}}
-{{ include "peraxis.baseVolume" . }}
+{{- define "peraxis.registryVolume" -}}
 - name: registry
   persistentVolumeClaim:
     claimName: {{ include "peraxis.registryClaim" . }}
+{{- end -}}
+
+{{- define "peraxis.dataVolumes" -}}
+{{ include "peraxis.baseVolume" . }}
+{{ include "peraxis.registryVolume" . }}
+{{- end -}}
+
+{{/* For a pod with a volume that one node alone can mount. */}}
+{{- define "peraxis.besideServer" -}}
+affinity:
+  podAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "peraxis.serverLabels" . | nindent 12 }}
 {{- end -}}
 
 {{/* Fetches the checkpoint of the base before the server starts. A mark names what is there whole. */}}

@@ -24,7 +24,7 @@ EVERYTHING: Values = {
     "replicaCount": 2,
     "base": {"accessModes": ["ReadWriteMany"], "download": {"repository": "org/model"}},
     "registry": {"accessModes": ["ReadWriteMany"]},
-    "adminKey": {"secretName": "admin-key"},
+    "adminKey": {"create": True, "secretName": "admin-key"},
     "autoscaling": {"enabled": True},
     "ingress": {"enabled": True, "hosts": [{"host": "a.example", "path": "/", "pathType": "Prefix"}]},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},

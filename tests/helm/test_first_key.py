@@ -1,0 +1,166 @@
+"""The Job of the first key stores a key that the registry knows in one Secret, once, and may do nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import certifi
+import pytest
+
+from server.tenants.keys import KeyStore
+from tests.helm.helpers.rendering import NAMESPACE, ROOT, Object, environment, of_kind, rendered, the
+
+JOB = "demo-peraxis-first-key"
+SECRET = "demo-peraxis-admin-key"
+OBJECTS = rendered({"adminKey": {"create": True}})
+PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/{SECRET}"
+
+
+class KubernetesApi(HTTPServer):
+    """One Secret, as the Kubernetes API shows and changes it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Calls)
+        self.secret: dict[str, Any] = {"kind": "Secret"}
+        self.refuses_changes = False
+
+    @property
+    def key(self) -> str:
+        return base64.b64decode(self.secret["data"]["key"]).decode()
+
+
+class _Calls(BaseHTTPRequestHandler):
+    server: KubernetesApi
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == PATH and self.headers["Authorization"] == "Bearer a-token" else 403)
+
+    def do_PATCH(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        is_taken = self.headers["Content-Type"] == "application/merge-patch+json" and self.path == PATH
+        if self.server.refuses_changes or not is_taken:
+            self._answer(403)
+            return
+        self.server.secret |= json.loads(body)
+        self._answer(200)
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing to the output of the tests."""
+
+    def _answer(self, status: int) -> None:
+        content = json.dumps(self.server.secret).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def api() -> Iterator[KubernetesApi]:
+    with KubernetesApi() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def job() -> Object:
+    template: Object = the(OBJECTS, "Job", JOB)["spec"]["template"]
+    return template
+
+
+def run(api: KubernetesApi, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run the container's command with a registry and an account in a directory."""
+    account = directory / "account"
+    account.mkdir(exist_ok=True)
+    (account / "token").write_text("a-token\n")
+    (account / "ca.crt").write_bytes(Path(certifi.where()).read_bytes())
+    (container,) = job()["spec"]["containers"]
+    here = {
+        "API_URL": f"http://127.0.0.1:{api.server_port}",
+        "SERVICE_ACCOUNT": str(account),
+        "PERAXIS_REGISTRY": str(directory / "registry"),
+        "HOME": str(directory),
+        "TMPDIR": str(directory),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, *container["command"][1:]]
+    return subprocess.run(
+        command, env=environment(container) | here, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_the_key_in_the_secret_is_an_administrator_s(api: KubernetesApi, tmp_path: Path) -> None:
+    done = run(api, tmp_path)
+    assert done.returncode == 0, done.stderr
+    caller = asyncio.run(KeyStore(tmp_path / "registry").caller(api.key))
+    assert (caller.tenant.name, caller.roles) == ("ops", frozenset({"admin"}))
+    assert api.key not in done.stdout + done.stderr
+
+
+def test_a_secret_that_has_a_key_keeps_it(api: KubernetesApi, tmp_path: Path) -> None:
+    api.secret["data"] = {"key": base64.b64encode(b"mine").decode()}
+    assert run(api, tmp_path).returncode == 0
+    assert api.key == "mine"
+    assert not (tmp_path / "registry").exists()
+
+
+def test_a_key_that_could_not_be_stored_is_revoked(api: KubernetesApi, tmp_path: Path) -> None:
+    api.refuses_changes = True
+    assert run(api, tmp_path).returncode != 0
+    assert not KeyStore(tmp_path / "registry").records()
+
+
+def test_the_job_may_read_and_change_its_secret_and_nothing_else() -> None:
+    (role,), (binding,) = of_kind(OBJECTS, "Role"), of_kind(OBJECTS, "RoleBinding")
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [SECRET], "verbs": ["get", "patch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert (
+        subject["name"]
+        == job()["spec"]["serviceAccountName"]
+        == the(OBJECTS, "ServiceAccount", JOB)["metadata"]["name"]
+    )
+
+
+def test_the_chart_renders_the_secret_without_content() -> None:
+    # An upgrade then leaves what the Job stored, and Helm's own records never hold it.
+    secret = the(OBJECTS, "Secret", SECRET)
+    assert not {"data", "stringData", "immutable"} & secret.keys()
+    assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_the_job_comes_again_with_each_release_because_a_job_cannot_be_changed() -> None:
+    annotations = the(OBJECTS, "Job", JOB)["metadata"]["annotations"]
+    assert annotations["helm.sh/hook"] == "post-install,post-upgrade"
+    assert "before-hook-creation" in annotations["helm.sh/hook-delete-policy"]
+
+
+def test_its_pod_alone_may_call_the_kubernetes_api() -> None:
+    policy = the(OBJECTS, "NetworkPolicy", JOB)["spec"]
+    assert policy["podSelector"]["matchLabels"] == job()["metadata"]["labels"]
+    assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [443, 6443]
+
+
+def test_a_registry_of_one_node_is_reached_on_the_node_of_the_server() -> None:
+    assert "podAffinity" in job()["spec"]["affinity"]
+    shared = {"adminKey": {"create": True}, "registry": {"accessModes": ["ReadWriteMany"]}}
+    assert "affinity" not in the(rendered(shared), "Job", JOB)["spec"]["template"]["spec"]
+
+
+def test_there_is_neither_job_nor_secret_nor_role_unless_they_are_asked_for() -> None:
+    assert not {each["kind"] for each in rendered()} & {"Secret", "Role", "RoleBinding", "Job"}

@@ -80,6 +80,10 @@ class WorkerDied(PeraxisError):
     """A worker process that ended during its work: it used too much memory or processor time, or crashed."""
 
 
+class WorkerKilled(WorkerDied):
+    """A worker process that did not start, or was killed from outside its limits: its work may not be at fault."""
+
+
 class InvalidApiKey(PeraxisError):
     """The request has no API key, or one that is wrong, revoked or expired."""
 

@@ -1,145 +1,173 @@
-"""Workers that keep matchers: each request stays with one of them, so that a token costs no replay. Event loop only.
+"""The lanes of an HTTP process, and the places of requests in them. Event loop only; knows neither engine nor HTTP.
 
-Knows neither engine nor HTTP. A lane is a pool of one worker, which has a queue per tenant and variant; tenants are
-served in turn.
+A tenant's grammar holds up another tenant's sequence at most for `PATIENCE_S`, for a slice per tenant in its lane, and
+for making its matcher again:
+
+- Light calls end after a slice of processor time, a step that takes long ends its grammar, and tenants have a lane in
+  turn. A tenant's new requests share no lane with other tenants while there is another, and stay in all lanes but one.
+- Calls that read a variant's own vocabulary, or compile a grammar that has not worked in a lane, need a seat. A tenant
+  has one, and all tenants together have one less than there are lanes.
+- When a call takes longer than `PATIENCE_S`, sequences of other tenants go on in another lane that has read their
+  vocabulary, and so do those whose worker died. `Lanes` keeps such a lane for each vocabulary in use.
+- A grammar that failed in a lane is refused, and a tenant whose grammars kill workers waits with new ones.
+
+If calls of several tenants are late in all lanes at once, sequences wait until one ends or is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from deltastore.errors import PeraxisError
-from server.errors import InvalidRequest, WorkerDied
-from server.grammar.matching import (
-    WORKER_MODULES,
-    NewSampled,
-    NextMasks,
-    Vocabulary,
-    advance_all,
-    reading_vocabulary,
-)
+from server.errors import InvalidRequest
+from server.grammar.grammar import Grammar
+from server.grammar.lane import Lane, LaneLate, LaneShare
+from server.grammar.matching import MAX_MATCHERS, NewSampled, NextMasks, Vocabulary
+from server.grammar.standing import Standing
 from server.text.variant_text import VariantText
-from server.text.variant_work import WORK_LIMITS, VariantWork, WorkKind
-from server.workers.fair_limiter import tenant_of
-from server.workers.pool import WorkerPool
+from server.text.worker_tasks import NotLoaded
+from server.workers.fair_limiter import FairLimiter, tenant_of
 
-NUM_LANES = 2
-# Sequences of one call. Each step of a matcher is bounded by llguidance, and a call by `WORK_S`.
-MAX_BATCH = 64
-# A worker that was killed must not end the other sequences of its tenant, so nothing is refused for a while.
-MATCHING = WorkKind("its constrained output", "simplify the schema", pauses=False)
-
-Asked = tuple[NewSampled, "asyncio.Future[NextMasks | PeraxisError | None]"]
+NUM_LANES = 3
+# Of one advance of a sequence; each has another cause, such as a worker that died.
+MAX_MOVES = 16
 
 
-class Lane:
-    """One worker with matchers."""
+class Lanes:
+    """All lanes; places of requests in them are taken with `enter`."""
 
-    def __init__(self) -> None:
-        self.num_open = 0  # requests that stay with it
-        self._pool = WorkerPool(1, WORK_LIMITS, WORKER_MODULES)
-        self._shares: dict[Hashable, LaneShare] = {}
+    def __init__(self, standing: Standing) -> None:
+        heavy = FairLimiter(NUM_LANES - 1, 1, MAX_MATCHERS, seats_per_tenant=1)
+        self.lanes = [Lane(heavy, standing) for _ in range(NUM_LANES)]
+        self._spares: dict[Vocabulary, asyncio.Task[None]] = {}
 
-    def share(self, text: VariantText, vocabulary: Vocabulary) -> LaneShare:
-        """Return the calls of a tenant on a variant, for one more request; give it back with `leave`."""
-        key = (text.share, text.label, vocabulary)
-        if key not in self._shares:
-            work = VariantWork(self._pool, (tenant_of(text.share), key), text.label, kind=MATCHING)
-            self._shares[key] = LaneShare(work, text, vocabulary)
-        self.num_open += 1
-        self._shares[key].num_open += 1
-        return self._shares[key]
+    def enter(self, text: VariantText, vocabulary: Vocabulary) -> Place:
+        """Give a request a place in the best lane for its tenant; call `leave` on it last."""
+        tenant = tenant_of(text.share)
+        own = [lane for lane in self.lanes if lane.serves(tenant)]
+        choices = own if len(own) >= NUM_LANES - 1 else self.lanes
+        return Place(self, min(choices, key=lambda lane: lane.burden(tenant)), text, vocabulary)
 
-    def leave(self, share: LaneShare) -> None:
-        """Forget a share when its last request has ended."""
-        self.num_open -= 1
-        share.num_open -= 1
-        if not share.num_open:
-            self._shares = {key: other for key, other in self._shares.items() if other is not share}
+    def another(self, lane: Lane, tenant: str, vocabulary: Vocabulary) -> Lane | None:
+        """Return the best other lane, if possible one that has read the vocabulary; None if all are late."""
+        others = [other for other in self.lanes if other is not lane and not other.is_late_for(tenant)]
+        return min(
+            others,
+            key=lambda other: (not other.has_read(vocabulary), other.burden(tenant)),
+            default=None,
+        )
+
+    def keep_spare(self, lane: Lane, text: VariantText, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        """Have a lane besides this one read a vocabulary, if none has."""
+        if vocabulary in self._spares or any(
+            other.has_read(vocabulary) for other in self.lanes if other is not lane
+        ):
+            return
+        if (spare := self.another(lane, tenant_of(text.share), vocabulary)) is not None:
+            self._spares[vocabulary] = asyncio.create_task(self._read(spare, text, vocabulary, grammar))
 
     async def close(self) -> None:
-        await self._pool.close()
+        """End the workers; what waits for them raises Draining."""
+        for lane in self.lanes:
+            await lane.close()
+        await asyncio.gather(*self._spares.values())
+
+    async def _read(self, lane: Lane, text: VariantText, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        share = lane.share(text, vocabulary)
+        try:
+            await share.load(grammar)
+        except PeraxisError:
+            # Sequences do without, and `Standing` has the reason.
+            return
+        finally:
+            lane.leave(share)
+            del self._spares[vocabulary]
 
 
-class LaneShare:
-    """The sequences of one tenant on one variant in one lane. Calls that come during another are made together."""
+class Place:
+    """One request in a lane, and in another when that one is held up or has lost its worker."""
 
-    def __init__(self, work: VariantWork, text: VariantText, vocabulary: Vocabulary) -> None:
-        self.num_open = 0
-        self._work = work
+    def __init__(self, lanes: Lanes, lane: Lane, text: VariantText, vocabulary: Vocabulary) -> None:
+        self._lanes = lanes
         self._text = text
         self._vocabulary = vocabulary
-        self._waiting: list[Asked] = []
-        self._ended: list[str] = []
-        self._calling: asyncio.Task[None] | None = None
+        self._share: LaneShare | None = lane.share(text, vocabulary)
+        # A matcher has been in the present lane, and another lane has the vocabulary or is about to read it.
+        self._is_settled = False
 
     async def advance(self, new: NewSampled, history: Sequence[int]) -> NextMasks:
-        """Have the matcher of a sequence consume tokens; make it again from `history` if its worker has lost it.
+        """Have the matcher of a sequence consume tokens; make it again from `history` where it is missing.
 
         Args:
             history: all tokens of the sequence, the new ones included.
 
         Raises:
-            InvalidRequest: the grammar needs too much time or memory.
-            PeraxisError: the worker could not be started, or the server shuts down.
+            InvalidRequest: the grammar needs too much time or memory, or is refused because it or others did.
+            PeraxisError: a worker could not be started, or the server shuts down.
         """
-        result = await self._ask(new)
-        if result is None:
-            result = await self._ask(NewSampled(new.matcher, new.grammar, 0, tuple(history)))
-        if result is None:
-            raise InvalidRequest(
-                "the worker that constrains the output died twice: simplify the schema, or send the request again"
-            )
-        if isinstance(result, PeraxisError):
-            raise result
-        return result
+        for _ in range(MAX_MOVES):
+            share = self._share
+            if share is None:
+                break
+            try:
+                masks = await self._advance(share, new, history)
+            except LaneLate:
+                if self._move(share):
+                    share.forget(new.matcher)
+                else:
+                    await share.lane.on_time.wait()
+            except NotLoaded:
+                share.lane.take_in(self._vocabulary, is_read=False)
+                await self._read_or_move(share, new.grammar)
+            else:
+                self._settle(new.grammar)
+                return masks
+        raise InvalidRequest(
+            "the workers that constrain the output died too often: simplify the schema, or send the request again"
+        )
 
     def forget(self, matcher: str) -> None:
-        """Have the worker drop the matcher of a sequence that has ended, with the next call."""
-        self._ended.append(matcher)
+        """Have the worker drop the matcher of a sequence that has ended."""
+        if self._share is not None:
+            self._share.forget(matcher)
 
-    async def _ask(self, new: NewSampled) -> NextMasks | PeraxisError | None:
-        answer: asyncio.Future[NextMasks | PeraxisError | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((new, answer))
-        if self._calling is None:
-            self._calling = asyncio.create_task(self._call_all())
-        return await answer
+    def leave(self) -> None:
+        """Give the place back; no effect if it has been."""
+        if self._share is not None:
+            self._share.lane.leave(self._share)
+            self._share = None
 
-    async def _call_all(self) -> None:
-        """Call the worker until nothing waits."""
-        asked: list[Asked] = []
+    async def _advance(self, share: LaneShare, new: NewSampled, history: Sequence[int]) -> NextMasks:
+        # Without a worker the call would wait until one has started.
+        if self._is_settled and not share.lane.has_read(self._vocabulary):
+            raise NotLoaded("the worker was lost")
+        return await share.advance(new, history)
+
+    async def _read_or_move(self, share: LaneShare, grammar: Grammar) -> None:
+        """Go to another lane that has the vocabulary after the worker was lost; else have the lane read it."""
+        other = self._lanes.another(share.lane, share.tenant, self._vocabulary)
+        is_elsewhere = other is not None and other.has_read(self._vocabulary)
+        if self._share is not share or (self._is_settled and is_elsewhere):
+            self._move(share)
+            return
         try:
-            while self._waiting:
-                # A sequence that has ended needs no mask.
-                waiting = [each for each in self._waiting if not each[1].done()]
-                asked, self._waiting = waiting[:MAX_BATCH], waiting[MAX_BATCH:]
-                for (_, answer), result in zip(asked, await self._call_isolated(asked), strict=True):
-                    if not answer.done():
-                        answer.set_result(result)
-        except BaseException as error:
-            for _, answer in (*asked, *self._waiting):
-                if not answer.done():
-                    answer.set_exception(error)
-            self._waiting = []
-            raise
-        finally:
-            self._calling = None
+            await share.load(grammar)
+        except LaneLate:
+            self._move(share)
 
-    async def _call_isolated(self, asked: list[Asked]) -> list[NextMasks | PeraxisError | None]:
-        """Advance sequences together; after a failure each alone, so that only the one at fault fails."""
-        try:
-            return await self._call([new for new, _ in asked])
-        except PeraxisError as error:
-            if len(asked) == 1:
-                # Something else may have killed the worker: the sequence is tried once more, from its beginning.
-                return [None if isinstance(error.__cause__, WorkerDied) else error]
-        return [(await self._call_isolated([one]))[0] for one in asked]
+    def _move(self, share: LaneShare) -> bool:
+        """Go to another lane, unless another sequence of the request went already; return False if all are late."""
+        if self._share is not share:
+            return True
+        other = self._lanes.another(share.lane, share.tenant, self._vocabulary)
+        if other is None:
+            return False
+        self._share, self._is_settled = other.share(self._text, self._vocabulary), False
+        share.lane.leave(share)
+        return True
 
-    async def _call(self, all_new: list[NewSampled]) -> list[NextMasks | PeraxisError | None]:
-        ended, self._ended = self._ended, []
-        advance = partial(advance_all, all_new=all_new, ended=ended)
-        warm = partial(advance, vocabulary=self._vocabulary)
-        cold = partial(reading_vocabulary, vocabulary=self._vocabulary, function=advance)
-        return await self._text.run_in(self._work, warm, cold)
+    def _settle(self, grammar: Grammar) -> None:
+        if not self._is_settled and self._share is not None:
+            self._is_settled = True
+            self._lanes.keep_spare(self._share.lane, self._text, self._vocabulary, grammar)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from deltastore.errors import PeraxisError
 from server.frontend.engine_client import EngineClient
 from server.grammar.grammar import Grammar
-from server.grammar.lanes import Lane, LaneShare
+from server.grammar.lanes import Place
 from server.grammar.matching import NewSampled, NextMasks
 from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishEvent, TokenEvent
 from server.protocol.request import Request
@@ -37,12 +37,9 @@ class MaskFeed:
         opening: the masks at the beginning of the grammar.
     """
 
-    def __init__(
-        self, engine: EngineClient, lane: Lane, share: LaneShare, grammar: Grammar, opening: NextMasks
-    ) -> None:
+    def __init__(self, engine: EngineClient, place: Place, grammar: Grammar, opening: NextMasks) -> None:
         self._engine = engine
-        self._lane = lane
-        self._share: LaneShare | None = share
+        self._place = place
         self._grammar = grammar
         self._opening = opening
         self._sequences: dict[int, _MaskedSequence] = {}
@@ -89,24 +86,21 @@ class MaskFeed:
         """End the work for this request; no effect if it has ended."""
         for index in list(self._sequences):
             self._drop(index)
-        if self._share is not None:
-            self._lane.leave(self._share)
-            self._share = None
+        self._place.leave()
 
     async def _warm(self) -> None:
-        if self._share is not None:
-            with contextlib.suppress(PeraxisError):
-                await self._share.advance(NewSampled(self._name(0), self._grammar, 0, ()), ())
+        with contextlib.suppress(PeraxisError):
+            await self._place.advance(NewSampled(self._name(0), self._grammar, 0, ()), ())
 
     def _on_token(self, index: int, sequence: _MaskedSequence, token_id: int) -> None:
         sequence.token_ids.append(token_id)
         if sequence.ahead:
             self._send_next(index, sequence)
-        elif self._share is not None:
+        else:
             # It ends before the next token comes, which needs the mask that it sends.
-            sequence.advancing = asyncio.create_task(self._advance(self._share, index, sequence))
+            sequence.advancing = asyncio.create_task(self._advance(index, sequence))
 
-    async def _advance(self, share: LaneShare, index: int, sequence: _MaskedSequence) -> None:
+    async def _advance(self, index: int, sequence: _MaskedSequence) -> None:
         new = NewSampled(
             self._name(index),
             self._grammar,
@@ -114,7 +108,7 @@ class MaskFeed:
             tuple(sequence.token_ids[sequence.num_consumed :]),
         )
         try:
-            following = await share.advance(new, sequence.token_ids)
+            following = await self._place.advance(new, sequence.token_ids)
         except PeraxisError as error:
             self._on_error(error)
             return
@@ -127,11 +121,11 @@ class MaskFeed:
 
     def _drop(self, index: int) -> None:
         sequence = self._sequences.pop(index, None)
-        if sequence is None or self._share is None:
+        if sequence is None:
             return
         if sequence.advancing is not None:
             sequence.advancing.cancel()
-        self._share.forget(self._name(index))
+        self._place.forget(self._name(index))
 
     def _name(self, index: int) -> str:
         return f"{self._request.id}/{index}"

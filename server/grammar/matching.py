@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -20,6 +19,7 @@ from msgspec import Struct
 
 from deltastore.errors import PeraxisError
 from server.errors import EngineFailed, InvalidRequest
+from server.grammar.bounded import Bounded
 from server.grammar.grammar import Grammar
 from server.text.failures import failures_as
 from server.text.loaded_tokenizer import LoadedTokenizer
@@ -38,14 +38,20 @@ MAX_AHEAD = 16
 PARSER_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # Processor time to compile a grammar and to compute its first masks. Lanes, which tenants share, compile it again.
 MAX_TRIAL_CPU_S = 0.25
+# Processor time after which a call of a lane advances no further sequence: other tenants' turns come between.
+SLICE_CPU_S = 0.02
+# Processor time of one step. llguidance's limits end most steps much earlier.
+MAX_STEP_CPU_S = 0.1
+TOO_SLOW = "the schema is too complex for this output: a step took too much time: simplify it"
 # First and last tokens of the first mask that a trial takes a step with.
 NUM_TRIED = 2
 MAX_REASON_CHARS = 300
+# In llguidance's error after a token that a mask excludes. All others are limits; it names no kinds.
+MISMATCH = "doesn't satisfy the grammar"
 # The beginning and the end of llguidance's errors.
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 SOURCE_LINES = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 
-K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
@@ -90,27 +96,6 @@ class NextMasks(Struct, frozen=True):
     forced: tuple[int, ...]
 
 
-class Bounded(Generic[K, V]):
-    """The most recently used values of one kind."""
-
-    def __init__(self, max_values: int) -> None:
-        self._max_values = max_values
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: K, value: V) -> None:
-        self._values[key] = value
-        if len(self._values) > self._max_values:
-            self._values.popitem(last=False)
-
-    def drop(self, key: K) -> None:
-        self._values.pop(key, None)
-
-
 @dataclass(slots=True)
 class _Matcher:
     """A matcher, and the number of tokens of its sequence that it has consumed, forced ones included."""
@@ -133,18 +118,13 @@ def opening_masks(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, grammar: G
         InvalidRequest: llguidance refuses the grammar, it is too complex, or the trial took over `MAX_TRIAL_CPU_S`.
     """
     ll_tokenizer, began = _vocabulary(vocabulary), time.process_time()
-    try:
-        found = _start(ll_tokenizer, vocabulary, grammar)
-        opening = _advance(found, vocabulary, ())
-        _try_steps(found, vocabulary, opening.masks[-1])
-        if time.process_time() - began > MAX_TRIAL_CPU_S:
-            raise InvalidRequest(
-                f"{grammar.param}: the schema takes too much time to compile: simplify it", grammar.param
-            )
-    except PeraxisError:
-        # Compiled again, it would seem to cost nothing.
-        _compiled.drop((vocabulary, grammar.key))
-        raise
+    found = _started(_compile(ll_tokenizer, grammar), ll_tokenizer, vocabulary)
+    opening = _advance(found, vocabulary, ())
+    _try_steps(found, vocabulary, opening.masks[-1])
+    if time.process_time() - began > MAX_TRIAL_CPU_S:
+        raise InvalidRequest(
+            f"{grammar.param}: the schema takes too much time to compile: simplify it", grammar.param
+        )
     return opening
 
 
@@ -154,11 +134,7 @@ def _try_steps(found: _Matcher, vocabulary: Vocabulary, mask: bytes) -> None:
     first, last = (islice(_allowed(mask, some, vocabulary), NUM_TRIED) for some in (ids, reversed(ids)))
     for token in {*first, *last}:
         step = _Matcher(found.matcher.deep_copy(), found.excluded, found.num_consumed)
-        try:
-            _advance(step, vocabulary, (token,))
-        except EngineFailed as error:
-            # The mask allows the token, so that only llguidance's limits can refuse it.
-            raise _too_complex(step.matcher) from error
+        _advance(step, vocabulary, (token,))
 
 
 def _allowed(mask: bytes, ids: Iterable[int], vocabulary: Vocabulary) -> Iterator[int]:
@@ -168,23 +144,65 @@ def _allowed(mask: bytes, ids: Iterable[int], vocabulary: Vocabulary) -> Iterato
 
 
 def advance_all(
-    tokenizer: LoadedTokenizer, vocabulary: Vocabulary, all_new: list[NewSampled], ended: list[str]
+    vocabulary: Vocabulary, owner: str, all_new: list[NewSampled], ended: list[str]
 ) -> list[NextMasks | PeraxisError | None]:
     """Have matchers consume new tokens and return the masks behind them, or the error of a sequence that failed.
 
+    Compiles nothing, and advances no further sequence once `SLICE_CPU_S` of processor time is used.
+
     Args:
+        owner: the tenant of all these sequences.
         ended: matchers that no sequence needs any more.
 
     Returns:
-        one result per sequence; None where the worker does not have its matcher and `num_consumed` is not 0.
+        one result for each of the first sequences, at least for one; None where `make_matcher` must be called, because
+        this worker has neither the matcher nor, for a sequence at its beginning, the compiled grammar.
 
     Raises:
         NotLoaded: this worker has not read the vocabulary.
     """
-    ll_tokenizer = _vocabulary(vocabulary)
     for name in ended:
         _matchers.drop(name)
-    return [_result(ll_tokenizer, vocabulary, new) for new in all_new]
+    ll_tokenizer, began = _vocabulary(vocabulary), time.process_time()
+    results: list[NextMasks | PeraxisError | None] = []
+    for new in all_new:
+        if results and time.process_time() - began > SLICE_CPU_S:
+            break
+        results.append(_result(ll_tokenizer, vocabulary, owner, new))
+    return results
+
+
+def make_matcher(vocabulary: Vocabulary, owner: str, new: NewSampled) -> NextMasks:
+    """Compile the grammar of a sequence if need be, have a new matcher consume all its tokens, and return the masks.
+
+    Args:
+        owner: the tenant of the sequence.
+        new: the sequence from its beginning.
+
+    Raises:
+        NotLoaded: this worker has not read the vocabulary.
+        InvalidRequest: llguidance refuses the grammar or reached a limit.
+        EngineFailed: a token does not match the grammar.
+    """
+    ll_tokenizer, key = _vocabulary(vocabulary), (vocabulary, new.grammar.key)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compile(ll_tokenizer, new.grammar)
+        _compiled.put(key, compiled, owner)
+    found = _started(compiled.deep_copy(), ll_tokenizer, vocabulary)
+    masks = _advance(found, vocabulary, new.token_ids)
+    _matchers.put(new.matcher, found, owner)
+    return masks
+
+
+def read_vocabulary(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, owner: str) -> None:
+    """Have llguidance read a vocabulary, if this worker has not yet.
+
+    Raises:
+        InvalidRequest: llguidance does not support the tokenizer.
+    """
+    if _vocabularies.get(vocabulary) is None:
+        _vocabularies.put(vocabulary, _read(tokenizer, vocabulary), owner)
 
 
 def reading_vocabulary(
@@ -197,7 +215,8 @@ def reading_vocabulary(
         PeraxisError: as `function` raises it.
     """
     if _vocabularies.get(vocabulary) is None:
-        _vocabularies.put(vocabulary, _read(tokenizer, vocabulary))
+        # Here no sequence waits for what another tenant's vocabulary replaces: the least recently used one goes.
+        read_vocabulary(tokenizer, vocabulary, "")
         # The call had time and memory for the vocabulary; what is left is only for the grammar.
         allow(WORK_LIMITS)
     return function(tokenizer, vocabulary, *args)
@@ -226,43 +245,57 @@ def _vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
     return found
 
 
-def _start(ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, grammar: Grammar) -> _Matcher:
-    compiled = _compiled.get((vocabulary, grammar.key))
-    if compiled is None:
-        with failures_as(lambda reason: _refused(grammar, reason)):
-            compiled = LLMatcher(ll_tokenizer, grammar.text, log_level=0, limits=PARSER_LIMITS)
-        if compiled.is_error():
-            raise _refused(grammar, compiled.get_error())
-        _compiled.put((vocabulary, grammar.key), compiled)
+def _compile(ll_tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    with failures_as(lambda reason: _refused(grammar, reason)):
+        compiled = LLMatcher(ll_tokenizer, grammar.text, log_level=0, limits=PARSER_LIMITS)
+    if compiled.is_error():
+        raise _refused(grammar, compiled.get_error())
+    return compiled
+
+
+def _started(matcher: LLMatcher, ll_tokenizer: LLTokenizer, vocabulary: Vocabulary) -> _Matcher:
     own = vocabulary.eos_token_ids
     rows = range(vocabulary.num_embeddings)
-    excluded = tuple(token for token in ll_tokenizer.eos_tokens if token not in own and token in rows)
-    return _Matcher(compiled.deep_copy(), excluded)
+    return _Matcher(
+        matcher, tuple(token for token in ll_tokenizer.eos_tokens if token not in own and token in rows)
+    )
 
 
 def _result(
-    ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, new: NewSampled
+    ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, owner: str, new: NewSampled
 ) -> NextMasks | PeraxisError | None:
-    found = _matchers.get(new.matcher)
+    found, began = _matchers.get(new.matcher), time.process_time()
     try:
-        if found is None:
-            if new.num_consumed:
-                return None
-            found = _start(ll_tokenizer, vocabulary, new.grammar)
-            _matchers.put(new.matcher, found)
-        if found.num_consumed < new.num_consumed:
+        if found is None and not new.num_consumed:
+            found = _begun(ll_tokenizer, vocabulary, owner, new)
+        if found is None or found.num_consumed < new.num_consumed:
             return None
         # It may have consumed tokens ahead that were forced.
-        return _advance(found, vocabulary, new.token_ids[found.num_consumed - new.num_consumed :])
+        masks = _advance(found, vocabulary, new.token_ids[found.num_consumed - new.num_consumed :])
+        if time.process_time() - began > MAX_STEP_CPU_S:
+            raise InvalidRequest(TOO_SLOW, new.grammar.param)
     except PeraxisError as error:
         _matchers.drop(new.matcher)
         return error
+    return masks
+
+
+def _begun(ll_tokenizer: LLTokenizer, vocabulary: Vocabulary, owner: str, new: NewSampled) -> _Matcher | None:
+    """Return a new matcher of a grammar that is compiled; None if it is not."""
+    compiled = _compiled.get((vocabulary, new.grammar.key))
+    if compiled is None:
+        return None
+    found = _started(compiled.deep_copy(), ll_tokenizer, vocabulary)
+    _matchers.put(new.matcher, found, owner)
+    return found
 
 
 def _advance(found: _Matcher, vocabulary: Vocabulary, token_ids: tuple[int, ...]) -> NextMasks:
     matcher, forced, masks = found.matcher, list[int](), list[bytes]()
     num_bytes = 4 * -(-vocabulary.num_embeddings // 32)
     if token_ids and not matcher.consume_tokens(list(token_ids)):
+        if MISMATCH not in matcher.get_error():
+            raise _too_complex(matcher)
         raise EngineFailed(f"a token does not match the grammar: {_shown(matcher.get_error())}")
     found.num_consumed += len(token_ids)
     while not matcher.is_stopped() and len(masks) < MAX_AHEAD - 1:

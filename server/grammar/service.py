@@ -12,9 +12,10 @@ from functools import partial
 from server.errors import InvalidRequest
 from server.frontend.engine_client import EngineClient
 from server.grammar.grammar import Grammar
-from server.grammar.lanes import NUM_LANES, Lane
+from server.grammar.lanes import Lanes
 from server.grammar.mask_feed import MaskFeed
 from server.grammar.matching import NextMasks, Vocabulary, opening_masks, reading_vocabulary
+from server.grammar.standing import Rule, Standing
 from server.text.variant_text import VariantText
 from server.text.variant_work import VariantWork, WorkKind
 from server.workers.fair_limiter import tenant_of
@@ -37,7 +38,8 @@ class GrammarService:
     def __init__(self, engine: EngineClient, pool: WorkerPool) -> None:
         self._engine = engine
         self._pool = pool
-        self._lanes = [Lane() for _ in range(NUM_LANES)]
+        self._standing = Standing()
+        self._lanes = Lanes(self._standing)
         self._tried: OrderedDict[tuple[Vocabulary, str], NextMasks] = OrderedDict()
         self._works: OrderedDict[object, VariantWork] = OrderedDict()
 
@@ -45,10 +47,12 @@ class GrammarService:
         """Try a grammar with the vocabulary of a variant.
 
         Raises:
-            InvalidRequest: llguidance refuses the grammar or the tokenizer, or it needs too much time or memory.
+            InvalidRequest: llguidance refuses the grammar or the tokenizer, it needs too much time or memory, or it is
+                refused because it or others of the tenant failed in a lane.
             QueueFull: too many grammars of the tenant wait.
         """
         vocabulary = Vocabulary(text.tokenizer_key, text.num_embeddings, tuple(sorted(text.eos_token_ids)))
+        self._standing.check(Rule(tenant_of(text.share), vocabulary, grammar))
         key = (vocabulary, grammar.key)
         if key not in self._tried:
             self._keep(key, await self._try(text, vocabulary, grammar))
@@ -57,8 +61,7 @@ class GrammarService:
 
     async def close(self) -> None:
         """End the lanes; what waits for them raises Draining."""
-        for lane in self._lanes:
-            await lane.close()
+        await self._lanes.close()
 
     async def _try(self, text: VariantText, vocabulary: Vocabulary, grammar: Grammar) -> NextMasks:
         warm = partial(opening_masks, vocabulary=vocabulary, grammar=grammar)
@@ -94,7 +97,7 @@ class Constraint:
     def __init__(
         self,
         engine: EngineClient,
-        lanes: list[Lane],
+        lanes: Lanes,
         text: VariantText,
         rule: tuple[Vocabulary, Grammar],
         opening: NextMasks,
@@ -106,10 +109,9 @@ class Constraint:
         self._opening = opening
 
     def feed(self) -> MaskFeed:
-        """Return the masks of one request, in the lane with the fewest requests."""
-        lane = min(self._lanes, key=lambda lane: lane.num_open)
+        """Return the masks of one request, which takes a place in a lane."""
         return MaskFeed(
-            self._engine, lane, lane.share(self._text, self._vocabulary), self._grammar, self._opening
+            self._engine, self._lanes.enter(self._text, self._vocabulary), self._grammar, self._opening
         )
 
 

@@ -111,6 +111,11 @@ class WorkerPool:
         result: T = _result(reply)
         return result
 
+    @property
+    def is_running(self) -> bool:
+        """False while no worker that could take a task is started; one that died may be noticed a moment later."""
+        return any(worker.is_usable for worker in self._workers)
+
     async def warm(self, num_workers: int | None = None) -> None:
         """Start workers ahead of the first tasks, until there are `num_workers`; None starts all."""
         missing = (self._num_workers if num_workers is None else num_workers) - len(self._workers)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from server.errors import WorkerDied
+from server.errors import WorkerDied, WorkerKilled
 from server.workers.limits import Limits
 from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
 
@@ -58,15 +58,15 @@ class WorkerProcess:
         """Wait until the process takes tasks.
 
         Raises:
-            WorkerDied: it ended before it was ready, or was not ready after `START_S`.
+            WorkerKilled: it ended before it was ready, or was not ready after `START_S`.
         """
         try:
             async with asyncio.timeout(START_S):
                 await self._receive()
         except TimeoutError as error:
-            raise WorkerDied(f"a worker process was not ready after {START_S:g} s: try again") from error
+            raise WorkerKilled(f"a worker process was not ready after {START_S:g} s: try again") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise WorkerDied(f"a worker process did not start: it {await self._end()}") from error
+            raise WorkerKilled(f"a worker process did not start: it {await self._end()}") from error
 
     @property
     def is_usable(self) -> bool:
@@ -78,6 +78,7 @@ class WorkerProcess:
 
         Raises:
             WorkerDied: the process ended before its reply; the message says why.
+            WorkerKilled: it was killed from outside.
         """
         stdin = self._process.stdin
         assert stdin is not None
@@ -86,7 +87,10 @@ class WorkerProcess:
             await stdin.drain()
             reply = pickle.loads(await self._receive())
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise WorkerDied(f"the work {await self._end(limits)}") from error
+            reason = f"the work {await self._end(limits)}"
+            # No limit sends it; `kill` does, after which no call is awaited.
+            is_from_outside = self._process.returncode == -signal.SIGKILL
+            raise (WorkerKilled if is_from_outside else WorkerDied)(reason) from error
         assert isinstance(reply, Reply)
         return reply
 

@@ -19,7 +19,9 @@ from server.grammar.matching import (
     NextMasks,
     Vocabulary,
     advance_all,
+    make_matcher,
     opening_masks,
+    read_vocabulary,
     reading_vocabulary,
 )
 from server.text.loaded_tokenizer import LoadedTokenizer
@@ -28,6 +30,7 @@ from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.tokenizer_kinds import KINDS
 
 EOS = 257
+TENANT = "default"
 SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {
         "type": "object",
@@ -80,11 +83,12 @@ def allowed(mask: bytes) -> set[int]:
 
 
 def advanced(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, new: NewSampled) -> NextMasks:
-    (result,) = reading_vocabulary(tokenizer, vocabulary, advance_all, [new], [])
+    """Advance a sequence as a lane does: make its matcher if it has none."""
+    read_vocabulary(tokenizer, vocabulary, TENANT)
+    (result,) = advance_all(vocabulary, TENANT, [new], [])
     if isinstance(result, Exception):
         raise result
-    assert result is not None
-    return result
+    return make_matcher(vocabulary, TENANT, new) if result is None else result
 
 
 def sampled(
@@ -152,15 +156,49 @@ def test_a_matcher_goes_on_where_it_was_and_is_made_again_when_it_is_lost(tokeni
     whole = advanced(tokenizer, vocabulary, NewSampled("whole", grammar, 0, tokens))
     advanced(tokenizer, vocabulary, NewSampled("parts", grammar, 0, tokens[:4]))
     assert advanced(tokenizer, vocabulary, NewSampled("parts", grammar, 4, tokens[4:])) == whole
-    assert advance_all(tokenizer, vocabulary, [NewSampled("lost", grammar, 4, tokens[4:])], []) == [None]
-    assert advance_all(tokenizer, vocabulary, [NewSampled("parts", grammar, 9, ())], ["parts"]) == [None]
+    assert advance_all(vocabulary, TENANT, [NewSampled("lost", grammar, 4, tokens[4:])], []) == [None]
+    assert advance_all(vocabulary, TENANT, [NewSampled("parts", grammar, 9, ())], ["parts"]) == [None]
 
 
 def test_a_token_outside_the_mask_fails_its_own_sequence(tokenizer: LoadedTokenizer) -> None:
     good = NewSampled("good", any_object(), 0, ())
     bad = NewSampled("bad", any_object(), 0, tuple(tokenizer.encode("x", 9, False, "prompt")))
-    results = reading_vocabulary(tokenizer, vocabulary_of(), advance_all, [bad, good], [])
+    advanced(tokenizer, vocabulary_of(), good)
+    results = advance_all(vocabulary_of(), TENANT, [bad, good], [])
     assert [type(result) for result in results] == [EngineFailed, NextMasks]
+
+
+def test_sequences_of_a_grammar_that_is_not_compiled_wait_for_a_call_of_their_own(
+    tokenizer: LoadedTokenizer,
+) -> None:
+    vocabulary, new = vocabulary_of("new"), NewSampled("n", matching_schema(SCHEMAS["choices"]), 0, ())
+    read_vocabulary(tokenizer, vocabulary, TENANT)
+    assert advance_all(vocabulary, TENANT, [new], []) == [None]
+    made = make_matcher(vocabulary, TENANT, new)
+    other = NewSampled("another sequence", new.grammar, 0, ())
+    assert advance_all(vocabulary, TENANT, [new, other], []) == [made, made]
+
+
+def test_a_call_ends_after_its_slice_with_the_results_of_the_first_sequences(
+    tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = [NewSampled(f"slice-{number}", any_object(), 0, ()) for number in range(3)]
+    advanced(tokenizer, vocabulary_of(), news[0])
+    monkeypatch.setattr(matching, "SLICE_CPU_S", -1.0)
+    assert len(advance_all(vocabulary_of(), TENANT, news, [])) == 1
+
+
+def test_a_step_that_takes_too_long_ends_its_own_sequence(
+    tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = NewSampled("slow", any_object(), 0, ())
+    advanced(tokenizer, vocabulary_of(), slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(matching, "MAX_STEP_CPU_S", -1.0)
+        (result,) = advance_all(vocabulary_of(), TENANT, [slow], [])
+    assert isinstance(result, InvalidRequest)
+    assert "a step took too much time" in str(result)
+    assert result.param == "response_format"
 
 
 def test_a_mask_has_a_bit_for_each_row_and_none_behind(tokenizer: LoadedTokenizer) -> None:
@@ -234,14 +272,12 @@ def test_a_schema_that_would_fail_at_its_first_step_is_refused_by_its_trial(
         reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, matching_schema(schema))
 
 
-def test_a_schema_whose_trial_took_too_long_is_refused_each_time_and_not_kept(
+def test_a_schema_whose_trial_took_too_long_is_refused_each_time(
     tokenizer: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar, vocabulary = matching_schema({"const": "a schema of this test"}), vocabulary_of()
+    monkeypatch.setattr(matching, "MAX_TRIAL_CPU_S", -1.0)
     for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(matching, "MAX_TRIAL_CPU_S", -1.0)
-            with pytest.raises(InvalidRequest, match="too much time to compile") as refused:
-                reading_vocabulary(tokenizer, vocabulary, opening_masks, grammar)
+        with pytest.raises(InvalidRequest, match="too much time to compile") as refused:
+            reading_vocabulary(tokenizer, vocabulary, opening_masks, grammar)
         assert refused.value.param == "response_format"
-        assert matching._compiled.get((vocabulary, grammar.key)) is None

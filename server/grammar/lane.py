@@ -90,10 +90,9 @@ class Lane:
         """Return whether requests of a tenant stay with this lane."""
         return any(share.tenant == tenant for share in self._shares.values())
 
-    def burden(self, tenant: str) -> tuple[bool, bool, int]:
-        """Return how bad a place the lane is for a request of a tenant; the smallest is the best."""
-        others = any(share.tenant != tenant for share in self._shares.values())
-        return self.is_late_for(tenant), others, self.num_open
+    def burden(self, tenant: str) -> tuple[bool, bool]:
+        """Return whether the lane is late for a tenant, and whether others use it: the smallest is the best."""
+        return self.is_late_for(tenant), any(share.tenant != tenant for share in self._shares.values())
 
     def has_read(self, vocabulary: Vocabulary) -> bool:
         """Return whether the worker runs and is taken to have a vocabulary."""

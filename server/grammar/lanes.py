@@ -47,14 +47,17 @@ class Lanes:
         tenant = tenant_of(text.share)
         own = [lane for lane in self.lanes if lane.serves(tenant)]
         choices = own if len(own) >= NUM_LANES - 1 else self.lanes
-        return Place(self, min(choices, key=lambda lane: lane.burden(tenant)), text, vocabulary)
+        best = min(
+            choices, key=lambda lane: (lane.burden(tenant), not lane.has_read(vocabulary), lane.num_open)
+        )
+        return Place(self, best, text, vocabulary)
 
     def another(self, lane: Lane, tenant: str, vocabulary: Vocabulary) -> Lane | None:
         """Return the best other lane, if possible one that has read the vocabulary; None if all are late."""
         others = [other for other in self.lanes if other is not lane and not other.is_late_for(tenant)]
         return min(
             others,
-            key=lambda other: (not other.has_read(vocabulary), other.burden(tenant)),
+            key=lambda other: (not other.has_read(vocabulary), other.burden(tenant), other.num_open),
             default=None,
         )
 

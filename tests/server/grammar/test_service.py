@@ -76,6 +76,7 @@ class Grammars:
     """A grammar service, and short calls for tests."""
 
     def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
         self.receiver = MaskReceiver()
         self.service = GrammarService(self.receiver, pool)
         self._num_requests = 0
@@ -138,7 +139,8 @@ def test_a_grammar_is_tried_once_for_a_vocabulary(texts: Texts, monkeypatch: pyt
         async def refused(*args: object, **kwargs: object) -> None:
             calls.append(args)
 
-        monkeypatch.setattr(WorkerPool, "run", refused)
+        # Only where grammars are tried: a lane is asked each time.
+        monkeypatch.setattr(grammars.pool, "run", refused)
         await grammars.service.open(await service.of(None, "another"), any_object())
         assert not calls
 

@@ -34,10 +34,10 @@ MAX_COMPILED = 64
 MAX_MATCHERS = 1024
 # Masks that one call returns: tokens that the grammar forces are known ahead.
 MAX_AHEAD = 16
-# Time and memory of a grammar, in llguidance's units; a step ends with an error past them. A millisecond is 50,000 units
-# of initial and 14,000 of step fuel, or 20,000 items. With 128,000 tokens, schemas of 200 properties, of 1000 values, of
-# 30 levels and of 100 formats pass with a fifth of these. A state has 1 to 2 kB, and each character of a string with
-# `maxLength` may take one.
+# Time and memory of a grammar, in llguidance's units; a step ends with an error past them. A millisecond is 50,000
+# units of initial and 14,000 of step fuel, or 20,000 items. With 128,000 tokens, schemas of 200 properties, of 1000
+# values, of 30 levels and of 100 formats pass with a fifth of these. A state has 1 to 2 kB, and each character of a
+# string with `maxLength` may take one.
 PARSER_LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,

@@ -240,6 +240,14 @@ REQUESTS = (
 )
 REGISTRY = (
     Alert(
+        "RegistryDown",
+        "critical",
+        ((Comparison(f"min by ({INSTANCE}) ({SCOPE.series('registry_up')})", "<", "1"),),),
+        limits.REGISTRY_DOWN_FOR,
+        "A Peraxis server cannot read its registry",
+        f"{SERVER} cannot read its registry.",
+    ),
+    Alert(
         "UploadsFailing",
         "warning",
         (

@@ -43,6 +43,9 @@ VARIANT_ERRORS = Threshold("variantErrors", 5, "Fewest failed requests of one va
 VARIANT_ERRORS_FOR = Threshold("variantErrorsFor", "2m", "A larger share fails for this long.")
 LOAD_FAILURES = Threshold("loadFailures", 2, "Loads that may fail within 15 minutes, by reason.")
 LOAD_FAILING_FOR = Threshold("loadFailingFor", "1m", "More loads fail for this long.")
+REGISTRY_DOWN_FOR = Threshold(
+    "registryDownFor", "2m", "A server has not been able to read its registry for this long."
+)
 UPLOAD_FAILURES = Threshold(
     "uploadFailures", 2, "Uploads that may fail on the server's side within 15 minutes."
 )

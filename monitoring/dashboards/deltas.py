@@ -289,14 +289,19 @@ REGISTRY = Section(
             "Bytes of the registry's artifacts. Servers that share a registry count the same ones.",
             "bytes",
             [(f"max({SCOPE.series('registry_bytes')})", "artifacts")],
-            width=HALF,
         ),
         lines(
             "Registry's free space",
             "Free bytes of each server's registry. Below the largest upload: see PeraxisDiskLow in the runbook.",
             "bytes",
             [(SCOPE.series("registry_free_bytes"), "{{instance}}")],
-            width=HALF,
+        ),
+        lines(
+            "Servers that read the registry",
+            "Fewer than targets: a volume or mount does not answer, see PeraxisRegistryDown in the runbook. The "
+            "other panels of this row then have gaps.",
+            "short",
+            [(summed(SCOPE.series("registry_up")), "servers"), (f"count({SCOPE.up()})", "targets")],
         ),
     ),
 )

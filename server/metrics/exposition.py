@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
 from server.metrics.labels import variant_label
-from server.metrics.service import service_families
+from server.metrics.service import RegistryState, read_registry, service_families
 from server.metrics.snapshot import Family, Series, Snapshot
 from server.metrics.vllm_names import vllm_families
 
@@ -34,17 +34,27 @@ class Scrape(NamedTuple):
 def scrape(aggregator: Aggregator, registry: Registry, *, is_ready: bool) -> Scrape:
     """Render all metrics of the service, without the series of deleted variants. Reads files of the registry.
 
-    Call it after `aggregator` has received the snapshots: variants are listed last, so that one registered meanwhile
-    keeps its series.
-
-    Raises:
-        RegistryError: the registry cannot be read.
+    Call it after `aggregator` has received the snapshots.
     """
+    # Before variants are listed, so that one registered meanwhile keeps its series.
     labels = aggregator.variant_labels()
-    usage, variants = registry.usage(), registry.variants()
-    deleted = labels - {variant_label(variant.tenant, variant.name) for variant in variants}
+    return compose(aggregator, labels, read_registry(registry), is_ready=is_ready)
+
+
+def compose(
+    aggregator: Aggregator, labels: frozenset[str], state: RegistryState | None, *, is_ready: bool
+) -> Scrape:
+    """Render all metrics with what was read of the registry.
+
+    Args:
+        labels: the aggregator's variants, taken before the registry was read.
+        state: None if the registry cannot be read; all variants then keep their series.
+    """
+    deleted: frozenset[str] = frozenset()
+    if state is not None:
+        deleted = labels - {variant_label(variant.tenant, variant.name) for variant in state.variants}
     aggregator.forget_variants(deleted)
-    service = service_families(usage, variants, labels, is_ready=is_ready)
+    service = service_families(state, labels, is_ready=is_ready)
     families = aggregator.merged(without_variants=deleted).families
     return Scrape(render(Snapshot((*families, *vllm_families(families), *service))), deleted)
 

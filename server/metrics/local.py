@@ -34,11 +34,7 @@ class LocalMetrics:
             self._aggregator.started(source)
 
     def scrape(self, registry: Registry, *, is_ready: bool) -> bytes:
-        """Return every metric as Prometheus' text; give back the labels of deleted variants. Reads files.
-
-        Raises:
-            RegistryError: the registry cannot be read.
-        """
+        """Return every metric as Prometheus' text; give back the labels of deleted variants. Reads files."""
         # The aggregator takes snapshots in their order.
         with self._lock:
             self._collect()

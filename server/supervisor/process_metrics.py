@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -13,11 +14,14 @@ from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
 from server.frontend.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
-from server.metrics.exposition import scrape
+from server.metrics.exposition import compose
+from server.metrics.service import RegistryState, read_registry
 from server.metrics.snapshot import Snapshot, take_snapshot
 from server.metrics.stats import Statistics
 from server.protocol.messages import Resident
 from server.protocol.stats import ServerStats
+
+log = logging.getLogger(__name__)
 
 # A process that has not answered by then counts with its last snapshot, as an engine in a long step.
 COLLECT_S = 2.0
@@ -32,6 +36,7 @@ class ProcessMetrics:
     def __init__(self, registry: Registry, engine: EngineClient) -> None:
         self.aggregator = Aggregator()
         self._registry = registry
+        self._reading: asyncio.Task[RegistryState | None] | None = None
         self._engine = engine
         self._own = CollectorRegistry()
         ProcessCollector(registry=self._own)
@@ -54,7 +59,10 @@ class ProcessMetrics:
         """
         async with self._lock:
             await self._collect(ask_http)
-            answer = await asyncio.to_thread(scrape, self.aggregator, self._registry, is_ready=is_ready)
+            # Before variants are listed, so that one registered meanwhile keeps its series.
+            labels = self.aggregator.variant_labels()
+            state = await self._registry_state()
+            answer = await asyncio.to_thread(compose, self.aggregator, labels, state, is_ready=is_ready)
         self._engine.forget_variants(answer.deleted)
         return answer.text
 
@@ -76,6 +84,17 @@ class ProcessMetrics:
         for source, snapshot in http.items():
             self.aggregator.received(source, snapshot)
         self.aggregator.received(SUPERVISOR, take_snapshot(self._own))
+
+    async def _registry_state(self) -> RegistryState | None:
+        """Read the registry; None if it cannot be read, or if its file system does not answer within `COLLECT_S`."""
+        # At most one thread waits for a file system that hangs.
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(asyncio.to_thread(read_registry, self._registry))
+            await asyncio.wait([self._reading], timeout=COLLECT_S)
+            if self._reading.done():
+                return self._reading.result()
+        log.error("metrics without the registry: it does not answer within %g s", COLLECT_S)
+        return None
 
     async def _residents(self) -> tuple[Resident, ...]:
         with contextlib.suppress(PeraxisError, TimeoutError):

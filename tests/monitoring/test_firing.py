@@ -49,6 +49,7 @@ HEALTHY: Series = {
     'peraxis_uploads_total{result="failed"}': f"0{ALWAYS}",
     "peraxis_registry_free_bytes": f"500000000000{ALWAYS}",
     "peraxis_registry_quarantined": f"0{ALWAYS}",
+    "peraxis_registry_up": f"1{ALWAYS}",
 }
 
 
@@ -141,6 +142,11 @@ CASES = (
         {'peraxis_uploads_total{result="failed"}': f"0+1{ALWAYS}"},
         "15 uploads to llm/peraxis have failed in 15 minutes.",
         SERVICE,
+    ),
+    Case(
+        "RegistryDown",
+        {"peraxis_registry_up": f"0{ALWAYS}"},
+        "a:1 cannot read its registry.",
     ),
     Case(
         "DiskLow",

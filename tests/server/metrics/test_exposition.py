@@ -18,9 +18,11 @@ from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import Scrape, scrape
 from server.metrics.labels import MAX_LABEL_VALUES
 from server.metrics.local import LocalMetrics
-from server.metrics.service import service_families
+from server.metrics.service import RegistryState, service_families
 from server.metrics.snapshot import take_snapshot
 from tests.deltastore.helpers.crash_storage import artifact, push
+
+NO_USAGE = Usage(0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -117,17 +119,31 @@ def test_the_registrys_state_and_readiness_are_those_at_the_scrape(
     assert value(second, "ready") == 1
 
 
+def test_a_registry_that_cannot_be_read_is_told_and_all_other_series_stay(
+    aggregator: Aggregator, engine: EngineMetrics, registry: Registry
+) -> None:
+    push(registry, artifact(1), "a")
+    engine.variant_requests_total.labels(engine.variant_label("default", "a"), "stop").inc()
+    assert value(scraped(aggregator, engine, registry).text, "registry_up") == 1
+    away = registry.root.rename(registry.root.with_name("away"))
+    text, deleted = scraped(aggregator, engine, registry)
+    assert (value(text, "registry_up"), value(text, "registry_objects"), deleted) == (0, None, frozenset())
+    assert value(text, "variant_requests_total", variant="default/a", finish_reason="stop") == 1
+    away.rename(registry.root)
+    assert value(scraped(aggregator, engine, registry).text, "registry_up") == 1
+
+
 def test_active_versions_are_bounded_and_those_of_variants_with_other_series_come_first() -> None:
-    variants = [Variant("t", f"v{number}", (), 1) for number in range(MAX_LABEL_VALUES + 50)]
+    variants = tuple(Variant("t", f"v{number}", (), 1) for number in range(MAX_LABEL_VALUES + 50))
     shown = f"t/v{MAX_LABEL_VALUES + 49}"
-    families = service_families(Usage(0, 0, 0, 0), variants, {shown}, is_ready=True)
+    families = service_families(RegistryState(NO_USAGE, variants), {shown}, is_ready=True)
     series = next(family for family in families if family.name == "peraxis_variant_active_version").series
     assert [one.labels for one in series[:2]] == [(shown,), ("t/v0",)]
     assert len(series) == MAX_LABEL_VALUES
 
 
 def test_a_variant_without_an_active_version_has_no_gauge() -> None:
-    families = service_families(Usage(0, 0, 0, 0), [Variant("t", "v", (), None)], (), is_ready=True)
+    families = service_families(RegistryState(NO_USAGE, (Variant("t", "v", (), None),)), (), is_ready=True)
     assert families[0].name == "peraxis_variant_active_version"
     assert not families[0].series
 

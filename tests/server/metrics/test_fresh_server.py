@@ -59,4 +59,5 @@ def test_counters_histograms_and_gauges_start_at_zero(text: str) -> None:
         for sample in family.samples
         if sample.name.startswith("peraxis_") and not sample.name.endswith(("_created", "_free_bytes"))
     }
-    assert {name for name, value in started.items() if value} == {"peraxis_build_info"}
+    ones = {"peraxis_build_info", "peraxis_registry_up"}
+    assert {name for name, value in started.items() if value} == ones

@@ -73,3 +73,11 @@ def test_what_the_wheel_is_made_of_is_sent_to_the_build() -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
 
     assert {*wheel, project["project"]["readme"], *project["project"]["license-files"]} <= sent
+
+
+def test_every_build_argument_is_documented() -> None:
+    documentation = (ROOT / "docs/deploy/container.md").read_text()
+
+    arguments = re.findall(r"^ARG (\w+)", DOCKERFILE.read_text(), re.MULTILINE)
+
+    assert set(arguments) == set(re.findall(r"^\| `([A-Z_]+)` \| (?!`)", documentation, re.MULTILINE))

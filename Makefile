@@ -29,12 +29,13 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx limits llguidance msgspe
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
+.PHONY: help demo test test-deploy coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      train a small base and three fine-tunes, compress, serve and compare them'
 	@echo 'make test      check, then every test'
+	@echo 'make test-deploy  tests of deployments that take minutes'
 	@echo 'make check     formatting, lint and types'
 	@echo 'make hooks     let every commit run the checks'
 	@echo 'make coverage  every test, with the share of branches that they reach'
@@ -57,6 +58,10 @@ demo: $(STAMP)
 
 test: check packages
 	$(PYTEST)
+
+# What takes too long for `test`.
+test-deploy: $(STAMP) packages
+	$(PYTEST) -m deploy
 
 # A target of its own, because tracing takes a third more time.
 coverage: $(STAMP)

@@ -21,9 +21,13 @@ from deltastore.errors import (
 )
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.storage import is_replaced
 from deltastore.registry.uploads import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
+
+# Readings of one chunk that end because the open file was replaced.
+MAX_STALE = 5
 
 
 class VerifiedObject:
@@ -64,6 +68,7 @@ class VerifiedObject:
 
     def _chunk(self, index: int) -> memoryview:
         """Return one verified chunk."""
+        num_stale = 0
         while self._last[0] != index:
             try:
                 self._last = (index, self._read_chunk(index))
@@ -71,10 +76,18 @@ class VerifiedObject:
                 if self._quarantine(error):
                     self._raise_quarantined(error)
                 # An upload has replaced the object, by a file of the same bytes.
-                fd = self._open()
-                os.close(self._fd)
-                self._fd = fd
+                self._open_again()
+            except RegistryError as error:
+                num_stale += 1
+                if not is_replaced(error) or num_stale == MAX_STALE:
+                    raise
+                self._open_again()
         return self._last[1]
+
+    def _open_again(self) -> None:
+        fd = self._open()
+        os.close(self._fd)
+        self._fd = fd
 
     def _read_chunk(self, index: int) -> memoryview:
         start, digest = index * CHUNK_BYTES, self._record.digest
@@ -99,17 +112,19 @@ class VerifiedObject:
         return chunk
 
     def _open(self) -> int:
-        self._registry.check_not_quarantined(self._record)
-        try:
-            return os.open(self._registry.object_path(self._record.digest), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            # A quarantine moves the object, and may have begun after the check above.
+        while True:
             self._registry.check_not_quarantined(self._record)
-            raise VariantNotFound(
-                f"{self._record.label}: its object is no longer in the registry: upload it again"
-            ) from error
-        except OSError as error:
-            raise self._unreadable(error) from error
+            try:
+                return os.open(self._registry.object_path(self._record.digest), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                # A quarantine moves the object, and may have begun after the check above.
+                self._registry.check_not_quarantined(self._record)
+                if not self._registry.recover(self._record.digest):
+                    raise VariantNotFound(
+                        f"{self._record.label}: its object is no longer in the registry: upload it again"
+                    ) from error
+            except OSError as error:
+                raise self._unreadable(error) from error
 
     def _quarantine(self, found: CorruptObject) -> bool:
         """Quarantine the open file; return False if another one has taken its place."""

@@ -9,21 +9,23 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
-from deltastore.registry import claims
 from deltastore.registry.claims import Claims
-from deltastore.registry.collect import abandoned, temporaries
-from deltastore.registry.objects import DIGEST, MARK, Objects
-from deltastore.registry.records import NAME, VariantState, VersionRecord, is_name
+from deltastore.registry.collect import temporaries
+from deltastore.registry.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
+from deltastore.registry.objects import ASIDE, DIGEST, MARK, Objects, digest_of
+from deltastore.registry.records import NAME, VersionRecord, is_name
 from deltastore.registry.reserve import DIRECTORY, FILE
 from deltastore.registry.storage import TEMPORARY, Storage
-from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest
+from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest, abandoned
 from deltastore.registry.variants import (
-    LOCK,
+    OLD_LOCK,
+    OLD_STATE,
     RECORD,
     STATE,
     History,
@@ -32,16 +34,15 @@ from deltastore.registry.variants import (
     subdirectories,
 )
 
-LAYOUT = ("objects", "uploads", "quarantine", "variants", claims.DIRECTORY)
-# Kept by servers: keys, limits and the audit log.
-OF_SERVERS = ("tenants", "audit")
-OBJECTS_LOCK = "objects.lock"
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
 RESERVE_FILE = re.compile(rf"{DRAFT}|{FILE}")
-CLAIM_FILE = re.compile(rf"{DRAFT}|{NAME.pattern}")
-VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{re.escape(STATE)}|{LOCK}")
+OBJECT_FILE = re.compile(rf"{DIGEST.pattern}|{ASIDE.pattern}")
+NUMBERED = r"[0-9]{6,18}\.json"
+CLAIM_FILE = re.compile(rf"{DRAFT}|{NUMBERED}")
+OLD_CLAIM_FILE = re.compile(rf"{DRAFT}|{NAME.pattern}")
+VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{STATE}{NUMBERED}|{re.escape(OLD_STATE)}|{OLD_LOCK}")
 # Names that file systems create themselves.
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
@@ -97,10 +98,17 @@ class _Checker:
     def check_names(self) -> None:
         """Report files that the registry's layout has no place for."""
         root, variants = self._root, self._root / "variants"
-        folders, locks = (*LAYOUT, DIRECTORY, *OF_SERVERS), (OBJECTS_LOCK, claims.LOCK)
-        self._check_folder(root, lambda entry: entry.name in (folders if entry.is_dir() else locks))
-        self._check_folder(self._claims.directory, lambda entry: _is_file(entry, CLAIM_FILE))
-        self._check_folder(self._objects.directory, lambda entry: _is_file(entry, DIGEST))
+        folders = (*LAYOUT, DIRECTORY, *OF_SERVERS, *OLD_DIRECTORIES)
+        files = re.compile("|".join([DRAFT, *map(re.escape, (FORMAT_FILE, *OLD_FILES))]))
+        self._check_folder(
+            root, lambda entry: entry.name in folders if entry.is_dir() else _is_file(entry, files)
+        )
+        self._check_folder(self._claims.directory, _is_named_directory)
+        for folder in self._claims.directories():
+            self._check_folder(folder, lambda entry: _is_file(entry, CLAIM_FILE))
+        if self._claims.old_directory.is_dir():
+            self._check_folder(self._claims.old_directory, lambda entry: _is_file(entry, OLD_CLAIM_FILE))
+        self._check_folder(self._objects.directory, lambda entry: _is_file(entry, OBJECT_FILE))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
         if (root / DIRECTORY).is_dir():
@@ -117,29 +125,25 @@ class _Checker:
             try:
                 history = directory.history()
             except RegistryError as error:
-                self._find(directory.path / STATE, error)
-                history = History(VariantState(), directory.numbers())
+                history = directory.history(ignore_damage=True)
+                self._find(_state_path(directory, history), error)
             self._check_state(directory, history)
             for number in history.numbers:
                 self._check_record(directory, number, history.state.is_live(number))
 
     def check_claims(self) -> None:
-        """Report claims of public names that cannot be read, and note those that have ended."""
+        """Report claims of public names that cannot be read."""
         for name in self._claims.names():
             try:
                 self._claims.owner(name)
             except RegistryError as error:
-                self._find(self._claims.directory / name, error)
-        for path in self._claims.ended():
-            self._note(path, "its variant was deleted: gc removes it")
+                entries = self._claims.entries(name)
+                self._find(entries.path(entries.newest().number), error)
 
     def check_objects(self) -> None:
         """Report objects whose bytes do not match their name or the records that refer to them."""
         for digest in self._objects.digests():
             path = self._objects.path(digest)
-            if self._objects.is_quarantined(digest):
-                self._note(path, "quarantined, so never served: gc removes it")
-                continue
             # It may be collected or quarantined meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 found = hash_file(path)
@@ -154,20 +158,25 @@ class _Checker:
             path = directory.record_path(record.version)
             if self._objects.is_quarantined(record.digest):
                 self._note(path, f"quarantined ({self._objects.reason(record.digest)}): upload it again")
+            elif self._objects.aside(record.digest):
+                self._note(path, "its object was about to be removed: the next use or gc puts it back")
             elif not self._objects.path(record.digest).exists() and self._is_live(directory, record.version):
                 self._find(path, f"its object {record.digest} is missing: upload the artifact again")
 
     def check_leftovers(self) -> None:
         """Note the files that crashes left behind, because they take space."""
         for partial in sorted((self._root / "uploads").glob(f"*{PARTIAL}")):
-            with contextlib.suppress(FileNotFoundError), abandoned(partial) as is_abandoned:
+            with contextlib.suppress(FileNotFoundError), abandoned(partial, time.time()) as is_abandoned:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
         folders = [directory.path for directory in directories(self._root / "variants", self._storage)]
-        rest = (self._objects.quarantine_directory, self._root / DIRECTORY, self._claims.directory)
-        for folder in (*rest, *folders):
-            for path in temporaries(folder):
+        rest = (self._root, self._objects.quarantine_directory, self._root / DIRECTORY)
+        for folder in (*rest, *self._claims.directories(), *folders):
+            for path in temporaries(folder, time.time()):
                 self._note(path, "left by a crash: gc removes it")
+        for aside in self._objects.aside():
+            if self._objects.path(digest_of(aside)).exists():
+                self._note(aside, "a second name of an object, left by a crash: gc removes it")
         for digest in self._objects.evidence():
             if not self._objects.is_quarantined(digest):
                 self._note(self._objects.evidence_path(digest), "its object was healed: gc removes it")
@@ -185,7 +194,8 @@ class _Checker:
                 self._find(directory.record_path(number), "this version's record is missing: restore it")
         if state.active is not None and not state.is_live(state.active):
             self._find(
-                directory.path / STATE, f"its active version {state.active} is deleted: promote another"
+                _state_path(directory, history),
+                f"its active version {state.active} is deleted: promote another",
             )
 
     def _check_record(self, directory: VariantDirectory, number: int, is_live: bool) -> None:
@@ -200,6 +210,9 @@ class _Checker:
                 self.versions.append((directory, record))
 
     def _check_object(self, path: Path, digest: str, found: ChunkedDigest) -> None:
+        if found.digest() != digest and self._objects.mark_path(digest).exists():
+            self._note(path, "found corrupt, but its quarantine was cut short: the next read ends it")
+            return
         self.num_objects += 1
         if found.digest() != digest:
             self._find(path, f"its bytes have the digest {found.digest()}: upload the artifact again")
@@ -225,6 +238,10 @@ class _Checker:
 
     def _note(self, path: Path, problem: object) -> None:
         self.notes.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
+
+
+def _state_path(directory: VariantDirectory, history: History) -> Path:
+    return directory.entries.path(history.entry.number)
 
 
 def hash_file(path: Path) -> ChunkedDigest:

@@ -1,123 +1,118 @@
-"""Public names: the file `public/NAME` holds the tenant whose variant NAME every tenant may use.
+"""Public names: the newest entry of `claims/NAME/` holds the tenant whose variant NAME every tenant may use.
 
-A file is made by link, so that a name has one owner. A claim also holds the variant's `deleted_through` at its making.
-Deleting the variant changes that number, so it ends the claim in the same atomic step, and a later variant of the name
-is private again. The file of an ended claim is removed afterwards, by the next claim or by gc.
+A claim also holds the variant's `deleted_through` at its making. Deleting the variant raises that number, so it ends
+the claim in the same atomic step, and a later variant of the name is private again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from deltastore.errors import PublicNameTaken, RegistryError
 from deltastore.registry.records import PublicClaim, VariantState, is_name, parse_claim
-from deltastore.registry.storage import Storage, file_size
-from deltastore.registry.variants import VariantDirectory
+from deltastore.registry.reserve import Reserve
+from deltastore.registry.sequence import Entry, EntrySequence, attempts
+from deltastore.registry.storage import Storage, listed_names
+from deltastore.registry.variants import VariantDirectory, subdirectories
 
-DIRECTORY = "public"
-LOCK = "public.lock"
+DIRECTORY = "claims"
+# The claims of older versions of Peraxis: the file `public/NAME`.
+OLD_DIRECTORY = "public"
 
 
 class Claims:
-    """The public names of a registry. Changes take the lock of all claims, after a variant's own."""
+    """The public names of a registry."""
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self.directory = root / DIRECTORY
+        self.old_directory = root / OLD_DIRECTORY
         self._variants = root / "variants"
-        self._lock = root / LOCK
+        self._reserve = Reserve(root, storage)
         self._storage = storage
 
     def owner(self, name: str) -> str | None:
         """Return the tenant whose variant of this name is public; None if there is none.
 
         Raises:
-            RegistryError: the claim, or the state of its variant, is damaged.
+            RegistryError: The claim, or the state of its variant, is damaged.
         """
-        claim = self._read(name)
-        return claim.tenant if claim is not None and self._is_valid(claim, name) else None
+        return self._owner(name, self.entries(name).newest())
 
     def names(self) -> list[str]:
-        """Return the sorted names of all claims, those that have ended included."""
-        return sorted(name for name in os.listdir(self.directory) if is_name(name))
+        """Return the sorted names that were ever claimed."""
+        names = {*listed_names(self.directory), *listed_names(self.old_directory)}
+        return sorted(name for name in names if is_name(name))
 
-    def ended(self) -> list[Path]:
-        """Return the files of claims that have ended; a damaged one is left out."""
-        found = []
-        for name in self.names():
-            with contextlib.suppress(RegistryError):
-                claim = self._read(name)
-                if claim is not None and not self._is_valid(claim, name):
-                    found.append(self.directory / name)
-        return found
+    def directories(self) -> list[Path]:
+        """Return the directories that hold the claims of a name each."""
+        return [self.directory / name for name in subdirectories(self.directory) if is_name(name)]
+
+    def entries(self, name: str) -> EntrySequence:
+        """Return the claims of a name."""
+        return EntrySequence(self.directory / name, "", self.old_directory / name, self._storage)
 
     def claim(self, directory: VariantDirectory, state: VariantState) -> None:
-        """Make a variant the public one of its name, durably. The caller holds the variant's lock.
+        """Make a variant, whose state was read, the public one of its name, durably.
 
         Raises:
-            PublicNameTaken: another tenant's variant is.
+            PublicNameTaken: Another tenant's variant is.
         """
-        path = self.directory / directory.name
-        with self.locked():
-            owner = self.owner(directory.name)
+        claim = PublicClaim(directory.tenant, state.deleted_through)
+        entries = self._made(directory.name)
+        for _ in attempts(entries.directory):
+            newest = entries.newest()
+            owner = self._owner(directory.name, newest)
             if owner not in (None, directory.tenant):
                 raise taken(directory.name)
-            if owner is None:
-                if file_size(path) is not None:
-                    self._storage.unlink(path)
-                claim = PublicClaim(directory.tenant, state.deleted_through)
-                with self._storage.temporary(self.directory, claim.to_json()) as temporary:
-                    self._link(temporary, path)
-            # Also for a claim that stands: the process that made it may have died before its sync.
-            self._storage.fsync_dir(self.directory)
+            if owner is not None:
+                # The process that made the claim may have died before its sync.
+                self._sync(entries)
+                return
+            if entries.append(newest, claim.to_json(newest.digest), self._reserve):
+                return
 
     def release(self, directory: VariantDirectory) -> None:
-        """Make a variant private, durably. The caller holds the variant's lock."""
-        with self.locked():
-            claim = self._read(directory.name)
-            if claim is not None and claim.tenant == directory.tenant:
-                self._storage.unlink(self.directory / directory.name)
-            self._storage.fsync_dir(self.directory)
+        """Make a variant private, durably."""
+        entries = self.entries(directory.name)
+        for _ in attempts(entries.directory):
+            newest = entries.newest()
+            claim = self._parsed(directory.name, newest)
+            if claim is None or claim.tenant != directory.tenant:
+                self._sync(entries)
+                return
+            self._made(directory.name)
+            if entries.append(newest, PublicClaim(None, 0).to_json(newest.digest), self._reserve):
+                return
 
-    def forget(self, directory: VariantDirectory) -> None:
-        """Remove the claim of a variant that was just deleted, without a sync: gc removes it if it reappears."""
-        path = self.directory / directory.name
-        if file_size(path) is None:
-            return
-        with contextlib.suppress(OSError, RegistryError), self.locked():
-            claim = self._read(directory.name)
-            if claim is not None and claim.tenant == directory.tenant:
-                self._storage.unlink(path)
+    def _made(self, name: str) -> EntrySequence:
+        entries = self.entries(name)
+        self._storage.make_dirs(entries.directory)
+        # The process that made it may have died before its sync.
+        self._storage.fsync_dir(self.directory)
+        return entries
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of all claims."""
-        with self._storage.locked(self._lock, exclusive=True):
-            yield
+    def _sync(self, entries: EntrySequence) -> None:
+        # The claim may be that of an older version.
+        if entries.directory.is_dir():
+            self._storage.fsync_dir(entries.directory)
 
-    def _link(self, temporary: Path, path: Path) -> None:
-        try:
-            self._storage.link(temporary, path)
-        except FileExistsError as error:
-            # A server whose file system has no locks was first.
-            raise taken(path.name) from error
-
-    def _read(self, name: str) -> PublicClaim | None:
-        path = self.directory / name
-        try:
-            return parse_claim(path.read_bytes(), str(path))
-        except FileNotFoundError:
+    def _owner(self, name: str, entry: Entry) -> str | None:
+        claim = self._parsed(name, entry)
+        if claim is None or claim.tenant is None:
             return None
+        state = VariantDirectory(self._variants, claim.tenant, name, self._storage).state()
+        return claim.tenant if state.deleted_through <= claim.deleted_through else None
+
+    def _parsed(self, name: str, entry: Entry) -> PublicClaim | None:
+        if entry.raw is None:
+            return None
+        path = self.entries(name).path(entry.number)
+        try:
+            return parse_claim(entry.raw, str(path))
         except RegistryError as error:
             raise RegistryError(
-                f"{error}: restore the file, or remove it to make the variant private"
+                f"{error}: restore the file, or remove it and older ones to make the variant private"
             ) from error
-
-    def _is_valid(self, claim: PublicClaim, name: str) -> bool:
-        state = VariantDirectory(self._variants, claim.tenant, name, self._storage).state()
-        return state.deleted_through == claim.deleted_through
 
 
 def taken(name: str) -> PublicNameTaken:

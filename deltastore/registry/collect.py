@@ -1,23 +1,26 @@
 """Garbage collection of a registry: objects without a live version, and leftovers of crashes.
 
-The caller holds the objects lock exclusively, so no publication has stored its object but not yet its record.
+Servers publish meanwhile. An object is therefore set aside first; then the sealed uploads are listed and all versions
+read again, in this order, and only a file whose digest neither has is removed. `REGISTRY.md` has the argument.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
 from deltastore.registry.claims import Claims
-from deltastore.registry.objects import Objects
-from deltastore.registry.reserve import DIRECTORY
-from deltastore.registry.storage import TEMPORARY, Storage, file_size, flock
-from deltastore.registry.uploads import PARTIAL
+from deltastore.registry.objects import Objects, digest_of
+from deltastore.registry.reserve import DIRECTORY, Reserve
+from deltastore.registry.storage import TEMPORARY, Storage, file_size, file_time_s
+from deltastore.registry.uploads import PARTIAL, abandoned, sealed_digests
 from deltastore.registry.variants import directories
+
+# Temporary files get their final names in milliseconds.
+LEFT_AFTER_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,105 +29,141 @@ class GcReport:
 
     objects: tuple[str, ...]  # digests
     num_partials: int  # abandoned uploads
-    num_leftovers: int  # other files that a crash left behind
+    num_leftovers: int  # files that a crash left behind or newer ones replace
     bytes_freed: int
     dry_run: bool
 
 
-def collect(root: Path, objects: Objects, storage: Storage, *, dry_run: bool) -> GcReport:
-    """Remove garbage, or with `dry_run` only report it.
+class Collector:
+    """Removes the garbage of a registry."""
 
-    Raises:
-        RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
-    """
-    try:
-        needed = referenced(root, storage)
-    except RegistryError as error:
-        raise RegistryError(f"nothing was collected: {error}") from error
-    digests = sorted({*objects.digests(), *objects.marked(), *objects.evidence()} - needed)
-    marked = set(objects.marked())
-    leftovers = [objects.evidence_path(digest) for digest in (needed - marked) & set(objects.evidence())]
-    leftovers += [objects.path(digest) for digest in needed & marked & set(objects.digests())]
-    leftovers += [*temporaries(objects.quarantine_directory), *temporaries(root / DIRECTORY)]
-    files = [path for digest in digests for path in (objects.path(digest), objects.evidence_path(digest))]
-    freed = _size([*files, *leftovers])
-    if not dry_run:
-        objects.remove(digests)
-        _unlink(leftovers, storage)
-    num_partials, partial_bytes = collect_partials(root / "uploads", storage, dry_run=dry_run)
-    num_drafts, draft_bytes = _collect_drafts(root, storage, dry_run)
-    num_claims, claim_bytes = _collect_claims(root, storage, dry_run)
-    num_leftovers = len(leftovers) + num_drafts + num_claims
-    freed += partial_bytes + draft_bytes + claim_bytes
-    return GcReport(tuple(digests), num_partials, num_leftovers, freed, dry_run)
+    def __init__(self, root: Path, objects: Objects, reserve: Reserve, storage: Storage) -> None:
+        self._root = root
+        self._objects = objects
+        self._reserve = reserve
+        self._storage = storage
+
+    def collect(self, *, dry_run: bool) -> GcReport:
+        """Remove garbage, or with `dry_run` only report it.
+
+        Raises:
+            RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
+        """
+        objects = self._objects
+        try:
+            needed = self._in_use()
+            stored = {*objects.digests(), *objects.marked(), *objects.evidence()}
+            unused = {*stored, *map(digest_of, objects.aside())} - needed
+            sizes = {digest: self._size_of(digest) for digest in unused}
+            removed = unused if dry_run else self._removed(unused)
+        except RegistryError as error:
+            raise RegistryError(f"nothing was collected: {error}") from error
+        evidence, marked = self._healed(needed)
+        leftovers = [*evidence, *self._leftovers()]
+        freed = sum(sizes[digest] for digest in removed) + _size(leftovers)
+        if not dry_run:
+            _unlink(leftovers, self._storage)
+            for digest in marked:
+                self._objects.drop_mark(digest)
+        num_partials, partial_bytes = collect_partials(self._root / "uploads", self._storage, dry_run=dry_run)
+        return GcReport(tuple(sorted(removed)), num_partials, len(leftovers), freed + partial_bytes, dry_run)
+
+    def withdraw(self, digest: str, upload: Path) -> None:
+        """Remove an object whose publication failed, which a full disk needs, unless something else uses it.
+
+        Args:
+            digest: The object's digest.
+            upload: The sealed upload that was to be published, which does not count as a use.
+
+        Raises:
+            RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
+        """
+        self._removed([digest], upload)
+
+    def _removed(self, digests: Iterable[str], except_for: Path | None = None) -> set[str]:
+        """Remove the objects of some digests that are really not in use, and return these digests."""
+        for digest in digests:
+            self._objects.set_aside(digest, self._reserve)
+        # Those of a gc that died, too. They are listed before the versions are read.
+        asides = self._objects.aside()
+        try:
+            needed = self._in_use(except_for)
+        except RegistryError:
+            for aside in asides:
+                self._objects.put_back(aside)
+            raise
+        for aside in asides:
+            if digest_of(aside) in needed:
+                self._objects.put_back(aside)
+        self._objects.discard([aside for aside in asides if digest_of(aside) not in needed])
+        removed = set(digests) - needed
+        self._objects.forget(removed)
+        return removed
+
+    def _in_use(self, except_for: Path | None = None) -> set[str]:
+        """Return the digests of all sealed uploads but one, and of all live versions, read in this order.
+
+        Raises:
+            RegistryError: A record or state is damaged, so some are unknown.
+        """
+        needed = sealed_digests(self._root / "uploads", self._storage, except_for)
+        for directory in directories(self._root / "variants", self._storage):
+            needed |= {directory.record(number).digest for number in directory.history().live}
+        return needed
+
+    def _size_of(self, digest: str) -> int:
+        paths = [self._objects.path(digest), self._objects.evidence_path(digest)]
+        return _size([*paths, *self._objects.aside(digest)])
+
+    def _healed(self, needed: set[str]) -> tuple[list[Path], list[str]]:
+        """Return the evidence of objects that were uploaded again, and the digests that still have a mark."""
+        evidence, marked = set(self._objects.evidence()), set(self._objects.marked())
+        # Last: an object that is there after its mark was seen ends the quarantine.
+        healed = needed & set(self._objects.digests())
+        return [self._objects.evidence_path(digest) for digest in healed & evidence], sorted(healed & marked)
+
+    def _leftovers(self) -> list[Path]:
+        """Return temporary files, and entries of states and claims that newer ones replace."""
+        claims = Claims(self._root, self._storage)
+        variants = list(directories(self._root / "variants", self._storage))
+        folders = [
+            self._objects.quarantine_directory,
+            self._root / DIRECTORY,
+            *claims.directories(),
+            *(directory.path for directory in variants),
+        ]
+        now_s = self._storage.touch(self._root / "uploads")
+        found = [path for folder in folders for path in temporaries(folder, now_s)]
+        for name in claims.names():
+            found += claims.entries(name).superseded()
+        for directory in variants:
+            found += directory.entries.superseded()
+        return found
 
 
 def collect_partials(directory: Path, storage: Storage, *, dry_run: bool) -> tuple[int, int]:
     """Remove abandoned uploads, or with `dry_run` only count them. Return their number and bytes."""
     count = num_bytes = 0
-    for path in sorted(directory.glob(f"*{PARTIAL}")):
-        with contextlib.suppress(FileNotFoundError), abandoned(path) as is_abandoned:
+    paths = sorted(directory.glob(f"*{PARTIAL}"))
+    now_s = storage.touch(directory) if paths else 0.0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), abandoned(path, now_s) as is_abandoned:
             if is_abandoned:
                 count, num_bytes = count + 1, num_bytes + _size([path])
                 _unlink([] if dry_run else [path], storage)
     return count, num_bytes
 
 
-def referenced(root: Path, storage: Storage) -> set[str]:
-    """Return the digests of all live versions.
+def temporaries(directory: Path, now_s: float) -> list[Path]:
+    """List a directory's temporary files, which a crash kept from getting their final names.
 
-    Raises:
-        RegistryError: A record or state is damaged, so some are unknown.
+    Args:
+        directory: A directory of the registry.
+        now_s: The time by the clock of the file system, as `Storage.touch` returns it.
     """
-    needed = set()
-    for directory in directories(root / "variants", storage):
-        needed |= {directory.record(number).digest for number in directory.history().live}
-    return needed
-
-
-def temporaries(directory: Path) -> list[Path]:
-    """List a directory's temporary files, which a crash kept from getting their final names."""
-    return sorted(directory.glob(f"*{TEMPORARY}"))
-
-
-@contextlib.contextmanager
-def abandoned(path: Path) -> Iterator[bool]:
-    """Yield True if no upload writes this partial file; none can begin to while the block runs."""
-    # Some network file systems lock only files that are open for writing.
-    writable = os.access(path, os.W_OK)
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-    try:
-        try:
-            flock(fd, exclusive=True, wait=False)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
-
-
-def _collect_drafts(root: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
-    count = num_bytes = 0
-    for directory in directories(root / "variants", storage):
-        if not temporaries(directory.path):
-            continue
-        with contextlib.suppress(BlockingIOError), directory.locked(wait=False):
-            drafts = temporaries(directory.path)
-            count, num_bytes = count + len(drafts), num_bytes + _size(drafts)
-            _unlink([] if dry_run else drafts, storage)
-    return count, num_bytes
-
-
-def _collect_claims(root: Path, storage: Storage, dry_run: bool) -> tuple[int, int]:
-    claims = Claims(root, storage)
-    if not [*claims.ended(), *temporaries(claims.directory)]:
-        return 0, 0
-    with claims.locked():
-        leftovers = [*claims.ended(), *temporaries(claims.directory)]
-        num_bytes = _size(leftovers)
-        _unlink([] if dry_run else leftovers, storage)
-    return len(leftovers), num_bytes
+    paths = sorted(directory.glob(f"*{TEMPORARY}"))
+    times = ((path, file_time_s(path)) for path in paths)
+    return [path for path, time_s in times if time_s is not None and time_s < now_s - LEFT_AFTER_S]
 
 
 def _unlink(paths: list[Path], storage: Storage) -> None:
@@ -133,5 +172,5 @@ def _unlink(paths: list[Path], storage: Storage) -> None:
             storage.unlink(path)
 
 
-def _size(paths: list[Path]) -> int:
+def _size(paths: Iterable[Path]) -> int:
     return sum(file_size(path) or 0 for path in paths)

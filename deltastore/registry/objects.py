@@ -1,7 +1,12 @@
 """The stored artifacts: `objects/<digest>`, and corrupt ones in `quarantine/`. Must not know variants or versions.
 
-A digest is quarantined while its mark `quarantine/<digest>.json` exists; its bytes are then not served, wherever they
-are. The corrupt bytes, `quarantine/<digest>`, are called evidence. The caller holds the registry's objects lock.
+A digest is quarantined while its mark `quarantine/<digest>.json` exists and its object does not: an upload that puts
+the object back ends the quarantine in one step. The corrupt bytes, `quarantine/<digest>`, are called evidence.
+
+An object is only removed or quarantined after it was set aside, which is a rename to `objects/<digest>.<token>`. What
+a server decides afterwards concerns the file that it set aside, and never one that an upload has put there since. A
+file that was set aside by a server that died is put back by a reader that misses it, or by gc. `REGISTRY.md` has the
+argument.
 """
 
 from __future__ import annotations
@@ -10,16 +15,19 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from deltastore.errors import UsageError
 from deltastore.registry.reserve import Reserve
-from deltastore.registry.storage import Storage, file_size
+from deltastore.registry.sequence import attempts
+from deltastore.registry.storage import TEMPORARY, Storage, file_size, listed_names
 from deltastore.registry.uploads import SealedUpload
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
+ASIDE = re.compile(rf"({DIGEST.pattern})\.[0-9a-f]{{16}}")
 MARK = ".json"
 
 
@@ -51,38 +59,73 @@ class Objects:
         return self.quarantine_directory / f"{_checked(digest)}{MARK}"
 
     def put(self, sealed: SealedUpload) -> None:
-        """Move a sealed upload to its final path, durably, and end a quarantine of its digest.
+        """Store a sealed upload under its digest, durably, and end a quarantine of its digest.
 
         An object of the same digest is replaced: these bytes are known to be written and synced, those of the older
         file are not. Its readers keep the file that they have open.
         """
-        self._storage.rename(sealed.path, self.path(sealed.digest))
+        for _ in attempts(self.directory):
+            second = self._aside_path(sealed.digest)
+            self._storage.link(sealed.path, second)
+            try:
+                self._storage.rename(second, self.path(sealed.digest))
+                break
+            except FileNotFoundError:
+                # A gc took the second name for one that a crash left behind.
+                continue
+            finally:
+                # It is left if the upload is stored already: a rename of a file to itself does nothing.
+                with contextlib.suppress(FileNotFoundError):
+                    self._storage.unlink(second)
         self._storage.fsync_dir(self.directory)
-        if self.is_quarantined(sealed.digest):
-            self._remove(self.mark_path(sealed.digest))
-        # Unconditionally: another process may have removed the mark without a sync.
-        self._storage.fsync_dir(self.quarantine_directory)
+        self.drop_mark(sealed.digest)
         self._remove(self.evidence_path(sealed.digest))
 
-    def quarantine(self, digest: str, reason: str, reserve: Reserve) -> None:
-        """Mark a digest as corrupt, durably, and move its bytes out of the way."""
-        mark = json.dumps({"digest": digest, "reason": reason}).encode()
-        reserve.replace(self.mark_path(digest), mark)
-        # The object may be missing, or moved already.
-        with contextlib.suppress(FileNotFoundError):
-            self._storage.rename(self.path(digest), self.evidence_path(digest))
-        self._storage.fsync_dir(self.quarantine_directory)
-        self._storage.fsync_dir(self.directory)
+    def ensure(self, sealed: SealedUpload) -> None:
+        """Store a sealed upload again if its object is missing. Call it when a version refers to the object.
 
-    def is_file(self, digest: str, status: os.stat_result) -> bool:
-        """True if an object is stored in this very file."""
-        try:
-            return os.path.samestat(self.path(digest).stat(), status)
-        except FileNotFoundError:
-            return False
+        A link tells the truth where a look could be answered from a client's cache.
+        """
+        if self._storage.linked(sealed.path, self.path(sealed.digest)):
+            self._storage.fsync_dir(self.directory)
+
+    def quarantine(self, digest: str, reason: str, found_in: os.stat_result | None, reserve: Reserve) -> bool:
+        """Mark a digest as corrupt, durably, and move its bytes out of the way.
+
+        With `found_in`, only the file of this status is moved; return False if the object is another one by now.
+        """
+        mark = json.dumps({"digest": digest, "reason": reason}).encode()
+        for _ in attempts(self.directory):
+            if found_in is not None and not _is_file(self.path(digest), found_in):
+                return False
+            reserve.replace(self.mark_path(digest), json.dumps({"digest": digest, "reason": reason}).encode())
+            aside = self.set_aside(digest, reserve)
+            if aside is None and found_in is not None:
+                continue
+            if aside is not None and not self._is_evidence(aside, found_in):
+                continue
+            if not self.mark_path(digest).exists():
+                # An upload, or a gc that saw object and mark side by side, has removed it.
+                reserve.replace(self.mark_path(digest), mark)
+            self._storage.fsync_dir(self.quarantine_directory)
+            self._storage.fsync_dir(self.directory)
+            return True
+        raise AssertionError("attempts() ends with an exception")
+
+    def drop_mark(self, digest: str) -> None:
+        """Remove the mark of an object that was healed; leave it if a quarantine has taken the object since."""
+        if file_size(self.mark_path(digest)) is None:
+            return
+        temporary = self.quarantine_directory / f".{secrets.token_hex(8)}{TEMPORARY}"
+        with contextlib.suppress(FileNotFoundError):
+            self._storage.rename(self.mark_path(digest), temporary)
+            # A quarantine that takes the object after this look writes its mark again.
+            if not self.path(digest).exists():
+                self._storage.linked(temporary, self.mark_path(digest))
+            self._storage.unlink(temporary)
 
     def is_quarantined(self, digest: str) -> bool:
-        return self.mark_path(digest).exists()
+        return self.mark_path(digest).exists() and not self.path(digest).exists()
 
     def reason(self, digest: str) -> str:
         """Return why a digest is quarantined. An unreadable mark still quarantines."""
@@ -92,11 +135,11 @@ class Objects:
             return "its mark cannot be read"
 
     def digests(self) -> Iterator[str]:
-        """Yield the name of every file in `objects/` that is a digest, quarantined or not."""
+        """Yield every digest that has an object."""
         return _names(self.directory, DIGEST)
 
     def marked(self) -> Iterator[str]:
-        """Yield every quarantined digest."""
+        """Yield every digest with a mark, quarantined or not."""
         for name in _names(self.quarantine_directory, re.compile(DIGEST.pattern + re.escape(MARK))):
             yield name.removesuffix(MARK)
 
@@ -104,29 +147,85 @@ class Objects:
         """Yield every digest whose corrupt bytes are kept."""
         return _names(self.quarantine_directory, DIGEST)
 
-    def remove(self, digests: list[str]) -> None:
-        """Remove objects, evidence and marks, durably; each mark after the bytes that it quarantines."""
-        for digest in digests:
-            self._remove(self.path(digest))
-            self._remove(self.evidence_path(digest))
+    def aside(self, digest: str | None = None) -> list[Path]:
+        """Return the files that were set aside, all or those of one digest."""
+        found = (ASIDE.fullmatch(name) for name in sorted(listed_names(self.directory)))
+        return [self.directory / one[0] for one in found if one is not None and digest in (None, one[1])]
+
+    def set_aside(self, digest: str, reserve: Reserve) -> Path | None:
+        """Rename an object, so that what is decided about its file concerns no other one; None if there is none."""
+        aside = self._aside_path(digest)
+        try:
+            reserve.give_for(lambda: self._storage.rename(self.path(digest), aside))
+        except FileNotFoundError:
+            return None
+        return aside
+
+    def put_back(self, aside: Path) -> None:
+        """Make a file that was set aside the object again, durably, unless an upload has put one there."""
+        # Another server may put it back at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            self._storage.linked(aside, self.path(digest_of(aside)))
+            self._storage.fsync_dir(self.directory)
+            self._storage.unlink(aside)
+
+    def recover(self, digest: str) -> bool:
+        """Put back an object that a server set aside; False if there is none."""
+        for aside in self.aside(digest):
+            self.put_back(aside)
+        return self.path(digest).exists()
+
+    def discard(self, asides: list[Path]) -> None:
+        """Remove files that were set aside, durably."""
+        for aside in asides:
+            self._remove(aside)
         self._storage.fsync_dir(self.directory)
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Remove evidence and marks, durably; each mark after the bytes that it quarantines."""
         for digest in digests:
+            self._remove(self.evidence_path(digest))
             self._remove(self.mark_path(digest))
         self._storage.fsync_dir(self.quarantine_directory)
 
-    def discard(self, digest: str) -> None:
-        """Remove an object whose publication failed, without a sync: gc removes it if it reappears. A mark stays."""
-        self._remove(self.path(digest))
-
     def usage(self) -> Usage:
-        sizes = [size for digest in self.digests() if (size := file_size(self.path(digest))) is not None]
+        digests = set(self.digests())
+        sizes = [size for digest in digests if (size := file_size(self.path(digest))) is not None]
         disk = os.statvfs(self.directory)
-        return Usage(len(sizes), sum(sizes), disk.f_bavail * disk.f_frsize, sum(1 for _ in self.marked()))
+        return Usage(len(sizes), sum(sizes), disk.f_bavail * disk.f_frsize, len(set(self.marked()) - digests))
+
+    def _is_evidence(self, aside: Path, found_in: os.stat_result | None) -> bool:
+        """Move a file that was set aside to the evidence; put it back if it is not the corrupt one."""
+        if found_in is not None and not _is_file(aside, found_in):
+            self.put_back(aside)
+            return False
+        try:
+            self._storage.rename(aside, self.evidence_path(digest_of(aside)))
+        except FileNotFoundError:
+            # Another server put it back.
+            return False
+        return True
+
+    def _aside_path(self, digest: str) -> Path:
+        return self.directory / f"{_checked(digest)}.{secrets.token_hex(8)}"
 
     def _remove(self, path: Path) -> None:
         if file_size(path) is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._storage.unlink(path)
+
+
+def digest_of(aside: Path) -> str:
+    """Return the digest of an object that was set aside."""
+    return aside.name.partition(".")[0]
+
+
+def _is_file(path: Path, status: os.stat_result) -> bool:
+    """True if a path leads to this very file."""
+    try:
+        return os.path.samestat(path.stat(), status)
+    except FileNotFoundError:
+        return False
 
 
 def _names(directory: Path, pattern: re.Pattern[str]) -> Iterator[str]:

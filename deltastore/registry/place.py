@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError
-from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, OF_SERVERS
-from deltastore.registry.claims import LOCK
+from deltastore.registry.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
 from deltastore.registry.reserve import DIRECTORY as RESERVE
 
 # In a registry that another process is making now, or at the root of a volume that was just formatted.
-HARMLESS = frozenset({*LAYOUT, *OF_SERVERS, RESERVE, OBJECTS_LOCK, LOCK, "lost+found"})
+HARMLESS = frozenset({*LAYOUT, *OF_SERVERS, *OLD_DIRECTORIES, *OLD_FILES, FORMAT_FILE, RESERVE, "lost+found"})
 
 
 def is_registry(path: Path) -> bool:

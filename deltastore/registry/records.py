@@ -113,23 +113,25 @@ class VariantState:
         """The highest version number that the state mentions; numbers up to it are never assigned again."""
         return max(self.as_of, self.deleted_through, *self.deleted, 0)
 
-    def to_json(self) -> bytes:
-        return _encode(asdict(self))
+    def to_json(self, after: str = "") -> bytes:
+        """Encode the state as the entry after the one of a digest."""
+        return _encode({**asdict(self), "after": after})
 
 
 @dataclass(frozen=True, slots=True)
 class PublicClaim:
-    """A tenant's claim of a name for its variant, which every tenant may use."""
+    """A tenant's claim of a name for its variant, which every tenant may use, or the end of a claim."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
-    tenant: Annotated[str, Field(pattern=NAME.pattern)]
-    # Of the variant's state when the claim was made. The claim ends when the state has another number.
+    tenant: Annotated[str, Field(pattern=NAME.pattern)] | None  # None: the name is free
+    # Of the variant's state when the claim was made. The claim ends when the state has a higher number.
     deleted_through: Size
     format: Literal[1] = 1  # of the claim
 
-    def to_json(self) -> bytes:
-        return _encode(asdict(self))
+    def to_json(self, after: str = "") -> bytes:
+        """Encode the claim as the entry after the one of a digest."""
+        return _encode({**asdict(self), "after": after})
 
 
 _RECORD = TypeAdapter(VersionRecord)

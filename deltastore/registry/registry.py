@@ -1,23 +1,23 @@
 """The registry: a directory of artifacts and of the variants whose versions they are. Its class is the only way in.
 
 Owns which changes are allowed and in which order they become durable. Must not know HTTP, keys, devices or an
-artifact's contents. Locks are taken in one order: the objects lock (shared to publish, exclusive to remove), then the
-variant's own.
+artifact's contents. No change waits for a lock: `REGISTRY.md` describes how servers agree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
-from deltastore.registry.check import LAYOUT, OBJECTS_LOCK, CheckReport, check
+from deltastore.registry.check import CheckReport, check
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.collect import GcReport, collect, collect_partials, referenced
+from deltastore.registry.collect import Collector, GcReport, collect_partials
+from deltastore.registry.layout import make_layout
 from deltastore.registry.listing import Listing
 from deltastore.registry.objects import Objects, Usage
 from deltastore.registry.records import (
@@ -30,6 +30,7 @@ from deltastore.registry.records import (
     is_name,
 )
 from deltastore.registry.reserve import Reserve
+from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, Variant, VariantDirectory
@@ -60,8 +61,9 @@ class Registry:
         self._reserve = Reserve(self.root, self._storage)
         self._claims = Claims(self.root, self._storage)
         self._listing = Listing(self.root, self._claims, self._storage)
+        self._collector = Collector(self.root, self._objects, self._reserve, self._storage)
         with explained(self.root):
-            self._make_layout()
+            make_layout(self.root, self._storage)
         self._reserve.fill()
 
     def open_upload(self, max_bytes: int | None) -> Upload:
@@ -83,12 +85,11 @@ class Registry:
         directory = self._directory(tenant, name)
         with explained(self.root):
             try:
-                with self._objects_locked(exclusive=False):
-                    directory.make()
-                    with directory.locked():
-                        return self._publish(sealed, facts, directory, activate)
+                directory.make()
+                return self._publish(sealed, facts, directory, activate)
             except (OSError, RegistryError):
-                self._withdraw(sealed.digest)
+                with contextlib.suppress(OSError, RegistryError):
+                    self._collector.withdraw(sealed.digest, sealed.path)
                 raise
 
     def variant(self, tenant: str, name: str) -> Variant:
@@ -152,10 +153,8 @@ class Registry:
         Raises:
             RegistryError: The variant's state is damaged, so its deleted versions are unknown.
         """
-        directory = self._directory(record.tenant, record.name)
         with explained(self.root):
-            is_stored = directory.record_path(record.version).is_file()
-            return is_stored and directory.state().is_live(record.version)
+            return record.version in self._directory(record.tenant, record.name).history().live
 
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
         """Make a version the active one, to promote or roll back.
@@ -164,16 +163,15 @@ class Registry:
             VariantNotFound: There is no such live version.
             VariantQuarantined: Its object was found corrupt.
         """
-        with self._changed(tenant, name) as directory:
-            history = directory.history()
+
+        def promoted(directory: VariantDirectory, history: History) -> VariantState:
             if version not in history.live:
                 raise directory.not_found(version)
-            record = directory.record(version)
-            self.check_not_quarantined(record)
+            self.check_not_quarantined(directory.record(version))
             previous = directory.previous(history, version)
-            chosen = replace(history.state, active=version, as_of=history.newest, previous=previous)
-            directory.set_state(chosen, self._reserve)
-            return record
+            return replace(history.state, active=version, as_of=history.newest, previous=previous)
+
+        return self._change(tenant, name, promoted).record(version)
 
     def delete(self, tenant: str, name: str, version: int | None = None) -> None:
         """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
@@ -182,11 +180,8 @@ class Registry:
             VariantNotFound: There is no such live variant or version.
             UsageError: The version is the active one.
         """
-        with self._changed(tenant, name) as directory:
-            if version is None:
-                self._delete_all(directory)
-                return
-            history = directory.history()
+
+        def remaining(directory: VariantDirectory, history: History) -> VariantState:
             if version not in history.live:
                 raise directory.not_found(version)
             active = directory.active(history)
@@ -196,12 +191,16 @@ class Registry:
                 )
             if history.live == [version]:
                 # With its last version the variant ends, and with it its claim of a public name.
-                self._delete_all(directory)
-                return
-            remaining = replace(history.state, deleted=(*history.state.deleted, version))
-            previous = directory.previous(replace(history, state=remaining), active)
-            state = replace(remaining, active=active, as_of=history.newest, previous=previous)
-            directory.set_state(state, self._reserve)
+                return _nothing(directory, history)
+            state = replace(history.state, deleted=(*history.state.deleted, version))
+            previous = directory.previous(replace(history, state=state), active)
+            return replace(state, active=active, as_of=history.newest, previous=previous)
+
+        if version is None:
+            # Deleting the whole variant is the way out of a damaged state.
+            self._change(tenant, name, _nothing, ignore_damage=True)
+        else:
+            self._change(tenant, name, remaining)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
         """Let every tenant use a tenant's variant, or this tenant alone. Running requests keep their version.
@@ -211,7 +210,10 @@ class Registry:
             PublicNameTaken: Another tenant's variant of this name is public.
             UsageError: It is of the tenant `public`, all of whose variants are.
         """
-        with self._changed(tenant, name) as directory:
+        directory = self._readable(tenant, name)
+        with explained(self.root):
+            directory.check_exists()
+            directory.sync_names()
             history = directory.history()
             if not history.live:
                 raise directory.not_found()
@@ -253,11 +255,16 @@ class Registry:
         Returns:
             True if the object is quarantined now.
         """
-        with explained(self.root), self._objects_locked(exclusive=True):
-            if found_in is not None and not self._objects.is_file(digest, found_in):
-                return False
-            self._objects.quarantine(digest, reason, self._reserve)
-            return True
+        with explained(self.root):
+            return self._objects.quarantine(digest, reason, found_in, self._reserve)
+
+    def recover(self, digest: str) -> bool:
+        """Put an object back that a server was about to remove; False if there is none.
+
+        Call it before an object counts as missing: a gc may have begun before a version of these bytes was published.
+        """
+        with explained(self.root):
+            return self._objects.recover(digest)
 
     def is_quarantined(self, digest: str) -> bool:
         return self._objects.is_quarantined(digest)
@@ -284,8 +291,8 @@ class Registry:
         Raises:
             RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
-        with explained(self.root), self._objects_locked(exclusive=True):
-            report = collect(self.root, self._objects, self._storage, dry_run=dry_run)
+        with explained(self.root):
+            report = self._collector.collect(dry_run=dry_run)
             if not dry_run:
                 self._reserve.fill()
             return report
@@ -300,74 +307,46 @@ class Registry:
         with explained(self.root):
             return check(self.root, self._objects, self._storage)
 
-    def _make_layout(self) -> None:
-        for name in LAYOUT:
-            self._storage.make_dirs(self.root / name)
-        # Existing directories too: the process that made them may have died before its fsync.
-        self._storage.fsync_dir(self.root)
-        # Without the right to open the parent, this user did not create the root either.
-        with contextlib.suppress(PermissionError):
-            self._storage.fsync_dir(self.root.parent)
-
     def _publish(
         self, sealed: SealedUpload, facts: ArtifactFacts, directory: VariantDirectory, activate: bool
     ) -> Publication:
-        history = directory.history()
-        known = directory.find(history, sealed.digest)
-        record = known or VersionRecord(
-            tenant=directory.tenant,
-            name=directory.name,
-            version=history.newest + 1,
-            digest=sealed.digest,
-            size_bytes=sealed.size_bytes,
-            data_start=facts.data_start,
-            device_bytes=facts.device_bytes,
-            base_fingerprint=facts.base_fingerprint,
-            chunk_sha256=sealed.chunk_sha256,
-            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            method=facts.method,
-            fidelity=dict(facts.fidelity),
-            activate=activate,
-        )
-        # Refuse a record that cannot be stored before its object is stored.
-        record.to_json()
-        self._objects.put(sealed)
-        if known is None:
-            record = directory.add(record)
-        else:
-            directory.sync_names()
-        return Publication(record, known is None, directory.active(directory.history()))
-
-    def _withdraw(self, digest: str) -> None:
-        """Remove the object of a failed publication, which a full disk needs, unless a live version uses it."""
-        with contextlib.suppress(OSError, RegistryError), self._objects_locked(exclusive=True, wait=False):
-            if self._objects.is_quarantined(digest) or digest not in referenced(self.root, self._storage):
-                self._objects.discard(digest)
-
-    def _delete_all(self, directory: VariantDirectory) -> None:
-        try:
+        for _ in attempts(directory.path):
             history = directory.history()
-        except RegistryError:
-            # Deleting the whole variant is the way out of a damaged state.
-            history = History(VariantState(), directory.numbers())
-        if not history.live:
-            raise directory.not_found()
-        state = VariantState(as_of=history.newest, deleted_through=history.newest)
-        directory.set_state(state, self._reserve)
-        self._claims.forget(directory)
+            known = directory.find(history, sealed.digest)
+            record = known or _new_record(sealed, facts, directory, history.newest + 1, activate)
+            # Refuse a record that cannot be stored before its object is stored.
+            record.to_json()
+            self._objects.put(sealed)
+            if known is not None:
+                directory.sync_names()
+            elif not directory.add(record):
+                continue
+            # A gc that began before there was this record may have removed the object.
+            self._objects.ensure(sealed)
+            history = directory.history()
+            if known is None or history.state.is_live(known.version):
+                return Publication(record, known is None, directory.active(history))
+        raise AssertionError("attempts() ends with an exception")
 
-    @contextlib.contextmanager
-    def _changed(self, tenant: str, name: str) -> Iterator[VariantDirectory]:
+    def _change(
+        self,
+        tenant: str,
+        name: str,
+        decide: Callable[[VariantDirectory, History], VariantState],
+        *,
+        ignore_damage: bool = False,
+    ) -> VariantDirectory:
+        """Change a variant's state to what `decide` makes of its history. It is called again if another was first."""
         directory = self._readable(tenant, name)
-        with explained(self.root), directory.locked():
-            # An answer, a refusal included, must not rest on names that a failed change left unsynced.
-            directory.sync_names()
-            yield directory
-
-    @contextlib.contextmanager
-    def _objects_locked(self, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
-        with self._storage.locked(self.root / OBJECTS_LOCK, exclusive=exclusive, wait=wait):
-            yield
+        with explained(self.root):
+            directory.check_exists()
+            for _ in attempts(directory.path):
+                # An answer, a refusal included, must not rest on names that a failed change left unsynced.
+                directory.sync_names()
+                history = directory.history(ignore_damage=ignore_damage)
+                if directory.change(history, decide(directory, history), self._reserve):
+                    break
+        return directory
 
     def _owners(self, tenant: str, name: str) -> Iterator[str]:
         """Yield the tenants whose variant a request for a name may mean, the first that has one first."""
@@ -386,3 +365,30 @@ class Registry:
 
     def _directory(self, tenant: str, name: str) -> VariantDirectory:
         return VariantDirectory(self.root / "variants", tenant, name, self._storage)
+
+
+def _nothing(directory: VariantDirectory, history: History) -> VariantState:
+    """Return the state of a variant after its deletion."""
+    if not history.live:
+        raise directory.not_found()
+    return VariantState(as_of=history.newest, deleted_through=history.newest)
+
+
+def _new_record(
+    sealed: SealedUpload, facts: ArtifactFacts, directory: VariantDirectory, version: int, activate: bool
+) -> VersionRecord:
+    return VersionRecord(
+        tenant=directory.tenant,
+        name=directory.name,
+        version=version,
+        digest=sealed.digest,
+        size_bytes=sealed.size_bytes,
+        data_start=facts.data_start,
+        device_bytes=facts.device_bytes,
+        base_fingerprint=facts.base_fingerprint,
+        chunk_sha256=sealed.chunk_sha256,
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        method=facts.method,
+        fidelity=dict(facts.fidelity),
+        activate=activate,
+    )

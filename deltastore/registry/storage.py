@@ -1,8 +1,8 @@
-"""The only code that changes a registry's files: paths, descriptors and locks. Must not know variants.
+"""The only code that changes a registry's files: paths and descriptors. Must not know variants.
 
 Each method of `Storage` down to `unlink` is one change on disk, so a test that replaces the class can crash between any
-two changes. A file's bytes are durable after `fsync`, a name after `fsync_dir` of its directory. Reads do not go
-through this class.
+two changes. A file's bytes are durable after `fsync`, a name after `fsync_dir` of its directory. Between servers, only
+`link` and `rename` are relied upon to be atomic. Reads do not go through this class.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from deltastore.errors import RegistryError, StorageFull
+
+T = TypeVar("T")
 
 TEMPORARY = ".tmp"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -38,10 +41,6 @@ class Storage:
     def create(self, path: Path, mode: int = MODE) -> int:
         """Create a file and open it for reading and writing. Raises FileExistsError if the name is taken."""
         return os.open(path, FLAGS | os.O_EXCL, mode)
-
-    def open_lock(self, path: Path) -> int:
-        """Open the empty file of a lock, created if missing. It needs no sync, because it holds no data."""
-        return os.open(path, FLAGS, MODE)
 
     def open_log(self, path: Path, mode: int) -> int:
         """Open a file to append to it and to read it, created if missing."""
@@ -84,6 +83,11 @@ class Storage:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
+    def touch(self, path: Path) -> float:
+        """Set the times of a file or directory to now, by the clock of the file system, and return it in seconds."""
+        os.utime(path)
+        return path.stat().st_mtime
+
     def make_dirs(self, path: Path) -> None:
         """Create a directory and its missing parents, each durable before the next."""
         if path.is_dir():
@@ -110,10 +114,27 @@ class Storage:
             with contextlib.suppress(FileNotFoundError):  # the block may have renamed it
                 self.unlink(path)
 
+    def linked(self, source: Path, target: Path) -> bool:
+        """Give a file a second name atomically; return False if another file has the name."""
+        try:
+            self.link(source, target)
+        except FileExistsError:
+            # A client of a network file system that misses the reply repeats the call, and finds its own file.
+            with contextlib.suppress(FileNotFoundError):
+                return os.path.samefile(source, target)
+            return False
+        return True
+
+    def add(self, path: Path, data: bytes, mode: int = MODE) -> bool:
+        """Create a file with its contents in one atomic step that is durable on return; False if the name is taken."""
+        is_made = self._finished(path, data, mode, lambda temporary: self.linked(temporary, path))
+        if is_made:
+            self.fsync_dir(path.parent)
+        return is_made
+
     def replace(self, path: Path, data: bytes, mode: int = MODE) -> None:
         """Replace a file's contents in one atomic step that is durable on return."""
-        with self.temporary(path.parent, data, mode) as temporary:
-            self.rename(temporary, path)
+        self._finished(path, data, mode, lambda temporary: self.rename(temporary, path))
         self.fsync_dir(path.parent)
 
     def append(self, path: Path, lines: bytes, mode: int) -> None:
@@ -128,16 +149,17 @@ class Storage:
             os.close(fd)
         self.fsync_dir(path.parent)
 
-    @contextlib.contextmanager
-    def locked(self, path: Path, *, exclusive: bool, wait: bool = True) -> Iterator[None]:
-        """Hold a lock against other threads, processes and servers. Raises BlockingIOError if it must not wait."""
-        fd = self.open_lock(path)
-        try:
-            flock(fd, exclusive=exclusive, wait=wait)
-            yield
-        finally:
-            # Closing releases the lock.
-            os.close(fd)
+    def _finished(self, path: Path, data: bytes, mode: int, finish: Callable[[Path], T]) -> T:
+        """Write a temporary file beside `path` and give it its name by `finish`."""
+        for is_last in (False, False, False, True):
+            with self.temporary(path.parent, data, mode) as temporary:
+                try:
+                    return finish(temporary)
+                except FileNotFoundError:
+                    # The gc of another server took it for one that a crash left behind.
+                    if is_last or temporary.exists():
+                        raise
+        raise AssertionError("the last attempt returns or raises")
 
 
 def file_size(path: Path) -> int | None:
@@ -146,6 +168,43 @@ def file_size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+def file_time_s(path: Path) -> float | None:
+    """Return the time of a file's last change in seconds; None if it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def is_replaced(error: Exception) -> bool:
+    """True if an error was raised because another client of a network file system removed or replaced an open file."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ESTALE
+
+
+def listed_names(directory: Path) -> list[str]:
+    """List a directory; empty if it is missing.
+
+    Opening a directory makes an NFS client ask the server if it has changed, so the list has every name that was made
+    before.
+    """
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def try_lock(fd: int) -> bool | None:
+    """Lock an open file until its descriptor is closed; False if another one holds it, None if it cannot be locked."""
+    try:
+        flock(fd, exclusive=True, wait=False)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def flock(fd: int, *, exclusive: bool, wait: bool) -> None:

@@ -1,6 +1,9 @@
 """An upload in progress: one partial file, hashed as it is written. Must not know variants or versions.
 
-An upload holds a lock on its partial file; gc tells it by this lock from one that a crash left behind.
+The name of a sealed upload's file holds its digest: it tells gc on every server that this object is about to be used.
+The name begins with the id of the running kernel. On the same kernel, gc tells an upload by a lock on its file from one
+that a crash left behind; a file of another kernel, or one without a lock, counts as abandoned a day after its last
+change.
 """
 
 from __future__ import annotations
@@ -8,22 +11,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from deltastore.errors import ArtifactTooLarge, RegistryError, UsageError
-from deltastore.registry.storage import Storage, explained, flock
+from deltastore.registry.storage import Storage, explained, listed_names, try_lock
 
 CHUNK_BYTES = 4 << 20
 PARTIAL = ".part"
+# Older versions of Peraxis left the kernel out.
+NAME = re.compile(
+    r"(?:(?P<kernel>[0-9a-f]{16})-)?[0-9a-f]{32}(?:\.(?P<digest>[0-9a-f]{64}))?" + re.escape(PARTIAL)
+)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# In the name of a file that could not be locked.
+NO_KERNEL = "0" * 16
+ABANDONED_AFTER_S = 86_400
 WRITEBACK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SealedUpload:
-    """A complete upload whose bytes are durable. Its file is removed at the end of the upload's `with` block."""
+    """A complete upload whose bytes are durable. Its file exists until the end of the upload's `with` block."""
 
     path: Path
     digest: str  # 64 lowercase hex digits
@@ -81,7 +95,7 @@ class Upload:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # The file was moved by a publication, or it stays and gc removes it.
+            # If it stays, gc removes it.
             with contextlib.suppress(OSError):
                 self._storage.unlink(self._path)
         finally:
@@ -129,10 +143,12 @@ class Upload:
         self._broken = True
         with explained(self._root):
             self._storage.fsync(self._fd)
+            digest = self._hash.digest()
+            path = self._path.with_name(f"{self._path.name.removesuffix(PARTIAL)}.{digest}{PARTIAL}")
+            self._storage.rename(self._path, path)
+            self._path = path
         self._broken = False
-        self._sealed = SealedUpload(
-            self._path, self._hash.digest(), self.num_bytes, self._hash.chunk_digests()
-        )
+        self._sealed = SealedUpload(path, digest, self.num_bytes, self._hash.chunk_digests())
         return self._sealed
 
     def _begin_writeback(self, end: int) -> None:
@@ -148,16 +164,68 @@ class Upload:
             raise RegistryError("the upload failed before: open another one and send the artifact again")
 
 
+def kernel_id() -> str:
+    """Return the id of the running kernel, which containers on one machine share and no two machines do."""
+    try:
+        text = BOOT_ID.read_text()
+    except OSError:
+        text = socket.gethostname()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def abandoned(path: Path, now_s: float) -> Iterator[bool]:
+    """Yield True if no upload writes this partial file; none can begin to while the block runs.
+
+    Args:
+        path: The partial file.
+        now_s: The time by the clock of the file system, as `Storage.touch` returns it.
+    """
+    # Some network file systems lock only files that are open for writing.
+    writable = os.access(path, os.W_OK)
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        is_locked = try_lock(fd) if _kernel_of(path) == kernel_id() else None
+        is_old = os.fstat(fd).st_mtime < now_s - ABANDONED_AFTER_S
+        yield is_old if is_locked is None else is_locked
+    finally:
+        os.close(fd)
+
+
+def sealed_digests(directory: Path, storage: Storage, except_for: Path | None = None) -> set[str]:
+    """Return the digests of the sealed uploads that are not abandoned. gc keeps their objects."""
+    names = {name: found["digest"] for name in listed_names(directory) if (found := NAME.fullmatch(name))}
+    sealed = {name: digest for name, digest in names.items() if digest and directory / name != except_for}
+    now_s = storage.touch(directory) if sealed else 0.0
+    digests = set()
+    for name, digest in sealed.items():
+        with contextlib.suppress(FileNotFoundError), abandoned(directory / name, now_s) as is_abandoned:
+            if not is_abandoned:
+                digests.add(digest)
+    return digests
+
+
+def _kernel_of(path: Path) -> str:
+    named = NAME.fullmatch(path.name)
+    # A name of an older version of Peraxis, which had to lock its uploads.
+    return kernel_id() if named is None or named["kernel"] is None else named["kernel"]
+
+
 def _create_locked(directory: Path, storage: Storage) -> tuple[int, Path]:
     while True:
-        path = directory / f"{secrets.token_hex(16)}{PARTIAL}"
+        token = secrets.token_hex(16)
+        path = directory / f"{kernel_id()}-{token}{PARTIAL}"
         fd = storage.create(path)
         try:
-            flock(fd, exclusive=True, wait=True)
-            if os.fstat(fd).st_nlink:
+            is_locked = try_lock(fd)
+            if is_locked is None:
+                unlocked = directory / f"{NO_KERNEL}-{token}{PARTIAL}"
+                storage.rename(path, unlocked)
+                return fd, unlocked
+            if is_locked and os.fstat(fd).st_nlink:
                 return fd, path
         except BaseException:
             os.close(fd)
             raise
-        # gc removed the file between its creation and its lock: begin again.
+        # gc took the file between its creation and its lock: begin again.
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The directories `variants/<tenant>/<name>/`: read records and state, add a version, replace the state.
+"""The directories `variants/<tenant>/<name>/`: read records and state, add a version, change the state.
 
 Owns the files and the order in which they are written; `registry.py` decides which changes are allowed. Nothing is
 cached, so that every server on a shared volume sees what the others acknowledged.
@@ -6,11 +6,10 @@ cached, so that every server on a shared volume sees what the others acknowledge
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError, VariantNotFound
@@ -23,10 +22,14 @@ from deltastore.registry.records import (
     parse_state,
 )
 from deltastore.registry.reserve import Reserve
-from deltastore.registry.storage import Storage
+from deltastore.registry.sequence import Entry, EntrySequence
+from deltastore.registry.storage import Storage, listed_names
 
-STATE = "state.json"
-LOCK = "lock"
+# The state is the newest of the files `state-nnnnnn.json`.
+STATE = "state-"
+# The state of older versions of Peraxis, which locked the variant by another file.
+OLD_STATE = "state.json"
+OLD_LOCK = "lock"
 RECORD = re.compile(r"([1-9][0-9]{0,17})\.json")
 
 
@@ -48,6 +51,7 @@ class History:
 
     state: VariantState
     numbers: tuple[int, ...]  # ascending, of every record, deleted or not
+    entry: Entry  # that holds the state
 
     @property
     def live(self) -> list[int]:
@@ -60,48 +64,52 @@ class History:
 
 
 class VariantDirectory:
-    """One variant's files. The caller holds `locked` around changes."""
+    """One variant's files."""
 
     def __init__(self, root: Path, tenant: str, name: str, storage: Storage) -> None:
         self.tenant = tenant
         self.name = name
         self.path = root / tenant / name
+        self.entries = EntrySequence(self.path, STATE, self.path / OLD_STATE, storage)
         self._storage = storage
 
     def make(self) -> None:
         self._storage.make_dirs(self.path)
 
-    @contextlib.contextmanager
-    def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Hold the variant's lock. Raises VariantNotFound if it never had a version, BlockingIOError without `wait`."""
+    def check_exists(self) -> None:
+        """Raise VariantNotFound if the variant never had a version."""
         # A variant's directory is never removed, so that version numbers are never assigned again.
         if not self.path.is_dir():
             raise self.not_found()
-        with self._storage.locked(self.path / LOCK, exclusive=True, wait=wait):
-            yield
 
-    def history(self) -> History:
-        """Read the state, then the names, so that a version published in between is only missed by the state."""
-        state = self.state()
-        return History(state, self.numbers())
+    def history(self, *, ignore_damage: bool = False) -> History:
+        """Read the numbers and the state; with `ignore_damage`, take the initial state for a damaged one.
+
+        Raises:
+            RegistryError: The state is damaged.
+        """
+        names = listed_names(self.path)
+        entry = self.entries.newest(names)
+        try:
+            state = self._parsed(entry)
+        except RegistryError:
+            if not ignore_damage:
+                raise
+            state = VariantState()
+        numbers = _numbers(names)
+        if len(numbers) < max(state.newest_known(), *numbers, 0):
+            # Numbers have no gaps. A version that was published during the listing may lack in it although the state
+            # knows it.
+            numbers = self.numbers()
+        return History(state, numbers, entry)
 
     def numbers(self) -> tuple[int, ...]:
         """Return the number of every record, deleted or not, ascending."""
-        try:
-            names = os.listdir(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        return tuple(sorted(int(found[1]) for name in names if (found := RECORD.fullmatch(name))))
+        return _numbers(listed_names(self.path))
 
     def state(self) -> VariantState:
         """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged."""
-        path = self.path / STATE
-        try:
-            return parse_state(path.read_bytes(), str(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return VariantState()
-        except RegistryError as error:
-            raise RegistryError(f"{error}: restore the file, or delete the variant {self.name!r}") from error
+        return self._parsed(self.entries.newest())
 
     def record(self, number: int) -> VersionRecord:
         """Read a version's record. Raises VariantNotFound if there is none, RegistryError if it is damaged."""
@@ -144,19 +152,19 @@ class VariantDirectory:
         records = (self.record(number) for number in reversed(history.live))
         return next((record for record in records if record.digest == digest), None)
 
-    def add(self, record: VersionRecord) -> VersionRecord:
-        """Publish a record in one atomic step; under the next number if a server without the lock took its own."""
-        with self._storage.temporary(self.path, record.to_json()) as temporary:
-            try:
-                self._storage.link(temporary, self.record_path(record.version))
-            except FileExistsError:
-                return self.add(replace(record, version=record.version + 1))
-        self.sync_names()
-        return record
+    def add(self, record: VersionRecord) -> bool:
+        """Publish a record in one atomic step; return False if another server took its number."""
+        is_added = self._storage.add(self.record_path(record.version), record.to_json())
+        if is_added:
+            self.sync_names()
+        return is_added
 
-    def set_state(self, state: VariantState, reserve: Reserve) -> None:
-        """Replace the state in one atomic step. `sync_names` must have run before."""
-        reserve.replace(self.path / STATE, state.to_json())
+    def change(self, history: History, state: VariantState, reserve: Reserve) -> bool:
+        """Change the state in one atomic step; return False if another server has changed it since `history`.
+
+        `sync_names` must have run before `history`.
+        """
+        return self.entries.append(history.entry, state.to_json(history.entry.digest), reserve)
 
     def sync_names(self) -> None:
         """Sync the directories down to this one, so that names written by a process that died are durable."""
@@ -171,6 +179,14 @@ class VariantDirectory:
             if self.record(number).activate:
                 yield number
         yield from (number for number in (history.state.active, history.state.previous) if number is not None)
+
+    def _parsed(self, entry: Entry) -> VariantState:
+        if entry.raw is None:
+            return VariantState()
+        try:
+            return parse_state(entry.raw, str(self.entries.path(entry.number)))
+        except RegistryError as error:
+            raise RegistryError(f"{error}: restore the file, or delete the variant {self.name!r}") from error
 
     def not_found(self, number: int | None = None) -> VariantNotFound:
         if number is None:
@@ -189,6 +205,10 @@ def directories(root: Path, storage: Storage, tenant: str | None = None) -> Iter
             for name in subdirectories(root / owner):
                 if is_name(name):
                     yield VariantDirectory(root, owner, name, storage)
+
+
+def _numbers(names: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted(int(found[1]) for name in names if (found := RECORD.fullmatch(name))))
 
 
 def subdirectories(path: Path) -> list[str]:

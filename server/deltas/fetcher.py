@@ -20,9 +20,18 @@ from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader, LoadReport, ObjectSource
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.storage import is_replaced
 from deltastore.thread_priority import lower_thread_priority
 from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
+
+QUARANTINED = "its stored object is corrupt and was quarantined: upload it again"
+# Readings of one object that end because its file was moved or replaced.
+MAX_READINGS = 5
+
+
+class _Moved(RegistryError):
+    """The object was missing and is there again, or another file has taken its place."""
 
 
 class Fetcher:
@@ -62,11 +71,15 @@ class Fetcher:
             if copy is not None:
                 report = self._loader.copy(copy.memory, slot.memory)
                 return ResidentDelta.in_slot(copy.layout, slot), report
-        while True:
+        for _ in range(MAX_READINGS - 1):
             # A corrupt object that could not be quarantined was replaced by an upload meanwhile.
-            with suppress(CorruptObject):
-                layout, report = self._read(record, slot)
-                return ResidentDelta.in_slot(layout, slot), report
+            with suppress(CorruptObject, _Moved):
+                return self._read_into(record, slot)
+        return self._read_into(record, slot)
+
+    def _read_into(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
+        layout, report = self._read(record, slot)
+        return ResidentDelta.in_slot(layout, slot), report
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
@@ -106,12 +119,16 @@ class Fetcher:
             if isinstance(error, CorruptObject):
                 self._quarantine(record, error)
             if path.exists():
+                if is_replaced(error):
+                    raise _Moved(str(error)) from error
                 raise
+            if self._registry.is_quarantined(record.digest):
+                raise VariantQuarantined(QUARANTINED) from error
+            if self._registry.recover(record.digest):
+                raise _Moved(str(error)) from error
             raise VariantNotFound("its object is no longer in the registry: upload it again") from error
 
     def _quarantine(self, record: VersionRecord, found: CorruptObject) -> None:
         """Quarantine the file that was read; do nothing if it is no longer the object. Raises VariantQuarantined."""
         if self._registry.quarantine(record.digest, str(found), found.found_in):
-            raise VariantQuarantined(
-                "its stored object is corrupt and was quarantined: upload it again"
-            ) from found
+            raise VariantQuarantined(QUARANTINED) from found

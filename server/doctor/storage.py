@@ -1,4 +1,4 @@
-"""Checks of a registry's directory: rights, fsync, locks, space, and the bases of its variants."""
+"""Checks of a registry's directory: rights, fsync, hard links, space, and the bases of its variants."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MAX_NAMED = 3
 
 
 def check_registry(root: Path) -> str:
-    """Write, sync, rename, lock and remove a file as the registry does. A missing directory is not created.
+    """Write, sync, link, rename and remove a file as the registry does. A missing directory is not created.
 
     Raises:
         RegistryError, StorageFull: a step failed.
     """
     directory = _existing(root)
     # Named like other temporary files, so that gc removes it if this process is killed.
-    path = directory / f".{secrets.token_hex(8)}{TEMPORARY}"
+    path, second = (directory / f".{secrets.token_hex(8)}{TEMPORARY}" for _ in range(2))
     storage = Storage()
     with explained(directory):
         try:
             storage.replace(path, b"doctor")
-            with storage.locked(path, exclusive=True, wait=False):
-                pass
+            storage.link(path, second)
         finally:
             path.unlink(missing_ok=True)
+            second.unlink(missing_ok=True)
         storage.fsync_dir(directory)
     missing = "" if directory == root else f"; {root} does not exist yet, and `peraxis serve` creates it"
-    return f"{directory} can be written, synced and locked{missing}"
+    return f"{directory} can be written, synced and linked{missing}"
 
 
 def check_disk(root: Path, delta_bytes: int | None) -> str:

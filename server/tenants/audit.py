@@ -1,7 +1,8 @@
-"""The audit log: one JSON line per change of a variant or a key, in `REGISTRY/audit/audit-YYYY-MM-DD.jsonl`.
+"""The audit log: one JSON line per change of a variant or a key, in `REGISTRY/audit/audit-YYYY-MM-DD-KERNEL.jsonl`.
 
-Owns the form of a line and its file. Must not know HTTP. A line never holds a key, a prompt or a token. Files of past
-days may be moved away at any time.
+Owns the form of a line and its files. Must not know HTTP. A line never holds a key, a prompt or a token. Each machine
+appends to a file of its own, because appending is not atomic between the clients of a network file system; KERNEL is
+the id of its running kernel. Files of past days may be moved away at any time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from msgspec import Struct
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import Visibility
 from deltastore.registry.storage import Storage, explained
+from deltastore.registry.uploads import kernel_id
 from server.tenants.limits.tenant_limits import TenantLimits
 from server.tenants.tenant import Role
 
@@ -60,7 +62,7 @@ class AuditLog:
         """
         with explained(self._directory):
             self._storage.make_dirs(self._directory)
-            self._storage.append(self._directory / f"audit-{day}.jsonl", lines, MODE)
+            self._storage.append(self._directory / f"audit-{day}-{kernel_id()}.jsonl", lines, MODE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -123,12 +124,36 @@ def test_a_missing_object_is_not_found_and_not_quarantined(registry: Registry, r
     assert not registry.is_quarantined(record.digest)
 
 
-def test_a_quarantined_object_is_not_read_even_if_its_file_is_back(
+def test_an_object_that_is_put_back_after_a_quarantine_is_read_if_its_bytes_are_right(
     registry: Registry, record: VersionRecord, artifact: Path
 ) -> None:
+    path = registry.object_path(record.digest)
     registry.quarantine(record.digest, "a test says so")
-    shutil.copy(artifact, registry.object_path(record.digest))
-    with pytest.raises(VariantQuarantined, match="a test says so"):
+    shutil.copy(artifact, path)
+    assert read_files(registry, record).files
+    registry.quarantine(record.digest, "a test says so")
+    shutil.copy(artifact, path)
+    flip_byte(path, record.size_bytes - 1)
+    with pytest.raises(VariantQuarantined, match="is corrupt and was quarantined"):
+        read_files(registry, record)
+    assert registry.is_quarantined(record.digest)
+
+
+def test_a_file_that_another_machine_replaced_while_it_was_read_is_opened_again(
+    registry: Registry, record: VersionRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, stale = os.preadv, [1, 1]
+
+    def stale_first(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if stale:
+            stale.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", stale_first)
+    assert read_files(registry, record).files
+    stale += [1] * 100
+    with pytest.raises(RegistryError, match="cannot be read"):
         read_files(registry, record)
 
 

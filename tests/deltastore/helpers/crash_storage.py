@@ -51,10 +51,6 @@ class SteppedStorage(Storage):
         self.step("create")
         return super().create(path, mode)
 
-    def open_lock(self, path: Path) -> int:
-        self.step("open_lock")
-        return super().open_lock(path)
-
     def write(self, fd: int, data: memoryview) -> None:
         half = len(data) // 2
         self.write_some(fd, data[:half])
@@ -157,7 +153,8 @@ def make_world(root: Path) -> None:
     registry.delete("default", "dropped")
     registry.set_visibility("default", "b", "public")
     push(registry, artifact(2), "gone", tenant="other")
-    # As if the deletion of the public variant had been cut short before its claim was removed.
+    # The claim that an older version of Peraxis made for the variant that was deleted.
+    (root / "public").mkdir()
     (root / "public" / "gone").write_bytes(PublicClaim("default", 0).to_json())
     (root / "uploads" / "dead.part").write_bytes(b"half an upl")
 

@@ -96,12 +96,6 @@ class VolatileStorage(SteppedStorage):
         self._begin(path, fd)
         return fd
 
-    def open_lock(self, path: Path) -> int:
-        fd = super().open_lock(path)
-        if path not in self.nodes:
-            self._begin(path, fd)
-        return fd
-
     def open_again(self, path: Path) -> int:
         fd = super().open_again(path)
         self.open[fd], self.positions[fd] = self.nodes[path], 0

@@ -80,17 +80,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "this version's record is missing: restore it",
     ),
     "a state that is no JSON": (
-        lambda root: (root / HOME / "state.json").write_bytes(b""),
-        f"{HOME}/state.json",
+        lambda root: (root / HOME / "state-000001.json").write_bytes(b""),
+        f"{HOME}/state-000001.json",
         "restore the file, or delete the variant 'a'",
     ),
     "a state that names a deleted version": (
-        lambda root: edit(root / HOME / "state.json", active=1),
-        f"{HOME}/state.json",
+        lambda root: edit(root / HOME / "state-000001.json", active=1),
+        f"{HOME}/state-000001.json",
         "its active version 1 is deleted",
     ),
     "a state that names a version that never was": (
-        lambda root: edit(root / HOME / "state.json", active=4, as_of=4),
+        lambda root: edit(root / HOME / "state-000001.json", active=4, as_of=4),
         f"{HOME}/4.json",
         "this version's record is missing: restore it",
     ),
@@ -139,6 +139,7 @@ def test_what_a_crash_leaves_is_noted_and_collected(registry: Registry) -> None:
     leftovers += ["quarantine/.0.tmp", f"quarantine/{digest_of(9)}"]
     for name in leftovers:
         (registry.root / name).write_bytes(artifact(8))
+        os.utime(registry.root / name, (0, 0))
     report = registry.check()
     assert report.is_clean
     assert {str(note.path.relative_to(registry.root)) for note in report.notes} == set(leftovers)
@@ -182,7 +183,7 @@ def test_a_quarantined_object_without_a_version_is_collected_with_its_mark(regis
     assert os.listdir(registry.root / "quarantine") == []
 
 
-@pytest.mark.parametrize("name", ["3.json", "state.json"])
+@pytest.mark.parametrize("name", ["3.json", "state-000001.json"])
 def test_nothing_is_collected_while_a_damaged_file_hides_what_it_needs(name: str, registry: Registry) -> None:
     push(registry, artifact(7), "c")
     registry.delete("default", "c")
@@ -201,7 +202,7 @@ def test_a_damaged_version_can_be_deleted_and_then_the_registry_is_clean(registr
 
 
 def test_a_variant_with_a_damaged_state_can_be_deleted_as_a_whole(registry: Registry) -> None:
-    (registry.root / HOME / "state.json").write_bytes(b"damaged")
+    (registry.root / HOME / "state-000001.json").write_bytes(b"damaged")
     registry.delete("default", "a")
     assert [variant.name for variant in registry.variants()] == ["b"]
     assert registry.check().is_clean

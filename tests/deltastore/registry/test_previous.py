@@ -59,7 +59,7 @@ def test_a_state_of_an_older_release_has_no_previous_version(registry: Registry)
     for seed in (1, 2):
         push(registry, artifact(seed), "a")
     registry.activate("default", "a", 1)
-    state = registry.root / "variants" / "default" / "a" / "state.json"
+    state = registry.root / "variants" / "default" / "a" / "state-000001.json"
     document = json.loads(state.read_text())
     assert document.pop("previous") == 2
     state.write_text(json.dumps(document))

@@ -162,9 +162,10 @@ def test_asking_if_a_record_is_live_reads_only_the_variants_state(registry: Regi
     for seed in (1, 2, 3):
         push(registry, artifact(seed), "a")
     registry.delete("default", "a", 1)
+    home = registry.root / "variants" / "default" / "a"
     to_resolve = files_opened_by(registry, "registry.resolve('default', 'a')")
     to_do_both = files_opened_by(registry, "registry.is_live(registry.resolve('default', 'a'))")
-    assert to_do_both == [*to_resolve, registry.root / "variants" / "default" / "a" / "state.json"]
+    assert to_do_both == [*to_resolve, home, home / "state-000001.json"]
 
 
 def test_a_number_is_not_used_again_even_when_its_deleted_record_is_lost(registry: Registry) -> None:
@@ -337,7 +338,7 @@ def test_resolving_reads_one_variants_files_however_many_there_are(registry: Reg
         push(registry, artifact(1), name)
     home = registry.root / "variants" / "default" / "a"
     seen = files_opened_by(registry, "registry.resolve('default', 'a')")
-    assert set(seen) == {home, home / "state.json", home / "1.json"}
+    assert set(seen) == {home, home / "1.json"}
 
 
 def files_opened_by(registry: Registry, call: str) -> list[Path]:

@@ -1,11 +1,10 @@
-"""Two servers on one volume, and gc meanwhile: locks between processes, and no stale reads."""
+"""Two servers on one volume, and gc meanwhile: one order of changes, and no stale reads."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.storage import MODE, Storage
-from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push
+from tests.deltastore.helpers.crash_storage import FACTS, artifact, digest_of, push
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -97,44 +96,6 @@ def test_collection_beside_publications_of_the_same_bytes_takes_nothing_that_is_
     assert num_collected > 0
     assert registry.usage().num_objects == 0
     assert registry.check().notes == ()
-
-
-class WatchedStorage(SteppedStorage):
-    """Storage that calls `watch` before each change."""
-
-    def __init__(self, watch: Callable[[str], None]) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def step(self, name: str) -> None:
-        super().step(name)
-        self.watch(name)
-
-
-def test_collection_is_locked_out_from_the_object_to_the_record(root: Path) -> None:
-    others: list[tuple[str, bool]] = []
-
-    def watch(name: str) -> None:
-        try:
-            with Storage().locked(root / "objects.lock", exclusive=True, wait=False):
-                others.append((name, True))
-        except BlockingIOError:
-            others.append((name, False))
-
-    push(Registry(root, WatchedStorage(watch)), artifact(1), "a")
-    locked = [name for name, could_collect in others if not could_collect]
-    # The variant's directory comes first; the draft and its directories come last.
-    assert locked[0] == "make_dir"
-    assert locked[-4:] == ["unlink", "fsync_dir", "fsync_dir", "fsync_dir"]
-    assert {"rename", "link"} <= set(locked)
-    assert all(name not in ("rename", "link") for name, could_collect in others if could_collect)
-
-
-def test_publications_do_not_wait_for_each_other_across_variants(root: Path) -> None:
-    registry = Registry(root)
-    push(registry, artifact(1), "a")
-    with Storage().locked(root / "variants" / "default" / "a" / "lock", exclusive=True):
-        assert push(registry, artifact(1), "b").created
 
 
 def test_an_upload_in_progress_is_not_collected(root: Path) -> None:

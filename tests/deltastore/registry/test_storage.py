@@ -11,7 +11,6 @@ import pytest
 
 from deltastore.errors import ArtifactTooLarge, RegistryError, StorageFull, UsageError
 from deltastore.registry import Registry
-from deltastore.registry.storage import Storage
 from tests.conftest import SmallDisk
 from tests.deltastore.helpers.crash_storage import FACTS, RefusingStorage, SteppedStorage, artifact, push
 
@@ -176,15 +175,6 @@ def test_a_reserve_is_as_large_as_there_is_room_for(small_disk: SmallDisk) -> No
     (disk / "filler").unlink()
     Registry(disk / "registry")
     assert reserve.stat().st_size == 64 << 10
-
-
-def test_a_lock_excludes_others_until_it_is_left(tmp_path: Path) -> None:
-    storage, path = Storage(), tmp_path / "lock"
-    shared = storage.locked(path, exclusive=False)
-    with shared, storage.locked(path, exclusive=False, wait=False), pytest.raises(BlockingIOError):
-        storage.locked(path, exclusive=True, wait=False).__enter__()
-    with storage.locked(path, exclusive=True, wait=False):
-        assert path.exists()
 
 
 def test_replacing_a_file_writes_beside_it_and_renames(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from deltastore.errors import PublicNameTaken, RegistryError, UsageError, VariantNotFound
 from deltastore.registry import Registry
+from deltastore.registry.records import PublicClaim
+from deltastore.registry.sequence import NUM_KEPT
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -130,21 +133,16 @@ def test_after_its_deletion_a_variant_of_the_same_name_is_private(tmp_path: Path
     registry = Registry(tmp_path / "registry")
     push(registry, artifact(1), "open", tenant="acme", activate=False)
     registry.set_visibility("acme", "open", "public")
-    claim = (tmp_path / "registry" / "public" / "open").read_bytes()
     registry.delete("acme", "open", number)
     for _ in range(2):
         push(registry, artifact(1), "open", tenant="acme")
         assert registry.variant("acme", "open").visibility == "private"
         not_found(registry, "globex", "open")
         registry.delete("acme", "open")
-        # As after a power loss that brought the file of the ended claim back.
-        (tmp_path / "registry" / "public" / "open").write_bytes(claim)
 
 
 def test_the_name_of_a_deleted_public_variant_is_free(registry: Registry) -> None:
-    claim = (registry.root / "public" / "open").read_bytes()
     registry.delete("acme", "open")
-    (registry.root / "public" / "open").write_bytes(claim)
     push(registry, artifact(3), "open", tenant="globex")
     registry.set_visibility("globex", "open", "public")
     assert registry.resolve("acme", "open").tenant == "globex"
@@ -205,24 +203,40 @@ def test_of_two_processes_that_claim_names_at_once_each_name_goes_to_one(tmp_pat
     "raw", [b"", b"{", b'{"tenant": "../x", "deleted_through": 0}', b'{"tenant": "acme"}']
 )
 def test_a_damaged_claim_makes_nothing_public_and_is_found(registry: Registry, raw: bytes) -> None:
-    (registry.root / "public" / "open").write_bytes(raw)
+    (registry.root / "claims" / "open" / "000001.json").write_bytes(raw)
     assert registry.variant("acme", "open").visibility == "private"
     assert registry.resolve("acme", "open").digest == digest_of(1)
     assert seen_by(registry, "globex") == {}
-    with pytest.raises(RegistryError, match="restore the file, or remove it to make the variant private"):
+    with pytest.raises(
+        RegistryError, match="restore the file, or remove it and older ones to make the variant private"
+    ):
         registry.resolve("globex", "open")
     (finding,) = registry.check().findings
-    assert finding.path == registry.root / "public" / "open"
+    assert finding.path == registry.root / "claims" / "open" / "000001.json"
 
 
-def test_collection_removes_the_claims_of_deleted_variants_alone(registry: Registry) -> None:
-    push(registry, artifact(3), "past", tenant="acme")
-    registry.set_visibility("acme", "past", "public")
-    claim = (registry.root / "public" / "past").read_bytes()
-    registry.delete("acme", "past")
-    (registry.root / "public" / "past").write_bytes(claim)
-    assert any("its variant was deleted" in note.problem for note in registry.check().notes)
-    assert registry.gc(dry_run=True).num_leftovers == 1
-    assert registry.gc().num_leftovers == 1
-    assert registry.check().notes == ()
+def test_a_claim_that_an_older_version_made_holds_until_it_is_changed(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "registry")
+    for tenant in ("acme", "globex"):
+        push(registry, artifact(1), "open", tenant=tenant)
+    (registry.root / "public").mkdir()
+    (registry.root / "public" / "open").write_bytes(PublicClaim("acme", 0).to_json())
+    assert registry.resolve("initech", "open").tenant == "acme"
+    with pytest.raises(PublicNameTaken):
+        registry.set_visibility("globex", "open", "public")
+    assert registry.check().is_clean
+    registry.set_visibility("acme", "open", "private")
+    not_found(registry, "initech", "open")
+    registry.set_visibility("globex", "open", "public")
+    assert registry.resolve("initech", "open").tenant == "globex"
+
+
+def test_old_claims_are_collected_and_the_newest_stays(registry: Registry) -> None:
+    for _ in range(NUM_KEPT):
+        registry.set_visibility("acme", "open", "private")
+        registry.set_visibility("acme", "open", "public")
+    registry.gc()
+    assert len(os.listdir(registry.root / "claims" / "open")) == NUM_KEPT
     assert seen_by(registry, "globex") == {"open": "acme"}
+    with pytest.raises(PublicNameTaken):
+        registry.check_name_free("globex", "open")

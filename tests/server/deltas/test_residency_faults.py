@@ -102,6 +102,14 @@ def test_a_truncated_object_is_quarantined(harness: ResidencyHarness, size_bytes
     assert is_as_if_never_loaded(harness, record.digest)
 
 
+def test_an_object_that_a_dead_collection_set_aside_is_put_back_and_loaded(harness: ResidencyHarness) -> None:
+    record = harness.publish("a", seed=1)
+    path = harness.path(record)
+    path.rename(path.with_name(f"{record.digest}.{'0' * 16}"))
+    assert harness.load(record) == [None]
+    assert harness.in_slot(record) == harness.section(record)
+
+
 def test_an_object_that_is_gone_is_missing_and_not_quarantined(harness: ResidencyHarness) -> None:
     record = harness.publish("v", seed=1)
     harness.path(record).unlink()

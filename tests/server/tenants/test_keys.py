@@ -361,7 +361,7 @@ def test_each_change_of_a_key_is_one_audit_line_without_the_key(
     (path,) = (tmp_path / "audit").iterdir()
     text = path.read_text()
     created, revoked = map(json.loads, text.splitlines())
-    assert created.pop("time").startswith(path.name.removeprefix("audit-").removesuffix(".jsonl"))
+    assert created.pop("time").startswith(path.name.removeprefix("audit-")[:10])
     author = {"key_id": "0123456789ab", "request_id": "req-1"}
     assert created == {
         **author, "action": "create_key", "tenant": "acme", "subject_key_id": key.id, "roles": ["publish"]

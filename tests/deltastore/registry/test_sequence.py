@@ -1,0 +1,152 @@
+"""A sequence of numbered files: the newest counts, and of two changes that rest on one entry, one is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltastore.errors import RegistryError
+from deltastore.registry.reserve import Reserve
+from deltastore.registry.sequence import NUM_KEPT, Entry, EntrySequence
+from deltastore.registry.storage import Storage
+from tests.deltastore.helpers.crash_storage import SteppedStorage
+
+
+class Changes:
+    """Writers of one sequence."""
+
+    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+        storage = storage or SteppedStorage()
+        self.entries = EntrySequence(root, "n-", root / "old.json", storage)
+        self.reserve = Reserve(root, storage)
+
+    def append(self, newest: Entry, value: int) -> bool:
+        document = {"value": value, "after": newest.digest}
+        return self.entries.append(newest, json.dumps(document).encode(), self.reserve)
+
+    def add(self, *values: int) -> None:
+        for value in values:
+            assert self.append(self.entries.newest(), value)
+
+    def collect(self) -> None:
+        for path in self.entries.superseded():
+            path.unlink()
+
+    def value(self) -> int:
+        raw = self.entries.newest().raw
+        assert raw is not None
+        value: int = json.loads(raw)["value"]
+        return value
+
+
+@pytest.fixture
+def changes(tmp_path: Path) -> Changes:
+    return Changes(tmp_path)
+
+
+def test_a_sequence_begins_without_an_entry(changes: Changes) -> None:
+    assert changes.entries.newest() == Entry(0, None)
+    changes.add(5)
+    assert changes.entries.newest().number == 1
+    assert changes.value() == 5
+
+
+def test_the_file_of_an_older_version_is_the_entry_before_the_first(changes: Changes) -> None:
+    (changes.entries.directory / "old.json").write_text('{"value": 3}')
+    assert (changes.entries.newest().number, changes.value()) == (0, 3)
+    changes.add(4)
+    assert changes.value() == 4
+
+
+def test_of_two_changes_that_rest_on_one_entry_the_second_is_refused(changes: Changes) -> None:
+    changes.add(1)
+    newest = changes.entries.newest()
+    assert changes.append(newest, 2)
+    assert not changes.append(newest, 3)
+    assert changes.value() == 2
+
+
+def test_numbers_beyond_six_digits_are_newer(changes: Changes) -> None:
+    for number in (999_999, 1_000_000):
+        changes.entries.path(number).write_text(json.dumps({"value": number, "after": ""}))
+    assert changes.value() == 1_000_000
+
+
+def test_collection_leaves_the_newest_entries(changes: Changes) -> None:
+    changes.add(*range(NUM_KEPT + 5))
+    (changes.entries.directory / "old.json").write_text("{}")
+    changes.collect()
+    numbers = changes.entries.numbers(path.name for path in changes.entries.directory.iterdir())
+    assert numbers == list(range(6, NUM_KEPT + 6))
+    assert not (changes.entries.directory / "old.json").exists()
+
+
+def test_a_writer_that_was_suspended_until_its_number_was_free_again_is_refused(changes: Changes) -> None:
+    changes.add(1)
+    late = changes.entries.newest()
+    changes.add(*range(NUM_KEPT + 1))
+    changes.collect()
+    assert changes.entries.path(late.number + 1).exists() is False
+    assert changes.entries.path(late.number + 2).exists()
+    before = changes.value()
+    assert not changes.append(late, 99)
+    assert changes.value() == before
+
+
+def test_a_writer_that_cannot_know_if_it_was_late_says_so(changes: Changes) -> None:
+    changes.add(1)
+    late = changes.entries.newest()
+    changes.add(*range(NUM_KEPT + 2))
+    changes.collect()
+    before = changes.value()
+    with pytest.raises(RegistryError, match="too many changes meanwhile"):
+        changes.append(late, 99)
+    assert changes.value() == before
+
+
+def after_the_link(change: Callable[[], object]) -> SteppedStorage:
+    """Return storage that lets another server run right after a link."""
+
+    class Interrupted(SteppedStorage):
+        def link(self, source: Path, target: Path) -> None:
+            super().link(source, target)
+            change()
+
+    return Interrupted()
+
+
+def test_a_change_that_others_followed_at_once_is_acknowledged(changes: Changes) -> None:
+    changes.add(1)
+    here = Changes(changes.entries.directory, after_the_link(lambda: changes.add(3)))
+    assert here.append(here.entries.newest(), 2)
+    assert changes.value() == 3
+
+
+def test_a_repeated_link_that_finds_its_own_file_has_been_made(tmp_path: Path) -> None:
+    class Repeating(Storage):
+        """As an NFS client that sends a request again because the reply was lost."""
+
+        def link(self, source: Path, target: Path) -> None:
+            super().link(source, target)
+            super().link(source, target)
+
+    assert Repeating().add(tmp_path / "file", b"mine")
+    assert not Storage().add(tmp_path / "file", b"other")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_a_draft_that_a_collection_took_is_written_again(tmp_path: Path) -> None:
+    class Taken(Storage):
+        num_links = 0
+
+        def link(self, source: Path, target: Path) -> None:
+            self.num_links += 1
+            if self.num_links < 3:
+                source.unlink()
+            super().link(source, target)
+
+    assert Taken().add(tmp_path / "file", b"mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,43 @@
+"""Three processes on one registry without locks, killed and stopped at random, lose nothing that they acknowledged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deltastore.registry.test_crash import scratch
+
+__all__ = ["scratch"]
+
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def stress(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.deltastore.helpers.stress", directory, seconds, seed]
+    done = subprocess.run(
+        list(map(str, command)), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
+    )
+    findings: dict[str, Any] = json.loads(done.stdout)
+    return findings
+
+
+def test_processes_that_are_killed_lose_no_acknowledged_change(scratch: Path) -> None:
+    findings = stress(scratch, 6.0, seed=1)
+    assert findings["problems"] == []
+    assert findings["num_kills"] > 3
+    assert min(findings["num_acknowledged"][kind] for kind in ("publish", "promote", "collect")) > 3
+
+
+@pytest.mark.deploy
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_that_are_killed_for_long_lose_no_acknowledged_change(seed: int, scratch: Path) -> None:
+    findings = stress(scratch, 60.0, seed)
+    assert findings["problems"] == []
+    assert findings["num_acknowledged"]["publish"] > 100

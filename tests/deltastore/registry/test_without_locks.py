@@ -1,0 +1,151 @@
+"""A volume on which nothing can be locked, and uploads of other machines."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from deltastore.errors import RegistryError
+from deltastore.registry import Registry
+from deltastore.registry.storage import Storage
+from deltastore.registry.uploads import ABANDONED_AFTER_S, kernel_id
+from tests.deltastore.helpers.crash_storage import artifact, digest_of, make_world, push
+
+TOKEN = "0" * 32
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path / "registry")
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def grow_old(path: Path) -> None:
+    then = path.stat().st_mtime - ABANDONED_AFTER_S - 1
+    os.utime(path, (then, then))
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_every_change_is_made(tmp_path: Path) -> None:
+    make_world(tmp_path / "registry")
+    registry = Registry(tmp_path / "registry")
+    assert push(registry, artifact(9), "a").record.version == 4
+    registry.activate("default", "a", 1)
+    registry.delete("default", "a", 2)
+    assert digest_of(5) in registry.gc().objects
+    assert registry.check().is_clean
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_an_upload_counts_as_abandoned_after_a_day(registry: Registry) -> None:
+    with registry.open_upload(None) as upload:
+        upload.write(artifact(1))
+        (partial,) = (registry.root / "uploads").iterdir()
+        assert registry.gc().num_partials == 0
+        grow_old(partial)
+        assert registry.remove_abandoned_uploads() == 1
+
+
+def test_an_upload_of_another_machine_counts_as_abandoned_after_a_day(registry: Registry) -> None:
+    partial = registry.root / "uploads" / f"{'f' * 16}-{TOKEN}.part"
+    partial.write_bytes(b"half")
+    assert registry.gc().num_partials == 0
+    assert registry.check().notes == ()
+    grow_old(partial)
+    assert len(registry.check().notes) == 1
+    assert registry.gc().num_partials == 1
+
+
+def test_an_upload_whose_lock_died_on_this_machine_is_abandoned_at_once(registry: Registry) -> None:
+    (registry.root / "uploads" / f"{kernel_id()}-{TOKEN}.part").write_bytes(b"half")
+    assert registry.gc().num_partials == 1
+
+
+def test_an_object_is_kept_while_another_machine_is_about_to_publish_it(registry: Registry) -> None:
+    push(registry, artifact(1), "a")
+    registry.delete("default", "a")
+    sealed = registry.root / "uploads" / f"{'f' * 16}-{TOKEN}.{digest_of(1)}.part"
+    sealed.write_bytes(artifact(1))
+    assert registry.gc().objects == ()
+    assert registry.object_path(digest_of(1)).exists()
+    grow_old(sealed)
+    registry.gc()
+    assert registry.gc().objects == ()
+    assert not registry.object_path(digest_of(1)).exists()
+
+
+def test_a_publication_puts_an_object_back_that_a_collection_removed_before_there_was_a_version(
+    tmp_path: Path,
+) -> None:
+    class Collected(Storage):
+        """As if another machine were suspended in a collection that began before the upload."""
+
+        def link(self, source: Path, target: Path) -> None:
+            if target.name == "1.json":
+                (tmp_path / "objects" / digest_of(1)).unlink()
+            super().link(source, target)
+
+    registry = Registry(tmp_path, Collected())
+    assert push(registry, artifact(1), "a").created
+    assert registry.object_path(digest_of(1)).read_bytes() == artifact(1)
+
+
+def test_an_object_that_a_dead_collection_set_aside_is_put_back(registry: Registry) -> None:
+    record = push(registry, artifact(1), "a").record
+    aside = registry.root / "objects" / f"{record.digest}.{'0' * 16}"
+    registry.object_path(record.digest).rename(aside)
+    assert registry.check().findings == ()
+    assert len(registry.check().notes) == 1
+    assert registry.recover(record.digest)
+    assert registry.object_path(record.digest).read_bytes() == artifact(1)
+    registry.object_path(record.digest).rename(aside)
+    assert registry.gc().objects == ()
+    assert registry.object_path(record.digest).read_bytes() == artifact(1)
+    assert not aside.exists()
+    assert not registry.recover(digest_of(2))
+
+
+def test_a_registry_of_a_newer_version_is_refused(registry: Registry) -> None:
+    path = registry.root / "format.json"
+    assert json.loads(path.read_bytes()) == {"format": 2}
+    path.write_text('{"format": 3}')
+    with pytest.raises(
+        RegistryError, match=r"format 3, written by a newer version of Peraxis.*run the newer version"
+    ):
+        Registry(registry.root)
+    path.write_text("{")
+    with pytest.raises(RegistryError, match="is damaged"):
+        Registry(registry.root)
+
+
+def test_a_registry_of_an_older_version_is_read_and_changed(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    for seed in (1, 2, 3):
+        push(registry, artifact(seed), "a")
+    home = tmp_path / "variants" / "default" / "a"
+    (home / "state.json").write_text(
+        json.dumps({"active": 1, "as_of": 3, "deleted": [2], "deleted_through": 0, "format": 1})
+    )
+    (home / "lock").touch()
+    (tmp_path / "objects.lock").touch()
+    (tmp_path / "format.json").unlink()
+    registry = Registry(tmp_path)
+    assert registry.check().is_clean
+    assert registry.resolve("default", "a").version == 1
+    assert [record.version for record in registry.variant("default", "a").versions] == [1, 3]
+    registry.activate("default", "a", 3)
+    registry.delete("default", "a", 1)
+    assert [record.version for record in Registry(tmp_path).variant("default", "a").versions] == [3]
+    assert push(registry, artifact(2), "a").record.version == 4

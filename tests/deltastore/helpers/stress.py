@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound
 from deltastore.registry import Registry, uploads
@@ -34,7 +35,7 @@ NUM_PROCESSES = 3
 # Weights of the changes.
 CHANGES = {"publish": 8, "promote": 4, "delete": 2, "end": 1, "collect": 5, "read": 4}
 # In place of a day, because no lock tells that an upload's process has died.
-ABANDONED_AFTER_S = 2.0
+ABANDONED_AFTER_S = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +143,17 @@ def _refuse_lock(fd: int, operation: int) -> NoReturn:
 
 def work(root: Path, log: Path, seed: int) -> NoReturn:
     """Make changes until this process is killed."""
-    fcntl.flock = _refuse_lock
     uploads.ABANDONED_AFTER_S = ABANDONED_AFTER_S
     draw = random.Random(seed)
-    registry = Registry(root)
-    with log.open("ab", buffering=0) as lines:
+    with patch.object(fcntl, "flock", _refuse_lock), log.open("ab", buffering=0) as lines:
+        registry = Registry(root)
         while True:
             (kind,) = draw.choices(list(CHANGES), list(CHANGES.values()))
-            line = {"kind": kind, "name": draw.choice(NAMES), "is_done": False, "problem": ""}
+            name = draw.choice(NAMES)
+            line: dict[str, object] = {"kind": kind, "name": name, "is_done": False, "problem": ""}
             lines.write(json.dumps(line).encode() + b"\n")
             try:
-                line.update(_change(registry, kind, line["name"], draw))
+                line |= _change(registry, kind, name, draw)
             except (VariantNotFound, UsageError):
                 continue
             except RegistryError as error:

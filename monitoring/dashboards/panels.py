@@ -28,6 +28,7 @@ SIXTH, THIRD, HALF, WHOLE = 4, 8, 12, 24
 HEIGHT, LOW, TALL = 8, 4, 12
 DATASOURCE = kinds.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GREEN, YELLOW, RED = "green", "yellow", "red"
+HEALTHY: Mapping[float | None, str] = {None: GREEN}
 
 PanelBuilder = Builder[models.Panel]
 Query = tuple[str, str]
@@ -69,15 +70,14 @@ def number(
     unit: str,
     queries: Sequence[Query],
     *,
-    steps: Mapping[float, str] | None = None,
+    steps: Mapping[float | None, str] = HEALTHY,
 ) -> PanelBuilder:
     """Return the last value in large type.
 
     Args:
-        steps: colors from a value on; a value below the first is green.
+        steps: colors from a value on, in rising order; None is the color below all others.
     """
-    thresholds = [models.Threshold(None, GREEN)]
-    thresholds += [models.Threshold(value, color) for value, color in (steps or {}).items()]
+    thresholds = [models.Threshold(value, color) for value, color in steps.items()]
     return (
         stat.Panel()
         .title(title)

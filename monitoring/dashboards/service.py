@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from monitoring.alerts import thresholds as limits
 from monitoring.alerts.definitions import FAILED, REFUSED
 from monitoring.dashboards.dashboard import SCOPE, Page, Section
 from monitoring.dashboards.deltas import cold_share
-from monitoring.dashboards.panels import HALF, RED, YELLOW, Query, distribution, lines, number
+from monitoring.dashboards.panels import GREEN, HALF, RED, YELLOW, Query, distribution, lines, number
 from monitoring.promql import ratio, summed
 
 
@@ -33,6 +34,7 @@ NOW = Section(
             "runbook.",
             "short",
             [(summed(SCOPE.series("ready")), "ready"), (f"count({SCOPE.up()})", "targets")],
+            steps={None: RED, 1: GREEN},
         ),
         number(
             "Requests per second",
@@ -53,7 +55,7 @@ NOW = Section(
             "Above the SLO: see PeraxisErrorBudget in the runbook.",
             "percentunit",
             [(_failed_share(), "share")],
-            steps={0.001: YELLOW, 0.01: RED},
+            steps={None: GREEN, 0.001: YELLOW, 0.01: RED},
         ),
         number(
             "First token, p95",
@@ -61,7 +63,7 @@ NOW = Section(
             "cold starts, which tell a full server from one with too few slots.",
             "s",
             [(SCOPE.quantile(0.95, "time_to_first_token_seconds"), "p95")],
-            steps={1: YELLOW, 2: RED},
+            steps={None: GREEN, 1: YELLOW, float(limits.TTFT_SECONDS.default): RED},
         ),
         number(
             "Cold share",
@@ -69,7 +71,7 @@ NOW = Section(
             "variants, or route each variant to few replicas.",
             "percentunit",
             [(cold_share(), "share")],
-            steps={0.1: YELLOW, 0.3: RED},
+            steps={None: GREEN, 0.1: YELLOW, 0.3: RED},
         ),
         number(
             "Running",
@@ -90,7 +92,7 @@ NOW = Section(
             "--kv-cache-gb, or lower --max-gpu-deltas or --max-model-len.",
             "percentunit",
             [(f"max({SCOPE.series('kv_cache_usage_ratio')})", "used")],
-            steps={0.9: YELLOW, 0.98: RED},
+            steps={None: GREEN, 0.9: YELLOW, 0.98: RED},
         ),
         number(
             "Slots in use",
@@ -104,13 +106,14 @@ NOW = Section(
             "registry gc`.",
             "bytes",
             [(f"min({SCOPE.series('registry_free_bytes')})", "free")],
+            steps={None: RED, float(limits.DISK_FREE_BYTES.default): GREEN},
         ),
         number(
             "Quarantined artifacts",
             "Damaged artifacts, which are not served. Upload the same bytes again, and check the disk.",
             "short",
             [(f"max({SCOPE.series('registry_quarantined')})", "artifacts")],
-            steps={1: RED},
+            steps={None: GREEN, 1: RED},
         ),
     ),
 )

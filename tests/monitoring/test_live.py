@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from monitoring.check import without_variables
 from monitoring.files import DASHBOARDS, GENERATED, ROOT, panel_expressions
 from server.tenants.tenant import DEFAULT_TENANT
 from tests.monitoring.helpers.prometheus import Prometheus, running_prometheus
+from tests.monitoring.helpers.tools import debian_tool
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 
 # What Grafana would fill in: every target, variant and tenant, and a window that covers the whole test.
@@ -59,6 +61,14 @@ def test_every_panel_alert_and_variable_has_an_answer_after_real_load(
             # Only Kubernetes' service discovery gives targets a namespace.
             assert without == {"namespace"}
             assert {rule["health"] for rule in prometheus.rules()} == {"ok"}
+            assert lint(server.client.get("/metrics").text) == []
+
+
+def lint(exposition: str) -> list[str]:
+    """Return what promtool finds wrong with the names, units and help of metrics; vLLM's have colons."""
+    command = [debian_tool("promtool"), "check", "metrics"]
+    done = subprocess.run(command, input=exposition, capture_output=True, text=True, check=False)
+    return [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("vllm:")]
 
 
 def cause_events(server: LiveServer, artifacts: Artifacts) -> None:

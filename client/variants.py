@@ -67,7 +67,7 @@ def ps(address: ServerAddress, as_json: Json = False) -> None:
         found = [{"name": variant.name, **msgspec.to_builtins(version)} for variant, version in resident]
         print_json({"resident": found})
         return
-    head = ("NAME", "SIZE", "LEVEL", "PINNED", "REQUESTS", "DIGEST")
+    head = ("NAME", "MEMORY", "LEVEL", "PINNED", "REQUESTS", "DIGEST")
     rows = [
         (
             f"{variant.name}@{version.version}",
@@ -103,7 +103,7 @@ def show(address: ServerAddress, name: Name, as_json: Json = False) -> None:
     print_table(head, [_shown(version, version.version == variant.active) for version in variant.versions])
     if (active := variant.active_version) is not None:
         for key, value in active.fidelity.items():
-            print(f"fidelity {printable(key)}: {shown(value)}")
+            print(f"fidelity {printable(key)}: {_fidelity(value)}")
 
 
 @app.command()
@@ -270,6 +270,13 @@ def _listed(variant: VariantReply) -> dict[str, str]:
 def _listed_as_shared(shared: SharedVariant) -> dict[str, str]:
     """Return the cells in `ls` of another tenant's variant."""
     return {"NAME": shared.name, "OWNER": shared.owner, "VISIBILITY": "public"}
+
+
+def _fidelity(value: Any) -> str:
+    """Return a part of a fidelity on one line; the artifact's author wrote it, so its length has a bound."""
+    if not isinstance(value, Mapping):
+        return shown(value)
+    return ", ".join(f"{printable(str(key))[:40]} {shown(each)}" for key, each in [*value.items()][:8])
 
 
 def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:

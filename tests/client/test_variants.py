@@ -96,6 +96,19 @@ def test_show_has_a_line_per_version_and_the_fidelity(
     assert ["fidelity", "weight_error:"] in [line[:2] for line in fidelity]
 
 
+def test_the_fidelity_is_shown_without_brackets_and_bounded(capsys: Output) -> None:
+    version = {
+        "version": 1, "digest": "sha256:00", "size_bytes": 1, "device_bytes": 1, "method": "both",
+        "created_at": "2026-01-01", "level": "disk", "pinned": False, "num_requests": 0,
+        "fidelity": {"held_out": {"kl": 0.5, "text": "a" * 1000}, "many": dict.fromkeys(map(str, range(99)), 1)},
+    }  # fmt: skip
+    with scripted_server(answer(200, {"name": "a", "active": 1, "versions": [version]})) as server:
+        assert run(["show", "a", "--url", server.url]) == 0
+    held_out, many = capsys.readouterr().out.splitlines()[2:]
+    assert held_out.startswith("fidelity held_out: kl 0.5, text 'aaaa")
+    assert max(len(held_out), len(many)) < 200
+
+
 def test_a_variant_is_loaded_pinned_and_unloaded(
     server: LiveServer, two_versions: str, capsys: Output
 ) -> None:

@@ -84,7 +84,7 @@ def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
         method, path = call
         operation = document["paths"][path][method.lower()]
         operation["tags"] = [tag_of(path)]
-        operation["summary"] = operation.get("description", "").partition(". ")[0].partition("\n")[0]
+        operation["summary"] = _summary(operation["description"])
         if has_keys and ROLES[call] is not None:
             operation["security"] = [{KEY: []}]
         content = _body(context, call)
@@ -92,6 +92,11 @@ def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": content}
         operation["responses"] = _responses(operation["responses"], call, has_body=bool(content))
     return document
+
+
+def _summary(description: str) -> str:
+    """Return the first sentence of a call's description, which is Markdown, as plain text."""
+    return description.partition("\n")[0].partition(". ")[0].rstrip(".").replace("`", "")
 
 
 def _body(context: RouteContext, call: Call) -> dict[str, Any]:

@@ -143,7 +143,11 @@ def test_with_keys_each_call_names_the_key_unless_it_needs_none() -> None:
 def test_every_call_has_a_group_and_a_summary() -> None:
     operations = [operation for path in described()["paths"].values() for operation in path.values()]
     assert {tag for operation in operations for tag in operation["tags"]} == {*TAGS.values(), OPERATIONS}
-    assert not [operation for operation in operations if not operation["summary"].strip()]
+    assert not [operation for operation in operations if not operation["summary"]]
+    assert (
+        described()["paths"]["/me"]["get"]["summary"]
+        == "Show the caller's tenant, roles, key, limits and usage"
+    )
 
 
 def test_no_request_of_schemathesis_fails_the_server_or_gets_a_status_or_type_that_is_not_documented(

@@ -12,6 +12,7 @@ import yaml
 
 from server.settings import Settings
 from tests.helm.helpers.rendering import (
+    CHART,
     NAME,
     NAMESPACE,
     ROOT,
@@ -80,7 +81,7 @@ def test_without_keys_prometheus_sends_none() -> None:
     assert "authorization" not in endpoint
 
 
-def test_servers_are_scaled_by_their_waiting_requests() -> None:
+def test_servers_are_scaled_by_their_requests() -> None:
     objects = objects_of("everything")
     scaled = the(objects, "ScaledObject")["spec"]
     target = the(objects, "StatefulSet")
@@ -91,12 +92,19 @@ def test_servers_are_scaled_by_their_waiting_requests() -> None:
     }
     # The number of replicas is KEDA's, also when the chart is upgraded.
     assert "replicas" not in target["spec"]
-    (trigger,) = scaled["triggers"]
-    assert trigger["metadata"]["query"] == (
-        f'sum(peraxis_num_requests_waiting{{namespace="{NAMESPACE}",job="{NAME}-admin"}})'
-    )
-    assert trigger["metadata"]["threshold"] == "8"
-    assert "`peraxis_num_requests_waiting`" in (ROOT / "docs" / "reference.md").read_text()
+    asked = {each["metadata"]["query"]: each["metadata"]["threshold"] for each in scaled["triggers"]}
+    # Running requests keep a busy server whose queue is empty.
+    assert asked == {
+        f'sum(peraxis_num_requests_{state}{{namespace="{NAMESPACE}",job="{NAME}-admin"}})': threshold
+        for state, threshold in (("running", "48"), ("waiting", "8"))
+    }
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    assert all(f"`peraxis_num_requests_{state}`" in reference for state in ("running", "waiting"))
+
+
+def test_a_server_runs_more_requests_than_a_new_one_is_made_for() -> None:
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]
+    assert defaults["runningRequests"] < Settings.model_fields["max_num_seqs"].default
 
 
 def test_a_route_leads_to_the_public_service() -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 from typing import Any
 
+import kubernetes_validate
 import yaml
 from typer.main import get_command
 
@@ -102,6 +103,19 @@ def test_the_commands_of_the_guide_have_the_options_that_it_gives() -> None:
             name = arguments.pop(0)
         command = getattr(command, "commands", {}).get(name, command)
         assert command.make_context("peraxis", arguments)
+
+
+def test_the_guide_s_pod_fits_a_restricted_namespace_and_mounts_the_claim_of_the_chart() -> None:
+    (text,) = re.findall(r"<<EOF\n(.*?)^EOF", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    pod = yaml.safe_load(text)
+    kubernetes_validate.validate(pod, "1.37", strict=True)
+    (container,) = pod["spec"]["containers"]
+    expected = server(objects_of("defaults"))["securityContext"]
+    assert container["securityContext"].items() <= expected.items()
+    assert {"allowPrivilegeEscalation", "capabilities"} <= container["securityContext"].keys()
+    chart = the(objects_of("defaults"), "StatefulSet")["spec"]["template"]["spec"]["securityContext"]
+    assert pod["spec"]["securityContext"].items() <= chart.items()
+    assert {"runAsNonRoot", "seccompProfile"} <= pod["spec"]["securityContext"].keys()
 
 
 def test_the_first_key_of_the_guide_is_the_secret_of_the_examples() -> None:

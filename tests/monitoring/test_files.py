@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from monitoring import __main__ as command
 from monitoring.alerts.alert import PLACEHOLDER
 from monitoring.alerts.definitions import ALERTS
 from monitoring.alerts.rules import (
@@ -30,9 +32,9 @@ def test_a_file_is_what_the_source_says(path: Path) -> None:
     assert (ROOT / path).read_text() == files()[path], "run `make monitoring`"
 
 
-def test_the_check_of_make_check_passes_and_writes_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "monitoring", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_the_check_of_make_check_passes() -> None:
+    arguments = [sys.executable, "-m", "monitoring", "--check"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -50,3 +52,18 @@ def test_each_threshold_is_used_and_has_a_default_that_the_chart_reads() -> None
     }
     assert names - {"matchers"} == {threshold.name for threshold in THRESHOLDS}
     assert yaml.safe_load(chart_thresholds()) == {each.name: each.default for each in THRESHOLDS}
+
+
+def test_the_check_names_an_unknown_metric_and_an_old_file_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Path("monitoring/generated/rules.yaml")
+    monkeypatch.setattr(command, "expressions", lambda: [("A panel", "sum(peraxis_nothing_total)")])
+    monkeypatch.setattr(command, "files", lambda: {old: "another text"})
+    with pytest.raises(typer.Exit) as ended:
+        command.main(check=True)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "A panel: no server has peraxis_nothing_total",
+        f"{old} is not what the source says: run `make monitoring`",
+    ]

@@ -99,8 +99,9 @@ image: $(STAMP) image-packages
 	$(BIN)/python docker/build_image.py --tag '$(IMAGE)' $(IMAGE_OPTIONS)
 	PYTHONPATH=. $(BIN)/python docker/prove_image.py '$(IMAGE)'
 
+IMAGE_TOOLS := buildah podman runc debootstrap
 image-packages:
-	@[ "$$(command -v buildah podman runc debootstrap | wc -l)" = 4 ] || apt-get install -y --no-install-recommends buildah podman runc debootstrap
+	@for tool in $(IMAGE_TOOLS); do command -v $$tool >/dev/null || exec apt-get install -y --no-install-recommends $(IMAGE_TOOLS); done
 
 monitoring: $(STAMP)
 	$(BIN)/python -m monitoring

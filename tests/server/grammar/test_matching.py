@@ -56,6 +56,34 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+FORMATS = ("date-time", "date", "time", "duration", "uuid", "email", "hostname", "ipv4", "ipv6", "uri")
+TYPES: tuple[dict[str, Any], ...] = (
+    {"type": "string", "maxLength": 100},
+    {"type": "integer", "minimum": 0, "maximum": 10**6},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"enum": ["x", "y", "z"]},
+    {"type": "string", "pattern": "^[A-Z]{2,5}-[0-9]{1,6}$"},
+    {"type": "array", "items": {"type": "string", "format": "uuid"}, "maxItems": 1000},
+)
+LARGE: dict[str, dict[str, Any]] = {
+    "200 properties": {"type": "object", "properties": {f"field_{i}": TYPES[i % 7] for i in range(200)}},
+    "1000 values": {"enum": [f"place {i} of the world" for i in range(1000)]},
+    "100 formats": {
+        "type": "object",
+        "properties": {
+            f"{name}-{i}": {"type": "string", "format": name} for name in FORMATS for i in range(10)
+        },
+    },
+    "100 lengths": {
+        "type": "object",
+        "properties": {
+            f"t{i}": {"type": "string", "minLength": i, "maxLength": 1000 + i} for i in range(100)
+        },
+    },
+}
+
+
 @pytest.fixture(autouse=True)
 def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the limits of a worker's task from this process."""
@@ -112,6 +140,15 @@ def test_every_draw_matches_its_schema(name: str, seed: int, tokenizer: LoadedTo
     grammar = matching_schema(SCHEMAS[name])
     tokens = sampled(tokenizer, grammar, f"{name}-{seed}", vocabulary_of(), seed)
     jsonschema_rs.validate(SCHEMAS[name], json.loads(tokenizer.decode(tokens)))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_schemas_of_ordinary_kinds_are_within_the_limits(name: str, tokenizer: LoadedTokenizer) -> None:
+    grammar = matching_schema(closed({"first": LARGE[name], "second": closed({"inner": LARGE[name]})}))
+    assert reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, grammar).masks
+    beginning = tuple(tokenizer.encode('{"first":', 99, False, "prompt"))
+    new = NewSampled(name, grammar, 0, beginning)
+    assert allowed(advanced(tokenizer, vocabulary_of(), new).masks[-1])
 
 
 def test_forced_tokens_come_ahead_and_each_mask_allows_one_of_them(tokenizer: LoadedTokenizer) -> None:

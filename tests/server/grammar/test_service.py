@@ -15,6 +15,7 @@ import pytest
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest
+from server.grammar import lane
 from server.grammar.grammar import Grammar, any_object, matching_schema
 from server.grammar.service import GrammarService
 from server.text import variant_work
@@ -22,6 +23,7 @@ from server.text.service import TextService
 from server.text.variant_text import VariantText
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
+from tests.server.grammar.helpers.hostile_work import never_returns
 from tests.server.grammar.helpers.masked_draws import Drawing, MaskReceiver
 from tests.server.helpers.texts import Texts, files_of, make_texts
 from tests.server.helpers.worker_processes import workers_of
@@ -179,6 +181,26 @@ def test_a_schema_without_end_is_one_bad_request_and_disturbs_nobody(
         assert refused.value.param == "response_format"
         with pytest.raises(InvalidRequest, match="try again in"):
             await grammars.service.open(hostile, matching_schema(ENDLESS))
+        await grammars.assert_serves(other)
+
+    run(texts, test)
+
+
+def test_a_schema_that_only_a_lane_cannot_compile_is_one_bad_request_that_is_remembered(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: TextService, grammars: Grammars) -> None:
+        hostile, other = await service.of(None, "hostile"), await service.of(None, "other")
+        await grammars.assert_serves(other)
+        with monkeypatch.context() as patch:
+            patch.setattr(variant_work, "WORK_S", 2.0)
+            patch.setattr(lane, "make_matcher", never_returns)
+            with pytest.raises(InvalidRequest, match="not done after 2 s: simplify the schema") as killed:
+                await grammars.service.open(hostile, any_object())
+        with pytest.raises(InvalidRequest) as refused:
+            await grammars.service.open(hostile, any_object())
+        assert str(refused.value) == str(killed.value)
+        assert killed.value.param == refused.value.param == "response_format"
         await grammars.assert_serves(other)
 
     run(texts, test)

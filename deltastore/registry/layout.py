@@ -62,3 +62,12 @@ def check_format(root: Path) -> None:
             f"{root} has format {found!r}, written by a newer version of Peraxis, and this one reads up to {FORMAT}: "
             "run the newer version"
         )
+
+
+def check_present(root: Path) -> None:
+    """Raise RegistryError if a registry's directory is gone: it must not look like a registry without variants."""
+    if not (root / "variants").is_dir():
+        raise RegistryError(
+            f"{root} is gone: mount its volume again",
+            public="the registry's volume is gone: ask its operator to mount it again",
+        )

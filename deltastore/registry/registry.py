@@ -10,14 +10,13 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry.check import CheckReport, check
 from deltastore.registry.claims import Claims, taken
 from deltastore.registry.collect import Collector, GcReport, collect_partials
-from deltastore.registry.layout import make_layout
+from deltastore.registry.layout import check_present, make_layout
 from deltastore.registry.listing import Listing
 from deltastore.registry.objects import Objects, Usage
 from deltastore.registry.records import (
@@ -102,17 +101,20 @@ class Registry:
         with explained(self.root):
             history = directory.history()
             if not history.live:
+                check_present(self.root)
                 raise directory.not_found()
             return self._listing.shown(directory, history)
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
         """Return every variant, or only a tenant's own. A variant with damaged files is left out and logged."""
         with explained(self.root):
+            check_present(self.root)
             return self._listing.of(tenant)
 
     def usable(self, tenant: str) -> list[Variant]:
         """Return what a tenant's requests may name: its own variants, and public ones that these do not hide."""
         with explained(self.root):
+            check_present(self.root)
             return self._listing.usable_by(tenant)
 
     def resolve(
@@ -144,6 +146,7 @@ class Registry:
                     record = directory.record(number)
                     self.check_not_quarantined(record)
                     return record
+        check_present(self.root)
         # Of the caller's own directory, whatever other tenants have.
         raise self._directory(tenant, name).not_found()
 
@@ -154,6 +157,7 @@ class Registry:
             RegistryError: The variant's state is damaged, so its deleted versions are unknown.
         """
         with explained(self.root):
+            check_present(self.root)
             return record.version in self._directory(record.tenant, record.name).history().live
 
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
@@ -212,6 +216,7 @@ class Registry:
         """
         directory = self._readable(tenant, name)
         with explained(self.root):
+            check_present(self.root)
             directory.check_exists()
             directory.sync_names()
             history = directory.history()
@@ -313,7 +318,7 @@ class Registry:
         for _ in attempts(directory.path):
             history = directory.history()
             known = directory.find(history, sealed.digest)
-            record = known or _new_record(sealed, facts, directory, history.newest + 1, activate)
+            record = known or directory.new_record(sealed, facts, history.newest + 1, activate)
             # Refuse a record that cannot be stored before its object is stored.
             record.to_json()
             self._objects.put(sealed)
@@ -339,6 +344,7 @@ class Registry:
         """Change a variant's state to what `decide` makes of its history. It is called again if another was first."""
         directory = self._readable(tenant, name)
         with explained(self.root):
+            check_present(self.root)
             directory.check_exists()
             for _ in attempts(directory.path):
                 # An answer, a refusal included, must not rest on names that a failed change left unsynced.
@@ -372,23 +378,3 @@ def _nothing(directory: VariantDirectory, history: History) -> VariantState:
     if not history.live:
         raise directory.not_found()
     return VariantState(as_of=history.newest, deleted_through=history.newest)
-
-
-def _new_record(
-    sealed: SealedUpload, facts: ArtifactFacts, directory: VariantDirectory, version: int, activate: bool
-) -> VersionRecord:
-    return VersionRecord(
-        tenant=directory.tenant,
-        name=directory.name,
-        version=version,
-        digest=sealed.digest,
-        size_bytes=sealed.size_bytes,
-        data_start=facts.data_start,
-        device_bytes=facts.device_bytes,
-        base_fingerprint=facts.base_fingerprint,
-        chunk_sha256=sealed.chunk_sha256,
-        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        method=facts.method,
-        fidelity=dict(facts.fidelity),
-        activate=activate,
-    )

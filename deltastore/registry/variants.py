@@ -10,10 +10,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry.records import (
+    ArtifactFacts,
     VariantState,
     VersionRecord,
     Visibility,
@@ -24,6 +26,7 @@ from deltastore.registry.records import (
 from deltastore.registry.reserve import Reserve
 from deltastore.registry.sequence import Entry, EntrySequence
 from deltastore.registry.storage import Storage, listed_names
+from deltastore.registry.uploads import SealedUpload
 
 # The state is the newest of the files `state-nnnnnn.json`.
 STATE = "state-"
@@ -151,6 +154,26 @@ class VariantDirectory:
         """Return the newest live version that has these bytes; None if there is none."""
         records = (self.record(number) for number in reversed(history.live))
         return next((record for record in records if record.digest == digest), None)
+
+    def new_record(
+        self, sealed: SealedUpload, facts: ArtifactFacts, version: int, activate: bool
+    ) -> VersionRecord:
+        """Return the record of a sealed upload as a version of this variant, which is not stored yet."""
+        return VersionRecord(
+            tenant=self.tenant,
+            name=self.name,
+            version=version,
+            digest=sealed.digest,
+            size_bytes=sealed.size_bytes,
+            data_start=facts.data_start,
+            device_bytes=facts.device_bytes,
+            base_fingerprint=facts.base_fingerprint,
+            chunk_sha256=sealed.chunk_sha256,
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            method=facts.method,
+            fidelity=dict(facts.fidelity),
+            activate=activate,
+        )
 
     def add(self, record: VersionRecord) -> bool:
         """Publish a record in one atomic step; return False if another server took its number."""

@@ -333,6 +333,24 @@ def test_a_directory_that_refuses_is_a_registry_error_with_its_path_for_operator
     assert "/" not in caught.value.public
 
 
+def test_a_volume_that_vanished_does_not_look_like_a_registry_without_variants(registry: Registry) -> None:
+    record = push(registry, artifact(1), "a").record
+    registry.root.rename(registry.root.with_name("elsewhere"))
+    registry.root.mkdir()
+    for call in (
+        lambda: registry.resolve("default", "a"),
+        lambda: registry.variant("default", "a"),
+        lambda: registry.variants(),
+        lambda: registry.usable("default"),
+        lambda: registry.is_live(record),
+        lambda: registry.activate("default", "a", 1),
+        lambda: registry.delete("default", "a"),
+        lambda: registry.gc(),
+    ):
+        with pytest.raises(RegistryError):
+            call()
+
+
 def test_resolving_reads_one_variants_files_however_many_there_are(registry: Registry) -> None:
     for name in ("a", "b", "c"):
         push(registry, artifact(1), name)

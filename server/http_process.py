@@ -62,6 +62,8 @@ from server.protocol.limits import (
     SeatTaken,
     TakeSeat,
     TokensAdded,
+    TokensCounted,
+    TokensGenerated,
     UsageOfTenant,
     UsageWanted,
 )
@@ -153,7 +155,7 @@ class SupervisorLink:
         found: SourceJob | None = await self._answer_to(("source", call_id), call)
         return found
 
-    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
         """Return the answer to a call about a tenant's limits."""
         answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
         return answer
@@ -197,7 +199,14 @@ class SupervisorLink:
                     self._answered(("source", call_id), job)
                 case StatsAnswer(call_id, stats):
                     self._answered(("stats", call_id), stats)
-                case SeatTaken() | TokensAdded() | SeatRefused() | UsageOfTenant() | LimitsUnknown():
+                case (
+                    SeatTaken()
+                    | TokensAdded()
+                    | TokensCounted()
+                    | SeatRefused()
+                    | UsageOfTenant()
+                    | LimitsUnknown()
+                ):
                     self._answered(("limit", message.call_id), message)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:

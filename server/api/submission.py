@@ -22,7 +22,7 @@ from server.api.outputs.text_outputs import TextOutputs
 from server.api.outputs.tool_outputs import ToolOutputs
 from server.api.schemas import BASE, Reference
 from server.api.service import Service
-from server.api.tenants.call_tokens import all_tokens, fewest_tokens, longest_by_default
+from server.api.tenants.call_tokens import all_tokens, fewest_tokens
 from server.api.tenants.rate_headers import rate_headers
 from server.errors import InvalidRequest
 from server.grammar.requested import Requested
@@ -141,13 +141,12 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes = await _tokenized(call, text, max_tokens)
-        longest = longest_by_default(seat.limits.tokens_per_minute, prompts, call.n, max_tokens)
         requests = [
             Request(
                 *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
-                *(text.num_embeddings, _sampling_params(call, text, most), _traceparent()),
+                *(text.num_embeddings, _sampling_params(call, text, max_tokens - len(ids)), _traceparent()),
             )
-            for ids, most in zip(prompts, longest, strict=True)
+            for ids in prompts
         ]
         _check_echoes(requests, echoes)
         tokens = all_tokens(requests, has_length=call.max_new_tokens is not None)
@@ -288,11 +287,11 @@ def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> Non
         )
 
 
-def _sampling_params(call: GenerationCall, text: VariantText, longest: int) -> SamplingParams:
-    """Return what the call asks for, with the variant's defaults; a default length is at most `longest`."""
+def _sampling_params(call: GenerationCall, text: VariantText, num_left: int) -> SamplingParams:
+    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits."""
     defaults = dict(text.generation_defaults)
-    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or longest
-    defaults["max_new_tokens"] = max(1, min(default_new, longest))
+    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or num_left
+    defaults["max_new_tokens"] = max(1, min(default_new, num_left))
     is_constrained = call.requested.grammar is not None
     return SamplingParams(
         **{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids, is_constrained=is_constrained

@@ -29,7 +29,7 @@ from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.errors import EngineFailed, InvalidRequest, QueueFull
-from server.protocol.events import ErrorEvent
+from server.protocol.events import ErrorEvent, FinishReason
 from server.protocol.masks import check_first_mask
 from server.protocol.messages import Level, Mask
 from server.protocol.request import Request
@@ -86,12 +86,12 @@ class EngineCore:
         if (state := self._requests.find(request_id)) is not None:
             self._requests.cancel(state)
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, whose text holds a stop string; unknown ids are ignored."""
+    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
+        """End one sequence as its client asks; unknown ids are ignored."""
         if (found := self._requests.find_output(request_id, index)) is not None:
             state, output = found
             with self._requests.failing_alone(state):
-                self._requests.finish_sequence(state, output, "stop")
+                self._requests.finish_sequence(state, output, reason)
 
     def set_mask(self, mask: Mask) -> None:
         """Take a mask for a constrained sequence; unknown ids are ignored."""

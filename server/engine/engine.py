@@ -141,8 +141,8 @@ class Engine:
                 core.add_request(request, on_event, submitted_at, first_mask)
             case Cancel(request_id):
                 core.cancel(request_id)
-            case StopSequence(request_id, index):
-                core.stop_sequence(request_id, index)
+            case StopSequence(request_id, index, reason):
+                core.stop_sequence(request_id, index, reason)
             case Mask():
                 core.set_mask(message)
             case LoadCall():

@@ -20,7 +20,7 @@ from deltastore.registry.records import VersionRecord
 from server.errors import EngineRestarted, QueueFull
 from server.metrics.snapshot import Snapshot
 from server.protocol.codec import decode_engine_message, encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishReason
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -158,10 +158,10 @@ class EngineClient:
         if self._requests.pop(request_id, None) is not None:
             self._send_surely(Cancel(request_id))
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, whose text holds a stop string. Tokens that were already computed may still come."""
+    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
+        """End one sequence, by default because its text holds a stop string. Tokens already computed may still come."""
         if request_id in self._requests:
-            self._send_surely(StopSequence(request_id, index))
+            self._send_surely(StopSequence(request_id, index, reason))
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""

@@ -16,7 +16,7 @@ class Tokens(Struct, frozen=True, array_like=True):
 
     num_prompt: int = 0
     num_new: int = 0  # the most that all sequences together may generate
-    may_overdraw: bool = False  # its length is a default, so that it may begin before all of it fits
+    may_overdraw: bool = False  # its length is a default, so that it may start before all of it fits
 
 
 class TakeSeat(Struct, frozen=True, tag=True):
@@ -41,11 +41,18 @@ class AddTokens(Struct, frozen=True, tag=True):
     tokens: Tokens
 
 
+class TokensGenerated(Struct, frozen=True, tag=True):
+    """Count tokens that the requests of a seat have generated since the last count. Answered by TokensCounted."""
+
+    call_id: int  # of the seat
+    num_tokens: int
+
+
 class GiveBack(Struct, frozen=True, tag=True):
     """The work of a seat has ended, or its answer is not waited for. Has no answer; unknown ids are ignored."""
 
     call_id: int
-    num_tokens: int  # generated
+    num_tokens: int  # generated since the last count
 
 
 class UsageWanted(Struct, frozen=True, tag=True):
@@ -55,7 +62,7 @@ class UsageWanted(Struct, frozen=True, tag=True):
     tenant: str
 
 
-LimitCall = TakeSeat | AddTokens | GiveBack | UsageWanted
+LimitCall = TakeSeat | AddTokens | TokensGenerated | GiveBack | UsageWanted
 
 
 class Rate(Struct, frozen=True, array_like=True):
@@ -89,6 +96,13 @@ class TokensAdded(Struct, frozen=True, tag=True):
     rates: Rates
 
 
+class TokensCounted(Struct, frozen=True, tag=True):
+    """The answer to TokensGenerated."""
+
+    call_id: int
+    is_overdrawn: bool  # the requests of this seat must end, because their length is a default
+
+
 class SeatRefused(Struct, frozen=True, tag=True):
     """The tenant is over a limit."""
 
@@ -117,4 +131,4 @@ class LimitsUnknown(Struct, frozen=True, tag=True):
     message: str
 
 
-LimitAnswer = SeatTaken | TokensAdded | SeatRefused | UsageOfTenant | LimitsUnknown
+LimitAnswer = SeatTaken | TokensAdded | TokensCounted | SeatRefused | UsageOfTenant | LimitsUnknown

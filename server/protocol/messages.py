@@ -14,7 +14,7 @@ from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.metrics.snapshot import Snapshot
-from server.protocol.events import Event
+from server.protocol.events import Event, FinishReason
 from server.protocol.request import Request
 
 # Processes of different versions do not talk to each other, as after an upgrade beneath a running server.
@@ -47,10 +47,11 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class StopSequence(Struct, frozen=True, tag=True):
-    """End one sequence of a request, because its text holds a stop string; unknown ids are ignored."""
+    """End one sequence of a request; unknown ids are ignored."""
 
     request_id: str
     index: int
+    reason: FinishReason = "stop"  # its text holds a stop string
 
 
 class Mask(Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EngineRestarted, RequestTimeout
+from server.errors import EngineRestarted, QueueFull, RequestTimeout
 from server.frontend.engine_client import EngineClient
 from server.grammar.mask_feed import MaskFeed
 from server.metrics.frontend import FrontendMetrics
@@ -59,6 +59,8 @@ class RequestEvents:
         self._num_open = 0
         self._num_tokens = 0
         self._seat = Seat()
+        self._counting: asyncio.Task[None] | None = None
+        self._sequences: list[tuple[str, int]] = []
         self._spans = spans
         # Requests whose span is not made yet, by their number.
         self._traced: dict[int, TracedRequest] = {}
@@ -91,6 +93,7 @@ class RequestEvents:
         if self._spans is not None:
             self._traced[len(self._request_ids)] = TracedRequest(request, operation)
         self._request_ids.append(request.id)
+        self._sequences += ((request.id, index) for index in range(request.sampling_params.n))
         self._num_open += 1
         log.debug(
             "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
@@ -128,6 +131,8 @@ class RequestEvents:
             feed.close()
         for number in list(self._traced):
             self._make_span(number, "cancelled")
+        if self._counting is not None:
+            self._counting.cancel()
         self._seat.release(self._num_tokens)
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
@@ -136,6 +141,8 @@ class RequestEvents:
         if isinstance(event, TokenEvent):
             self._num_tokens += 1
             self._num_unread += 1 + len(event.top)
+            if self._seat.must_count(self._num_tokens) and (self._counting is None or self._counting.done()):
+                self._counting = asyncio.create_task(self._count())
             if self._num_unread > MAX_UNREAD:
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
         if isinstance(event, ErrorEvent):
@@ -149,6 +156,17 @@ class RequestEvents:
                 self._seat.release(self._num_tokens)
         self._events.append((number, event))
         self._arrived.set()
+
+    async def _count(self) -> None:
+        """Count the tokens so far; end the sequences if they have used all that their tenant may have."""
+        try:
+            may_go_on = await self._seat.count_generated(self._num_tokens)
+        except QueueFull:
+            # The next count says whether they may go on.
+            return
+        if not may_go_on:
+            for request_id, index in self._sequences:
+                self._engine.stop_sequence(request_id, index, "length")
 
     def _trace(self, number: int, event: Event) -> None:
         traced = self._traced.get(number)

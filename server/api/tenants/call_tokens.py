@@ -30,22 +30,3 @@ def all_tokens(requests: Sequence[Request], *, has_length: bool) -> Tokens:
     num_prompt = sum(len(request.prompt_ids) for request in requests)
     num_new = sum(each.sampling_params.n * each.sampling_params.max_new_tokens for each in requests)
     return Tokens(num_prompt, num_new, may_overdraw=not has_length)
-
-
-def longest_by_default(
-    tokens_per_minute: int | None, prompts: Sequence[Sequence[int]], n: int, max_model_len: int
-) -> list[int]:
-    """Return the most new tokens of each prompt's sequences, if the client has not set them.
-
-    They are what the context has room for, and an equal share of what the limit has if its tenant uses nothing else.
-
-    Args:
-        prompts: token ids.
-        n: sequences of each prompt.
-        max_model_len: most tokens of prompt and output together.
-    """
-    room = [max_model_len - len(ids) for ids in prompts]
-    if tokens_per_minute is None:
-        return room
-    share = (tokens_per_minute - sum(map(len, prompts))) // (n * len(prompts))
-    return [max(1, min(each, share)) for each in room]

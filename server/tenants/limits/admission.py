@@ -1,14 +1,14 @@
 """Decide from a tenant's limits, its windows and its work under way whether more work fits. Keeps no state.
 
-Tokens are compared with `tokens_per_minute` by two rules:
+`tokens_per_minute` bounds what the last minute has used and what running calls have reserved, together:
 
-1. What the last minute has used, what running calls have reserved, the call's prompt and the new tokens that it starts
-   with must fit into the limit. A call whose length the client has set starts with all of its new tokens.
-2. A call without a length starts with a few, `START_TOKENS`. It reserves what is left of the limit, and the rest of its
-   new tokens is its overdraft. With the overdrafts of all running calls, rule 1's sum may reach twice the limit.
+1. A call is admitted if its prompt and its reservation fit into the limit. The reservation of a call whose length the
+   client has set is all of its new tokens; that of a call without a length is a few, `START_TOKENS`.
+2. A running call without a length keeps its reservation ahead of the tokens that it has generated. It may go beyond the
+   limit, until the sum is more than twice the limit: then it ends.
 
-So what the last minute has used and running calls may still use is at most twice the limit. Use beyond the limit stands
-in the window like all other use, so that the tenant's next calls wait longer for it to leave.
+Use beyond the limit stands in the window like all other use, so that the tenant's next calls wait longer for it to
+leave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from server.tenants.limits.windows import SlidingCount
 
 # When one of the tenant's requests or uploads ends is not known; this is when to ask again.
 RETRY_S = 1.0
-# New tokens for which there must be room when a call without a length starts, and the part of the limit that is enough.
+# New tokens that a call without a length reserves; less if that is more than this part of the limit.
 START_TOKENS = 256
 START_PART = 4
 # For messages: what a tenant with this limit may do.
@@ -41,7 +41,6 @@ class UnderWay:
 
     num_running: int = 0
     num_reserved_tokens: int = 0
-    num_overdraft_tokens: int = 0
     num_uploads: int = 0
     upload_bytes: int = 0
 
@@ -70,7 +69,7 @@ def refusal_of_seat(
     waits: dict[str, float | None] = {}
     if (limit := limits.requests_per_minute) is not None:
         waits["requests_per_minute"] = _wait_s(last_minute.requests, 0, limit, call.num_requests)
-    if (limit := limits.tokens_per_minute) is not None and (amount := _start(call.tokens, limit)):
+    if (limit := limits.tokens_per_minute) is not None and (amount := _amount(call.tokens, limits)):
         reserved = under_way.num_reserved_tokens
         waits["tokens_per_minute"] = _wait_s(last_minute.tokens, reserved, limit, amount)
     if (limit := limits.max_running) is not None:
@@ -90,12 +89,8 @@ def refusal_of_tokens(
     limit = limits.tokens_per_minute
     if limit is None:
         return None
-    window, reserved = last_minute.tokens, under_way.num_reserved_tokens
-    waits = [_wait_s(window, reserved, limit, _start(tokens, limit))]
-    if tokens.may_overdraw:
-        promised = reserved + under_way.num_overdraft_tokens
-        waits.append(_wait_s(window, promised, 2 * limit, tokens.num_prompt + tokens.num_new))
-    longest = max(waits, key=_order)
+    reserved = under_way.num_reserved_tokens
+    longest = _wait_s(last_minute.tokens, reserved, limit, _amount(tokens, limits))
     if longest == 0:
         return None
     if longest is not None and (most := limits.requests_per_minute) is not None:
@@ -104,13 +99,18 @@ def refusal_of_tokens(
     return Refusal("tokens_per_minute", longest)
 
 
-def reservation(tokens: Tokens, limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute) -> int:
-    """Return how many new tokens of an admitted call are reserved; the others are its overdraft."""
+def reservation(tokens: Tokens, limits: TenantLimits) -> int:
+    """Return how many new tokens of a call are reserved while it runs, at most."""
     limit = limits.tokens_per_minute
     if limit is None or not tokens.may_overdraw:
         return tokens.num_new
-    left = limit - last_minute.tokens.used - under_way.num_reserved_tokens - tokens.num_prompt
-    return min(tokens.num_new, max(0, left))
+    return min(tokens.num_new, START_TOKENS, max(1, limit // START_PART), max(1, limit - tokens.num_prompt))
+
+
+def is_overdrawn(limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute) -> bool:
+    """Return whether running calls without a length must end."""
+    limit = limits.tokens_per_minute
+    return limit is not None and last_minute.tokens.used + under_way.num_reserved_tokens > 2 * limit
 
 
 def refused(call_id: int, tenant: str, refusal: Refusal, limits: TenantLimits, rates: Rates) -> SeatRefused:
@@ -133,11 +133,9 @@ def rates_of(limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute)
     )
 
 
-def _start(tokens: Tokens, limit: int) -> int:
-    """Return the tokens of a call that rule 1 compares with the limit."""
-    if not tokens.may_overdraw:
-        return tokens.num_prompt + tokens.num_new
-    return tokens.num_prompt + min(tokens.num_new, START_TOKENS, max(1, limit // START_PART))
+def _amount(tokens: Tokens, limits: TenantLimits) -> int:
+    """Return the tokens of a call that must fit into the limit for it to start."""
+    return tokens.num_prompt + reservation(tokens, limits)
 
 
 def _wait_s(window: SlidingCount, reserved: int, limit: int, amount: int) -> float | None:

@@ -1,9 +1,9 @@
 """Counts the work of all tenants of one server and decides what their limits admit. One process of the server has it.
 
-A call takes its seat before its prompts are tokenized, and adds their tokens afterwards. Work under way is kept by its
-holder, which is an HTTP process, so that a process that dies frees what it held. The windows of the last minute belong
-to no holder and outlive every process but this one. The tokens that a running request may still generate are reserved
-beside the window. Knows no connection and no HTTP.
+A call takes its seat before its prompts are tokenized, adds their tokens afterwards, and its generated tokens as they
+come. Work under way is kept by its holder, which is an HTTP process, so that a process that dies frees what it held.
+The windows of the last minute belong to no holder and outlive every process but this one. Tokens that a running request
+may still generate are reserved beside the window. Knows no connection and no HTTP.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from server.protocol.limits import (
     SeatTaken,
     TakeSeat,
     TokensAdded,
+    TokensCounted,
+    TokensGenerated,
     UsageOfTenant,
     UsageWanted,
 )
 from server.tenants.limits.admission import (
     LastMinute,
     UnderWay,
+    is_overdrawn,
     rates_of,
     refusal_of_seat,
     refusal_of_tokens,
@@ -42,18 +45,18 @@ from server.tenants.limits.windows import Windows
 
 @dataclass(slots=True)
 class TakenSeat:
-    """One seat, and the new tokens that its call may still generate."""
+    """One seat, and the tokens of its call when they are known."""
 
     call: TakeSeat
     num_reserved: int = 0
-    num_overdraft: int = 0
+    num_left: int = 0  # new tokens that the call may still generate
+    may_overdraw: bool = False
 
     def count(self, under_way: UnderWay, sign: int) -> None:
         """Add the seat to its tenant's work under way (1), or take it away (-1)."""
         if self.call.kind == "request":
             under_way.num_running += sign * self.call.num_requests
             under_way.num_reserved_tokens += sign * self.num_reserved
-            under_way.num_overdraft_tokens += sign * self.num_overdraft
         else:
             under_way.num_uploads += sign
             under_way.upload_bytes += sign * self.call.num_bytes
@@ -85,7 +88,9 @@ class Ledger:
                     return await self._usage(call, self._limits_of(call.tenant))
                 if isinstance(call, TakeSeat):
                     return await self._take(holder, call, self._limits_of(call.tenant))
-                return await self._add_tokens(holder, call)
+                if isinstance(call, AddTokens):
+                    return await self._add_tokens(holder, call)
+                return await self._generated(holder, call)
             except PeraxisError as error:
                 return LimitsUnknown(call.call_id, error.public)
 
@@ -111,7 +116,7 @@ class Ledger:
     async def _add_tokens(self, holder: str, call: AddTokens) -> LimitAnswer:
         seat = self._seats[holder].get(call.call_id)
         if seat is None:
-            return LimitsUnknown(call.call_id, "the request has no seat any more: send it again")
+            return _without_seat(call.call_id)
         tenant, tokens = seat.call.tenant, call.tokens
         limits, under_way = self._limits_of(tenant), self._under_way[tenant]
         last_minute = await self._last_minute(tenant)
@@ -121,11 +126,25 @@ class Ledger:
             del self._seats[holder][call.call_id]
             rates = rates_of(limits, under_way, last_minute)
             return refused(call.call_id, tenant, refusal, limits, rates)
-        seat.num_reserved = reservation(tokens, limits, under_way, last_minute)
-        seat.num_overdraft = tokens.num_new - seat.num_reserved
+        seat.num_reserved, seat.num_left = reservation(tokens, limits), tokens.num_new
+        seat.may_overdraw = tokens.may_overdraw
         seat.count(under_way, 1)
         await self._windows.add(_tokens(tenant), tokens.num_prompt)
         return TokensAdded(call.call_id, rates_of(limits, under_way, await self._last_minute(tenant)))
+
+    async def _generated(self, holder: str, call: TokensGenerated) -> LimitAnswer:
+        seat = self._seats[holder].get(call.call_id)
+        if seat is None:
+            return _without_seat(call.call_id)
+        tenant = seat.call.tenant
+        under_way = self._under_way[tenant]
+        seat.count(under_way, -1)
+        seat.num_left = max(0, seat.num_left - call.num_tokens)
+        seat.num_reserved = min(seat.num_reserved, seat.num_left)
+        seat.count(under_way, 1)
+        await self._windows.add(_tokens(tenant), call.num_tokens)
+        must_end = is_overdrawn(self._limits_of(tenant), under_way, await self._last_minute(tenant))
+        return TokensCounted(call.call_id, must_end and seat.may_overdraw)
 
     async def _give_back(self, holder: str, call: GiveBack) -> None:
         seat = self._seats.get(holder, {}).pop(call.call_id, None)
@@ -148,6 +167,10 @@ class Ledger:
         return LastMinute(
             await self._windows.read(_requests(tenant)), await self._windows.read(_tokens(tenant))
         )
+
+
+def _without_seat(call_id: int) -> LimitsUnknown:
+    return LimitsUnknown(call_id, "the request has no seat any more: send it again")
 
 
 def _requests(tenant: str) -> str:

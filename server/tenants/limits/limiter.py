@@ -18,6 +18,8 @@ from server.protocol.limits import (
     TakeSeat,
     Tokens,
     TokensAdded,
+    TokensCounted,
+    TokensGenerated,
     UsageOfTenant,
     UsageWanted,
 )
@@ -25,13 +27,16 @@ from server.tenants.limits.tenant_limits import TenantLimits
 
 # Without an answer by then, the work is refused: a tenant must not get past its limits while nothing counts.
 ANSWER_S = 2.0
+# Generated tokens after which they are counted, or a part of the limit per minute if that is fewer.
+COUNT_TOKENS = 64
+COUNT_PART = 16
 NO_TOKENS = Tokens()
 
 
 class LedgerLink(Protocol):
     """The way to the ledger: over a control link, or to the one in this process."""
 
-    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
         """Return the answer to a call."""
 
     def tell(self, call: AddTokens | GiveBack) -> None:
@@ -52,6 +57,10 @@ class Seat:
         self.reserved_bytes = 0 if taken is None else taken.reserved_bytes
         self._taken = taken
         self._link = link
+        self._num_counted = 0  # generated tokens
+        limit = self.limits.tokens_per_minute
+        # Below what a call without a length reserves, so that it is ended before it has used more.
+        self._count_tokens = None if limit is None else max(1, min(COUNT_TOKENS, limit // COUNT_PART))
 
     async def add_tokens(self, tokens: Tokens, length_field: str) -> None:
         """Count the tokens of the prompts, and reserve those that the requests may generate until `release`.
@@ -78,10 +87,34 @@ class Seat:
         assert isinstance(answer, TokensAdded)
         self.rates = answer.rates
 
+    def must_count(self, num_tokens: int) -> bool:
+        """Return whether `count_generated` is due, when the sequences have generated `num_tokens`."""
+        return (
+            self._link is not None
+            and self._count_tokens is not None
+            and num_tokens - self._num_counted >= self._count_tokens
+        )
+
+    async def count_generated(self, num_tokens: int) -> bool:
+        """Count the `num_tokens` that the sequences have generated so far. Return whether they may go on.
+
+        Call it again only when it has returned.
+
+        Raises:
+            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
+        """
+        if self._link is None or self._taken is None:
+            return True
+        call = TokensGenerated(self._taken.call_id, num_tokens - self._num_counted)
+        self._num_counted = num_tokens
+        answer = await _ask(self._link, call)
+        assert isinstance(answer, TokensCounted)
+        return not answer.is_overdrawn
+
     def release(self, num_tokens: int = 0) -> None:
         """End the work, whose sequences have generated `num_tokens`; no effect the second time."""
         if self._link is not None and self._taken is not None:
-            self._link.tell(GiveBack(self._taken.call_id, num_tokens))
+            self._link.tell(GiveBack(self._taken.call_id, num_tokens - self._num_counted))
         self._link = None
 
 
@@ -156,9 +189,11 @@ class Limiter:
         return Seat(answer, self._link)
 
 
-async def _ask(link: LedgerLink, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+async def _ask(link: LedgerLink, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
     try:
-        answer = await asyncio.wait_for(link.ask(call), ANSWER_S)
+        # Not `wait_for`, whose task would let a later `tell` go first.
+        async with asyncio.timeout(ANSWER_S):
+            answer = await link.ask(call)
     except TimeoutError:
         raise QueueFull("the server cannot count the tenant's limits now: try again in a moment") from None
     if isinstance(answer, LimitsUnknown):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, UsageWanted
+from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, TokensGenerated, UsageWanted
 from server.tenants.limits.ledger import Ledger
 
 HOLDER = "inline"
@@ -18,9 +18,10 @@ class LocalLink:
         # A task that nothing refers to may be collected.
         self._telling: set[asyncio.Task[object]] = set()
 
-    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
         """Return the ledger's answer."""
-        answer = await self._ledger.answer(HOLDER, call)
+        # A task like those of `tell`: tasks begin in the order in which they were made.
+        answer = await asyncio.create_task(self._ledger.answer(HOLDER, call))
         assert answer is not None
         return answer
 

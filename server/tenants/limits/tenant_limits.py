@@ -20,8 +20,8 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The most that a tenant may use of one server; None is unlimited."""
 
     requests_per_minute: Positive | None = None
-    # Prompt tokens count when a request is admitted, generated tokens when it has ended. Until then, the most that it
-    # may generate is reserved, or what is left of the limit if the client has not set a length.
+    # Prompt tokens count when a request is admitted, generated tokens as they come. What it may still generate is
+    # reserved, or a part of it if the client has not set a length.
     tokens_per_minute: Positive | None = None
     # Requests between their admission and their end, those whose prompts are being tokenized included.
     max_running: Positive | None = None

@@ -133,7 +133,7 @@ def block_disk(monkeypatch: pytest.MonkeyPatch) -> BlockedDisk:
     return disk
 
 
-def publish(registry: Registry, artifact: Path, name: str) -> VersionRecord:
+def publish(registry: Registry, artifact: Path, name: str, tenant: str = "default") -> VersionRecord:
     """Publish an artifact as an upload does after its checks."""
     with Artifact.open(artifact) as opened:
         manifest = opened.manifest
@@ -146,7 +146,7 @@ def publish(registry: Registry, artifact: Path, name: str) -> VersionRecord:
         )
     with registry.open_upload(None) as upload:
         upload.write(artifact.read_bytes())
-        return registry.publish(upload.seal(), facts, tenant="default", name=name).record
+        return registry.publish(upload.seal(), facts, tenant=tenant, name=name).record
 
 
 def write_artifact(path: Path, seed: int, norm_length: int) -> None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, Tokens, UsageWanted
+from server.api import generate as generate_route
+from server.api.submission import GenerationCall
+from server.protocol.limits import (
+    AddTokens,
+    GiveBack,
+    LimitAnswer,
+    TakeSeat,
+    Tokens,
+    TokensGenerated,
+    UsageWanted,
+)
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import limiter as limiter_module
@@ -24,6 +35,7 @@ from server.text.variant_text import VariantText
 from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
+from tests.server.helpers.residency import publish
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
 
@@ -112,14 +124,6 @@ def limiter_of(limits: TenantLimits) -> Limiter:
     return Limiter(LocalLink(Ledger(lambda tenant: limits)))
 
 
-async def publish_chatty(app: HttpApp, artifacts: Artifacts) -> None:
-    headers = {"Content-Type": "application/octet-stream"}
-    content = artifacts.chatty.read_bytes()
-    assert (
-        await app.client.post("/variants?name=chatty", content=content, headers=headers)
-    ).status_code == 201
-
-
 @contextmanager
 def counted_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yield the names of the functions that workers were given inside the block."""
@@ -141,7 +145,7 @@ def test_a_tenant_over_its_requests_never_reaches_a_worker(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def talk(app: HttpApp) -> None:
-        await publish_chatty(app, artifacts)
+        publish(app.service.registry, artifacts.chatty, "chatty", "acme")
         with counted_tasks(monkeypatch) as tasks:
             assert (await app.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
             assert tasks
@@ -158,7 +162,7 @@ def test_a_tenant_with_all_its_running_requests_or_tokens_never_reaches_a_worker
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def talk(app: HttpApp) -> None:
-        await publish_chatty(app, artifacts)
+        publish(app.service.registry, artifacts.chatty, "chatty", "acme")
         for limits, reason in (
             (TenantLimits(max_running=1), "max_running"),
             (TenantLimits(tokens_per_minute=10), "tokens_per_minute"),
@@ -231,26 +235,65 @@ def test_an_unknown_variant_is_not_found_whatever_the_limits_and_counts_as_nothi
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=1), talk)
 
 
-def test_a_chat_without_a_length_is_at_most_as_long_as_the_limit_of_tokens_allows(
+def test_a_chat_without_a_length_is_admitted_with_a_few_tokens_and_one_with_a_length_with_all_of_them(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
     async def talk(app: HttpApp) -> None:
-        await publish_chatty(app, artifacts)
+        publish(app.service.registry, artifacts.chatty, "chatty", "acme")
         body = {"messages": CHAT["messages"], "model": "chatty"}
         num_prompt = (await app.client.post("/tokenize", json=body)).json()["count"]
         # The variant's own default is five new tokens.
-        limits = TenantLimits(tokens_per_minute=num_prompt + 3)
-        app.service.limiter = limiter_of(limits)
+        app.service.limiter = limiter_of(TenantLimits(tokens_per_minute=num_prompt + 3))
+        too_long = await app.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 5})
+        assert (too_long.status_code, error_of(too_long)["param"]) == (400, "max_tokens")
         reply = await app.client.post("/v1/chat/completions", json=CHAT)
         assert reply.status_code == 200, reply.text
-        assert reply.json()["usage"]["completion_tokens"] <= 3
         assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
         refused = await app.client.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
-        too_long = await app.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": num_prompt + 3})
-        assert (too_long.status_code, error_of(too_long)["param"]) == (400, "max_tokens")
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
+def test_a_call_without_a_length_ends_when_it_has_used_twice_the_limit(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a chat's: without it, outputs have 16 tokens.
+    monkeypatch.setattr(generate_route, "GenerationCall", partial(GenerationCall, default_new_tokens=None))
+
+    async def talk(app: HttpApp) -> None:
+        body = {"prompt": "hello", "temperature": 2.0, "seed": 1, "n": 4}
+        reply = await app.client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        assert "length" in {output["finish_reason"] for output in reply.json()["outputs"]}
+        # The whole context is forty times as many.
+        assert 70 < reply.json()["usage"]["completion_tokens"] < 400
+        counted = await usage(app)
+        assert counted["tokens_last_minute"] == reply.json()["usage"]["total_tokens"]
+        refused = await generate(app)
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=50), talk)
+
+
+def test_sequences_that_have_not_started_end_with_the_others_of_their_call(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        body = {"model": "base", "prompt": ["hello"] * 10, "n": 100, "temperature": 2.0, "seed": 1}
+        reply = await app.client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        choices = reply.json()["choices"]
+        assert len(choices) == 1000
+        assert sum(not choice["text"] for choice in choices) > 500
+        assert "length" in {choice["finish_reason"] for choice in choices}
+        counted = await usage(app)
+        assert (counted["running"], counted["tokens_last_minute"]) == (
+            0,
+            reply.json()["usage"]["total_tokens"],
+        )
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100), talk)
 
 
 def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
@@ -273,7 +316,7 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SilentLedger:
-        async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+        async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
             await asyncio.Event().wait()
             raise AssertionError
 

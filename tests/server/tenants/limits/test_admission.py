@@ -1,4 +1,4 @@
-"""Limits admit what fits: by windows, by reservations and by the overdrafts of calls without a length."""
+"""Limits admit what fits: by windows and reservations, and calls without a length go on within twice the limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from server.protocol.limits import (
     SeatRefused,
     TakeSeat,
     Tokens,
+    TokensCounted,
+    TokensGenerated,
 )
+from server.tenants.limits.admission import reservation
 from server.tenants.limits.tenant_limits import TenantLimits
 from tests.server.tenants.limits.calls import Call, chat, is_admitted, ledger_of, request, run, take, usage
 from tests.server.tenants.limits.clock import Clock, fake_clock
@@ -67,66 +70,93 @@ def test_what_was_used_and_what_is_reserved_never_exceed_the_limit(
 
 CHATS = st.lists(
     st.one_of(
-        st.tuples(st.just("chat"), st.integers(1, 30), st.integers(1, 100)),
+        st.tuples(st.just("chat"), st.integers(1, 30), st.integers(1, 500)),
         st.tuples(st.just("request"), st.integers(1, 30), st.integers(0, 60)),
-        st.tuples(st.just("give_back"), st.integers(0, 30), st.integers(0, 100)),
+        st.tuples(st.just("generate"), st.integers(0, 30), st.integers(1, 100)),
+        st.tuples(st.just("give_back"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("advance"), st.integers(0, 70), st.just(0)),
     ),
-    max_size=40,
+    max_size=60,
 )
 
 
 @given(steps=CHATS, limit=st.integers(1, 100))
-def test_with_calls_without_a_length_at_most_twice_the_limit_is_used(
+def test_calls_that_end_when_they_are_told_use_at_most_twice_the_limit(
     steps: Sequence[tuple[str, int, int]], limit: int
 ) -> None:
-    """Used tokens and all that running calls may still generate count."""
+    """Each generates no more than its reservation before it counts."""
 
     async def main(clock: Clock) -> None:
-        ledger = ledger_of(TenantLimits(tokens_per_minute=limit))
-        running: dict[int, int] = {}
+        limits = TenantLimits(tokens_per_minute=limit)
+        ledger, running = ledger_of(limits), dict[int, Tokens]()
         for number, (kind, first, second) in enumerate(steps):
             if kind == "advance":
                 clock.advance(first)
             elif kind == "give_back":
-                generated = min(second, running.pop(first, 0))
-                await ledger.answer("http-1", GiveBack(first, generated))
-            else:
-                # As a service does: no more than an empty window has room for.
-                most = max(1, min(second, limit - first)) if kind == "chat" else second
-                call = chat(number, first, most) if kind == "chat" else request(number, first, num_new=most)
-                before = (await usage(ledger)).num_tokens
-                if is_admitted(answer := await take(ledger, call)):
-                    running[number] = most
-                    assert before + first <= limit
-                    assert answer.rates.tokens is not None
-                    assert answer.rates.tokens.remaining <= limit - before - first
-            assert (await usage(ledger)).num_tokens + sum(running.values()) <= 2 * limit
+                running.pop(first, None)
+                await ledger.answer("http-1", GiveBack(first, 0))
+            elif kind == "generate" and first in running:
+                left = running[first]
+                generated = min(second, reservation(left, limits))
+                running[first] = Tokens(left.num_prompt, left.num_new - generated, left.may_overdraw)
+                answer = await ledger.answer("http-1", TokensGenerated(first, generated))
+                assert isinstance(answer, TokensCounted)
+                assert left.may_overdraw or not answer.is_overdrawn
+                if answer.is_overdrawn:
+                    del running[first]
+                    await ledger.answer("http-1", GiveBack(first, 0))
+            elif kind in ("chat", "request"):
+                tokens = Tokens(first, second, kind == "chat")
+                if is_admitted(await take(ledger, Call(request(number).seat, tokens))):
+                    running[number] = tokens
+            assert (await usage(ledger)).num_tokens <= 2 * limit
 
     with fake_clock() as clock:
         run(main(clock))
 
 
-def test_a_call_without_a_length_starts_while_there_is_room_for_its_first_tokens() -> None:
+def test_a_call_without_a_length_reserves_a_part_of_it_and_counts_what_it_generates() -> None:
     async def main() -> None:
         ledger = ledger_of(TenantLimits(tokens_per_minute=100))
-        first = await take(ledger, chat(1, 10, 90))
+        first = await take(ledger, chat(1, 10, 4000))
         assert first.rates.tokens is not None
-        assert first.rates.tokens.remaining == 0
-        assert isinstance(await take(ledger, chat(2, 10, 90)), SeatRefused)
-        await ledger.answer("http-1", GiveBack(1, 50))
-        # 40 are left; it may go beyond them.
-        assert is_admitted(await take(ledger, chat(3, 10, 90)))
-        await ledger.answer("http-1", GiveBack(3, 90))
-        refused = await take(ledger, chat(4, 1, 99))
+        assert first.rates.tokens.remaining == 65
+        assert is_admitted(await take(ledger, chat(2, 10, 4000)))
+        refused = await take(ledger, chat(3, 10, 4000))
         assert isinstance(refused, SeatRefused)
-        assert (refused.limit, refused.rates.tokens and refused.rates.tokens.remaining) == (
-            "tokens_per_minute",
-            0,
-        )
-        # 160 tokens leave the window until 25 new ones fit, in the next minute.
-        assert refused.retry_after_s is not None
-        assert 60 < refused.retry_after_s < 120
+        assert (refused.limit, refused.retry_after_s) == ("tokens_per_minute", 1)
+        counted = [await ledger.answer("http-1", TokensGenerated(1, 26)) for _ in range(6)]
+        # Beside 20 tokens of prompts and 50 that both calls have reserved.
+        assert [each.is_overdrawn for each in counted if isinstance(each, TokensCounted)] == [False] * 5 + [
+            True
+        ]
+        assert (await usage(ledger)).num_tokens == 176
+
+    with fake_clock():
+        run(main())
+
+
+def test_a_prompt_near_the_limit_starts_with_what_is_left_of_it() -> None:
+    async def main() -> None:
+        ledger = ledger_of(TenantLimits(tokens_per_minute=100))
+        assert is_admitted(await take(ledger, chat(1, 99, 4000)))
+        refused = await take(ledger_of(TenantLimits(tokens_per_minute=100)), chat(1, 100, 4000))
+        assert isinstance(refused, SeatRefused)
+        assert refused.retry_after_s is None
+
+    run(main())
+
+
+def test_a_call_with_a_length_reserves_what_it_has_not_generated_and_never_ends_early() -> None:
+    async def main() -> None:
+        ledger = ledger_of(TenantLimits(tokens_per_minute=100))
+        await take(ledger, request(1, 10, num_new=90))
+        await ledger.answer("http-1", TokensGenerated(1, 40))
+        assert isinstance(await take(ledger, request(2, 1)), SeatRefused)
+        answer = await ledger.answer("http-1", TokensGenerated(1, 200))
+        assert answer == TokensCounted(1, is_overdrawn=False)
+        await ledger.answer("http-1", GiveBack(1, 0))
+        assert (await usage(ledger)).num_tokens == 250
 
     with fake_clock():
         run(main())
@@ -138,15 +168,20 @@ def test_a_tenant_that_overdraws_whenever_it_can_gets_its_limit_per_minute() -> 
         for number in range(1000):
             if clock.now > begun + 600:
                 break
-            answer = await take(ledger, chat(number, 10, 990))
+            answer = await take(ledger, chat(number, 10, 100_000))
             if isinstance(answer, SeatRefused):
                 assert answer.retry_after_s is not None
                 clock.advance(answer.retry_after_s)
-            else:
-                await ledger.answer("http-1", GiveBack(number, 990))
-                used += 1000
-        # One limit more than ten minutes have.
-        assert 9_000 <= used <= 11_000
+                continue
+            used += 10
+            may_go_on = True
+            while may_go_on:
+                used += 60
+                counted = await ledger.answer("http-1", TokensGenerated(number, 60))
+                may_go_on = counted == TokensCounted(number, is_overdrawn=False)
+            await ledger.answer("http-1", GiveBack(number, 0))
+        # The limits of ten minutes, and the two that a burst may have.
+        assert 9_000 <= used <= 12_000
 
     with fake_clock() as clock:
         run(main(clock))

@@ -19,6 +19,7 @@ from server.protocol.limits import (
     SeatTaken,
     TakeSeat,
     Tokens,
+    TokensGenerated,
     UsageWanted,
 )
 from server.tenants.limits import limiter as limiter_module
@@ -32,10 +33,10 @@ class SilentLink:
     """A link whose other end never answers, as a supervisor that hangs."""
 
     def __init__(self) -> None:
-        self.asked: list[TakeSeat | AddTokens | UsageWanted] = []
+        self.asked: list[TakeSeat | AddTokens | TokensGenerated | UsageWanted] = []
         self.told: list[AddTokens | GiveBack] = []
 
-    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
         self.asked.append(call)
         await asyncio.Event().wait()
         raise AssertionError
@@ -50,7 +51,7 @@ class AnsweringLink:
     def __init__(self, answer: LimitAnswer) -> None:
         self._answer = answer
 
-    async def ask(self, call: TakeSeat | AddTokens | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
         return self._answer
 
     def tell(self, call: AddTokens | GiveBack) -> None:
@@ -108,7 +109,7 @@ def test_a_request_that_never_fits_is_invalid() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "param"),
-    [(Tokens(99, 2), "max_tokens"), (Tokens(100, 2), "prompt"), (Tokens(99, 2, True), "prompt")],
+    [(Tokens(99, 2), "max_tokens"), (Tokens(100, 2), "prompt"), (Tokens(100, 2, True), "prompt")],
 )
 def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(tokens: Tokens, param: str) -> None:
     """Before its prompts are tokenized and afterwards. One without a length names no length."""
@@ -157,6 +158,47 @@ def test_a_seat_whose_tokens_are_refused_is_given_back_by_the_ledger() -> None:
         assert usage is not None
         assert (usage.num_running, usage.num_requests, usage.num_tokens) == (0, 2, 8)
         seat.release()
+
+    asyncio.run(main())
+
+
+def test_generated_tokens_are_counted_once() -> None:
+    async def main() -> None:
+        limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(tokens_per_minute=64))))
+        seat = await limiter.admit("a")
+        await seat.add_tokens(Tokens(10, 1000, True), "max_tokens")
+        assert [seat.must_count(number) for number in (3, 4, 5)] == [False, True, True]
+        assert await seat.count_generated(5)
+        assert [seat.must_count(number) for number in (5, 8, 9)] == [False, False, True]
+        # With 16 reserved, more than twice the limit.
+        assert not await seat.count_generated(103)
+        seat.release(110)
+        assert not seat.must_count(200)
+        await asyncio.sleep(0)
+        usage = await limiter.usage("a")
+        assert usage is not None
+        assert (usage.num_tokens, usage.num_running) == (120, 0)
+
+    asyncio.run(main())
+
+
+def test_without_a_limit_of_tokens_they_are_counted_at_the_end() -> None:
+    seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1), 0), SilentLink())
+    assert not seat.must_count(10**6)
+
+
+def test_a_count_is_sent_before_a_release_that_follows_it() -> None:
+    async def main() -> None:
+        ledger = Ledger(lambda tenant: TenantLimits(tokens_per_minute=64))
+        seat = await Limiter(LocalLink(ledger)).admit("a")
+        counting = asyncio.create_task(seat.count_generated(5))
+        await asyncio.sleep(0)
+        seat.release(6)
+        await counting
+        await asyncio.sleep(0)
+        usage = await Limiter(LocalLink(ledger)).usage("a")
+        assert usage is not None
+        assert usage.num_tokens == 6
 
     asyncio.run(main())
 

@@ -20,7 +20,7 @@ from peraxis import COMMANDS
 from server.api.access import ROLES
 from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES
-from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS
+from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
 from server.cli import app as serve_app
 from server.metrics.local import LocalMetrics
 from server.metrics.snapshot import take_snapshot
@@ -34,8 +34,8 @@ Every call, command, setting, error and metric. `make reference` writes this fil
 ## Calls
 
 The role is that of the key with `--auth keys`; `admin` includes the others, and `any` is a valid key of any role. With
-`--admin-port`, calls whose port is `admin` are served there alone. Those for LoRA adapters need `--compat vllm-lora`.
-[`/openapi.json`](serving.md) describes bodies and parameters.
+`--admin-port`, calls whose port is `admin` are served there alone, and those whose port is `both` there too. Those for
+LoRA adapters need `--compat vllm-lora`. [`/openapi.json`](serving.md) describes bodies and parameters.
 """
 ROUTERS = {"public": (*PUBLIC_ROUTERS, vllm_lora.router), "admin": ADMIN_ROUTERS}
 
@@ -71,7 +71,8 @@ def _calls() -> Iterator[list[str]]:
             for context in iter_route_contexts(router.routes):
                 for method in sorted(context.methods or ()):
                     role = ROLES[method, str(context.path)] or "none"
-                    yield [f"`{method} {context.path}`", role, port, _first_line(context.endpoint)]
+                    shown = "both" if router in SHARED_ROUTERS else port
+                    yield [f"`{method} {context.path}`", role, shown, _first_line(context.endpoint)]
 
 
 def _commands() -> Iterator[list[str]]:

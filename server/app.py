@@ -33,6 +33,8 @@ ADMIN_ROUTERS = (
     keys.router,
     tenants.router,
 )
+# Routes of both ports: a command that is given either address asks who calls it and what it may use.
+SHARED_ROUTERS = (models.router, tenants.me_router, openapi.router, docs_page.router)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -48,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
 
 def create_admin_app(service: Service) -> FastAPI:
     """Return the application of the admin port."""
-    return _application(service, (*ADMIN_ROUTERS, openapi.router, docs_page.router))
+    return _application(service, (*ADMIN_ROUTERS, *SHARED_ROUTERS))
 
 
 async def serve(service: Service, listening: list[socket.socket], stopped: asyncio.Event) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
 
+from peraxis import run
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.settings import Settings
@@ -19,8 +20,11 @@ from tests.server.helpers.http_app import make_service
 from tests.server.helpers.live_server import Artifacts, error_of, free_port, live_server
 
 Route = tuple[str, str]
-# Each port describes its own routes.
-SHARED = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}")}
+# Each port describes its own routes, and tells a caller who it is and what it may use.
+SHARED = {
+    ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}"),
+    ("GET", "/me"), ("GET", "/v1/models"), ("GET", "/v1/models/{model_id}"),
+}  # fmt: skip
 # Prefixes of the routes that name all tenants' variants or change them.
 ADMINISTRATION = ("/metrics", "/stats", "/variants", "/keys", "/tenants")
 
@@ -114,3 +118,24 @@ def test_administration_answers_only_on_its_port(ports: tuple[str, str], artifac
             user.post("/generate?variant=plain", json={"prompt": "a", "max_new_tokens": 1}).status_code == 200
         )
         assert operator.post("/generate", json={"prompt": "a"}).status_code == 404
+
+
+@pytest.mark.parametrize("command", [["ls"], ["ps"], ["show", "listed"]])
+def test_commands_with_a_key_read_variants_from_the_port(
+    ports: tuple[str, str],
+    artifacts: Artifacts,
+    tmp_path: Path,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a key, `ls` also asks which variants of other tenants are public, and `ps` whose list is empty."""
+    _, admin = ports
+    key = tmp_path / "key"
+    key.write_text("any-text-without-auth")
+    assert (
+        run(["push", str(artifacts.third), "--name", "listed", "--url", admin, "--key-file", str(key)]) == 0
+    )
+    assert run(["load", "listed", "--url", admin, "--key-file", str(key)]) == 0
+    capsys.readouterr()
+    assert run([*command, "--url", admin, "--key-file", str(key)]) == 0
+    assert "device" in capsys.readouterr().out

@@ -43,6 +43,6 @@ def to_second(moment: str) -> str:
 
 
 def mark(is_set: bool, word: str) -> str:
-    """Return a word that is true of a row, else ``-``."""
+    """Return the word if it applies to the row, else ``-``."""
     # Columns must not be empty, or tools that split lines at spaces would shift those behind.
     return word if is_set else "-"

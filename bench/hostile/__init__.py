@@ -1,1 +1,1 @@
-"""Honest streams beside a hostile tenant."""
+"""Measures honest streams beside a hostile tenant."""

@@ -84,7 +84,7 @@ class Objects:
     def ensure(self, sealed: SealedUpload) -> None:
         """Store a sealed upload again if its object is missing. Call it when a version refers to the object.
 
-        A link tells the truth where a look could be answered from a client's cache.
+        It links instead of testing whether the object exists: an NFS client may answer the test from its cache.
         """
         if self._storage.linked(sealed.path, self.path(sealed.digest)):
             self._storage.fsync_dir(self.directory)

@@ -11,7 +11,7 @@ JOB, INSTANCE = "namespace, job", "namespace, job, instance"
 SERVICE = "{{ with $labels.namespace }}{{ . }}/{{ end }}{{ $labels.job }}"
 SERVER = "{{ $labels.instance }}"
 PERCENT = "{{ $value | humanizePercentage }}"
-# Requests that the server refused for its own sake; "draining" is part of each rollout.
+# Refusals that the client did not cause; "draining" is not among them because it is part of each rollout.
 REFUSED = 'reason=~"queue_full|engine_restarted"'
 FAILED = 'finish_reason="error"'
 

@@ -35,7 +35,7 @@ class Page:
     """One dashboard.
 
     Attributes:
-        uid: Grafana's identity of it; links and bookmarks hold on to it.
+        uid: identifies the dashboard in Grafana; links and bookmarks contain it.
         variables: beside those that select targets.
     """
 
@@ -88,7 +88,7 @@ def label_variable(name: str, series: str, label: str, description: str) -> dash
         .sort(models.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        # Also of targets without the label.
+        # Matches targets without the label, too, which Grafana's own "all" leaves out.
         .all_value(".*")
         .current(ALL)
     )

@@ -36,7 +36,7 @@ from server.workers.pool import WorkerPool
 MAX_BATCH = 64
 # Time of one tenant's call after which other tenants' sequences leave the lane.
 PATIENCE_S = 0.2
-# `Standing` has the pauses: those of a share would end sequences whose grammars are harmless.
+# No pauses here, because they would end sequences of the share whose grammars are harmless; `Standing` pauses tenants.
 MATCHING = WorkKind("its constrained output", "simplify the schema", pauses=False)
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ class LaneShare:
         result = await self._ask(new)
         if result is None:
             again = NewSampled(new.matcher, new.grammar, 0, tuple(history))
-            # One that has worked is harmless, as far as is known, and must not wait for those of others that are not.
+            # A grammar that has worked must not wait for calls with grammars that may be slow.
             is_new = not standing.has_worked(rule)
             result = await self._heavy(new.grammar, partial(self._make, again), needs_seat=is_new)
         if isinstance(result, PeraxisError):

@@ -9,7 +9,8 @@ for making its matcher again:
   has one, and all tenants together have one less than there are lanes.
 - When a call takes longer than `PATIENCE_S`, sequences of other tenants go on in another lane that has read their
   vocabulary, and so do those whose worker died. `Lanes` keeps such a lane for each vocabulary in use.
-- A grammar that failed in a lane is refused, and a tenant whose grammars kill workers waits with new ones.
+- A grammar that failed in a lane is refused, and so are new grammars of a tenant whose grammars kill workers, for a
+  pause.
 
 If calls of several tenants are late in all lanes at once, sequences wait until one ends or is killed.
 """
@@ -81,7 +82,7 @@ class Lanes:
         try:
             await share.load(grammar)
         except PeraxisError:
-            # Sequences do without, and `Standing` has the reason.
+            # Sequences stay in their lane without a spare one; `Standing` has recorded the failure.
             return
         finally:
             lane.leave(share)

@@ -1,8 +1,8 @@
 """Constrains the outputs of an HTTP process: tries new grammars, and gives each request a lane. Event loop only.
 
 Knows no HTTP. A grammar that was never tried is compiled in the pool for tenants' other input, where it can kill only
-its own work; a lane compiles it again once it is known to be harmless, and before the engine has the request: a first
-token that waits is better than a second one that does.
+its own work. A lane then compiles it again before the engine has the request, so that the compilation delays the first
+token and not those after it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class GrammarService:
         return await text.run_in(self._work(text), warm, cold)
 
     async def _compile(self, text: VariantText, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        """Have the lane compile it that a request would be given now."""
+        """Compile a grammar in the lane that the request would enter now."""
         self._num_opened += 1
         new = NewSampled(f"opened-{self._num_opened}", grammar, 0, ())
         place = self._lanes.enter(text, vocabulary)
@@ -131,7 +131,7 @@ class Constraint:
 
 @contextmanager
 def _naming(grammar: Grammar) -> Iterator[None]:
-    """Have errors name the request's field: whatever the reason is, it is the client's way out."""
+    """Have errors name the request's field, which the client must change for any of these reasons."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""Remembers grammars that failed in lanes, and has tenants whose grammars kill workers wait with new ones.
+"""Remembers grammars that failed in lanes, and pauses new grammars of tenants whose grammars kill workers.
 
 Event loop only. Knows no lane and no worker.
 """
@@ -26,7 +26,7 @@ REMEMBERED_S = 300.0
 class Rule:
     """A tenant's grammar with one vocabulary.
 
-    One tenant's failures say nothing to another, who could otherwise have any grammar refused by failing with it.
+    Failures are kept per tenant; else a tenant could have a grammar refused to others by failing with it.
     """
 
     tenant: str
@@ -89,13 +89,13 @@ class Standing:
         return rule.key in self._grammars and self._grammars[rule.key] is None
 
     def worked(self, rule: Rule) -> None:
-        """Take in that a grammar was compiled or advanced in a lane. A failure of another sequence outweighs it."""
+        """Record that a grammar was compiled or advanced in a lane, unless a sequence with it failed recently."""
         failure = self._grammars.get(rule.key)
         if failure is None or failure.until <= self._now():
             self._remember(rule, None)
 
     def failed(self, rule: Rule, reason: str, has_killed: bool) -> None:
-        """Take in that a grammar failed in a lane.
+        """Record that a grammar failed in a lane.
 
         Args:
             has_killed: its worker is lost, so that the tenant's pause begins.

@@ -13,7 +13,7 @@
 {{- fail (printf "base.accessModes is %v and base.download.repository is set: a checkpoint cannot be fetched onto a volume that is read-only" .Values.base.accessModes) -}}
 {{- end -}}
 {{- if and (eq .Values.settings.auth "none") (not .Values.settings.allow_unauthenticated) -}}
-{{- fail "settings.auth is none: anyone who reaches the Service could use and delete every variant; take settings.auth keys, or settings.allow_unauthenticated true if something before the server authenticates its callers" -}}
+{{- fail "settings.auth is none: any client that reaches the Service could use and delete every variant; take settings.auth keys, or settings.allow_unauthenticated true if something before the server authenticates its callers" -}}
 {{- end -}}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) -}}
 {{- fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" -}}

@@ -23,7 +23,7 @@ PACKAGE = "fastapi-offline"
 ASSETS: Mapping[str, str] = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 # The URLs of assets name the package's version, so that an upgrade is seen at once.
 CACHED = "public, max-age=604800, immutable"
-# A client that does not read holds no more than this of an asset in memory.
+# Bounds the memory that a client which does not read its reply can hold.
 PIECE_BYTES = 64 << 10
 INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 

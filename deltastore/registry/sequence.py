@@ -7,6 +7,7 @@ mean. `REGISTRY.md` says why a change that was acknowledged is never lost, also 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -20,8 +21,10 @@ from deltastore.errors import RegistryError
 from deltastore.registry.reserve import Reserve
 from deltastore.registry.storage import Storage, listed_names
 
-# Entries that gc leaves. A writer that is this many changes late may find that the one after its own is gone.
+# Entries that are kept. A writer that is this many changes late may find that the one after its own is gone.
 NUM_KEPT = 64
+# A change removes older entries when there are more than this, so that repeated changes do not fill the disk until gc.
+MAX_ENTRIES = 2 * NUM_KEPT
 MAX_ATTEMPTS = 100
 LONGEST_PAUSE_S = 0.2
 
@@ -36,7 +39,7 @@ class Entry:
     @property
     def digest(self) -> str:
         """The SHA-256 of the entry, which the next one holds as its `after`."""
-        return hashlib.sha256(self.raw or b"").hexdigest()
+        return _sha256(self.raw or b"")
 
 
 class EntrySequence:
@@ -73,7 +76,7 @@ class EntrySequence:
                 return Entry(listed[-1], self.path(listed[-1]).read_bytes())
             except FileNotFoundError:
                 pass
-            # gc removed it, because there are many newer ones.
+            # It was removed, because there are many newer ones.
             listed = self.numbers(listed_names(self.directory))
         raise AssertionError("attempts() ends with an exception")
 
@@ -91,15 +94,26 @@ class EntrySequence:
         number = newest.number + 1
         if not reserve.create(self.path(number), raw):
             return False
-        # While this writer was suspended, gc may have removed an entry of this number, whose name was then free again.
-        last = max(self.numbers(listed_names(self.directory)), default=number)
-        return last <= number or self._after(number + 1) == hashlib.sha256(raw).hexdigest()
+        # While this writer was suspended, an entry of this number may have been made and removed.
+        numbers = self.numbers(listed_names(self.directory))
+        is_made = max(numbers, default=number) <= number or self._after(number + 1) == _sha256(raw)
+        if len(numbers) > MAX_ENTRIES:
+            self._remove_superseded()
+        return is_made
 
     def superseded(self) -> list[Path]:
-        """Return the entries that gc may remove, oldest first."""
+        """Return the entries that may be removed, oldest first."""
         numbers = self.numbers(listed_names(self.directory))
         old = [self.path(number) for number in numbers[:-NUM_KEPT]]
         return [*([self._oldest] if old and self._oldest.exists() else []), *old]
+
+    def _remove_superseded(self) -> None:
+        # A bounded number for each change. The change is made: a failure to remove others must not make it fail.
+        with contextlib.suppress(OSError):
+            for path in self.superseded()[:MAX_ENTRIES]:
+                # Another server may remove it at the same time.
+                with contextlib.suppress(FileNotFoundError):
+                    self._storage.unlink(path)
 
     def _read_oldest(self, names: Collection[str] | None) -> bytes | None:
         if names is not None and self._oldest.parent == self.directory and self._oldest.name not in names:
@@ -120,6 +134,10 @@ class EntrySequence:
             ) from error
         except (ValueError, LookupError, TypeError):
             return None
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
 
 
 def attempts(path: Path) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 
 from deltastore.errors import RegistryError
 from deltastore.registry.reserve import Reserve
-from deltastore.registry.sequence import NUM_KEPT, Entry, EntrySequence
+from deltastore.registry.sequence import MAX_ENTRIES, NUM_KEPT, Entry, EntrySequence
 from deltastore.registry.storage import Storage
 from tests.deltastore.helpers.crash_storage import SteppedStorage
 
@@ -82,6 +82,28 @@ def test_collection_leaves_the_newest_entries(changes: Changes) -> None:
     numbers = changes.entries.numbers(path.name for path in changes.entries.directory.iterdir())
     assert numbers == list(range(6, NUM_KEPT + 6))
     assert not (changes.entries.directory / "old.json").exists()
+
+
+def test_repeated_changes_keep_a_bounded_number_of_entries_without_gc(changes: Changes) -> None:
+    (changes.entries.directory / "old.json").write_text("{}")
+    for value in range(3 * MAX_ENTRIES):
+        changes.add(value)
+        assert len(list(changes.entries.directory.iterdir())) <= MAX_ENTRIES + 1
+    assert changes.value() == 3 * MAX_ENTRIES - 1
+    assert not (changes.entries.directory / "old.json").exists()
+
+
+def test_a_change_is_made_although_older_entries_cannot_be_removed(changes: Changes) -> None:
+    class NotRemoving(SteppedStorage):
+        def unlink(self, path: Path) -> None:
+            if path.name.startswith("n-"):
+                raise PermissionError(path)
+            super().unlink(path)
+
+    changes.add(*range(MAX_ENTRIES))
+    here = Changes(changes.entries.directory, NotRemoving())
+    here.add(99)
+    assert changes.value() == 99
 
 
 def test_a_writer_that_was_suspended_until_its_number_was_free_again_is_refused(changes: Changes) -> None:

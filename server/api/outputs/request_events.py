@@ -61,13 +61,19 @@ class RequestEvents:
         self._seat = Seat()
         self._counting: asyncio.Task[None] | None = None
         self._sequences: list[tuple[str, int]] = []
+        self._is_cancelled = False
         self._spans = spans
         # Requests whose span is not made yet, by their number.
         self._traced: dict[int, TracedRequest] = {}
 
     def hold(self, seat: Seat) -> None:
-        """Hold the tenant's seat until the requests have ended. Call it before `submit`."""
+        """Hold the tenant's seat until the requests have ended. Call it before `submit`.
+
+        Raises:
+            ClientDisconnect: `cancel` was called; the seat is given back.
+        """
         self._seat = seat
+        self._check_open()
 
     def new_request_id(self) -> str:
         """Return the id of one more request."""
@@ -77,17 +83,23 @@ class RequestEvents:
     def submit(
         self, request: Request, masks: MaskFeed | None = None, operation: Operation = "text_completion"
     ) -> None:
-        """Submit a request; raises what `EngineClient.submit` does.
+        """Submit a request.
 
         Args:
             masks: of a constrained request.
             operation: its kind, for its span.
+
+        Raises:
+            ClientDisconnect: `cancel` was called.
+            PeraxisError: as `EngineClient.submit` does.
         """
+        if masks is not None:
+            self._feeds.append(masks)
+        self._check_open()
         on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
         if masks is None:
             self._engine.submit(request, on_event)
         else:
-            self._feeds.append(masks)
             self._engine.submit(request, masks.before(on_event), masks.first_mask)
             masks.start(request, lambda error: on_event(ErrorEvent(error)))
         if self._spans is not None:
@@ -124,7 +136,8 @@ class RequestEvents:
         self._engine.stop_sequence(self._request_ids[number], index)
 
     def cancel(self) -> None:
-        """Stop the engine's work for the requests; no effect on those that have ended."""
+        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
+        self._is_cancelled = True
         for request_id in self._request_ids:
             self._engine.cancel(request_id)
         for feed in self._feeds:
@@ -134,6 +147,13 @@ class RequestEvents:
         if self._counting is not None:
             self._counting.cancel()
         self._seat.release(self._num_tokens)
+
+    def _check_open(self) -> None:
+        # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
+        # whose client has left. Without this its seat would be held for ever.
+        if self._is_cancelled:
+            self.cancel()
+            raise ClientDisconnect
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
         if self._spans is not None:
@@ -214,6 +234,7 @@ async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
     The body of `request` must have been read.
     """
     working = asyncio.ensure_future(work)
+    working.add_done_callback(_take_exception)
     watching = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,6 +244,12 @@ async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         watching.cancel()
+
+
+def _take_exception(done: asyncio.Future[T]) -> None:
+    """Have asyncio log no error of work whose client has left."""
+    if not done.cancelled():
+        done.exception()
 
 
 async def _disconnected(request: fastapi.Request) -> None:

@@ -25,7 +25,16 @@ GAUGES: Mapping[str, str] = {
     "num_requests_waiting": "num_requests_waiting",
     "num_requests_running": "num_requests_running",
     "kv_cache_usage_perc": "kv_cache_usage_ratio",
+    # An older name in vLLM, which production-stack's router reads.
+    "gpu_cache_usage_perc": "kv_cache_usage_ratio",
     "max_gpu_lora_adapters": "slots",
+}
+# vLLM's counters by their name here, without the prefixes; the names with `gpu` are those of production-stack's router.
+COUNTERS: Mapping[str, str] = {
+    "prefix_cache_queries": "prefix_cache_queries",
+    "prefix_cache_hits": "prefix_cache_hits",
+    "gpu_prefix_cache_queries": "prefix_cache_queries",
+    "gpu_prefix_cache_hits": "prefix_cache_hits",
 }
 # vLLM's counts of adapters: the label `level` of `variants_resident`, and the help text.
 COUNTS: Mapping[str, tuple[str, str]] = {
@@ -116,13 +125,20 @@ def vllm_families(families: Iterable[Family]) -> tuple[Family, ...]:
         _gauge(name, by_name[ours].documentation, by_name[ours].series[0].value)
         for name, ours in GAUGES.items()
     ]
+    counters = [_counter(name, by_name[ours]) for name, ours in COUNTERS.items()]
     resident = {series.labels[0]: series.value for series in by_name["variants_resident"].series}
     counts = [_gauge(name, text, resident[level]) for name, (level, text) in COUNTS.items()]
-    return (*gauges, *counts, _load_seconds(by_name["variant_load_seconds"]))
+    return (*gauges, *counters, *counts, _load_seconds(by_name["variant_load_seconds"]))
 
 
 def _gauge(name: str, documentation: str, value: float) -> Family:
     return Family(VLLM_PREFIX + name, documentation, "gauge", COMMON_NAMES, (Series(COMMON_VALUES, value),))
+
+
+def _counter(name: str, ours: Family) -> Family:
+    (series,) = ours.series
+    shown = Series(COMMON_VALUES, series.value, (), series.created)
+    return Family(VLLM_PREFIX + name, ours.documentation, "counter", COMMON_NAMES, (shown,))
 
 
 def _load_seconds(ours: Family) -> Family:

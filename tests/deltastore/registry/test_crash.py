@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from tests.deltastore.helpers.crash_storage import (
     View,
     artifact,
     digest_of,
-    make_world,
     push,
     view,
 )
@@ -55,24 +52,6 @@ def never() -> bool:
 
 def always() -> bool:
     return True
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("world") / "registry"
-    make_world(root)
-    return root
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory if the system has one, because these tests create many thousands of small files."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory) as directory:
-        yield Path(directory)
 
 
 def outcomes(world: Path, step: str, scratch: Path) -> tuple[View, View]:

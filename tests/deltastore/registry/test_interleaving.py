@@ -19,13 +19,9 @@ from tests.deltastore.helpers.crash_storage import (
     View,
     artifact,
     digest_of,
-    make_world,
     push,
     view,
 )
-from tests.deltastore.registry.test_crash import scratch
-
-__all__ = ["scratch"]
 
 Change = Callable[[Registry], object]
 # These change the same variants, names or objects.
@@ -74,13 +70,6 @@ class PausedStorage(SteppedStorage):
         if len(self.calls) > self.pause_at and not self.is_paused:
             self.is_paused = True
             self.other()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("world") / "registry"
-    make_world(root)
-    return root
 
 
 @pytest.fixture

@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.deltastore.registry.test_crash import scratch
-
-__all__ = ["scratch"]
-
-
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 

@@ -91,8 +91,8 @@ class VariantRouter:
         self._replicas[report.replica] = _Replica(report, max(0, report.num_open - num_own), num_own)
 
     def keep_only(self, replicas: Collection[str]) -> None:
-        """Forget all other replicas."""
-        self._replicas = {name: one for name, one in self._replicas.items() if name in replicas}
+        """Forget every replica that is not among these."""
+        self._replicas = {name: known for name, known in self._replicas.items() if name in replicas}
 
     def ranked(self, variant: str | None) -> list[str]:
         """Return all known replicas, the one with the least expected delay first.
@@ -106,37 +106,37 @@ class VariantRouter:
     def delays(self, variant: str | None) -> Mapping[str, float]:
         """Return the expected delay of a request on each replica, with its offset."""
         return {
-            name: self._turn_s(one) + (self._load_s(one, variant) if variant else 0.0)
-            for name, one in self._replicas.items()
+            name: self._turn_s(known) + (self._load_s(known, variant) if variant else 0.0)
+            for name, known in self._replicas.items()
         }
 
     def sent(self, replica: str, variant: str | None) -> None:
         """Count a request that was sent to a replica, until `ended`."""
-        if one := self._replicas.get(replica):
-            one.num_own += 1
+        if known := self._replicas.get(replica):
+            known.num_own += 1
             if variant:
-                one.sent[variant] += 1
+                known.sent[variant] += 1
 
     def ended(self, replica: str) -> None:
         """Count the end of a request; a replica that is gone is ignored."""
-        if one := self._replicas.get(replica):
-            one.num_own = max(0, one.num_own - 1)
+        if known := self._replicas.get(replica):
+            known.num_own = max(0, known.num_own - 1)
 
-    def _turn_s(self, one: _Replica) -> float:
-        costs, capacity, num_open = self._costs, one.report.capacity, one.num_open()
+    def _turn_s(self, known: _Replica) -> float:
+        costs, capacity, num_open = self._costs, known.report.capacity, known.num_open()
         slowdown = costs.full_batch_slowdown * min(num_open, capacity) / capacity
         num_ahead = max(0, num_open + 1 - capacity)
         return costs.service_s * (slowdown + (1 + costs.full_batch_slowdown) * num_ahead / capacity)
 
-    def _load_s(self, one: _Replica, variant: str) -> float:
-        if one.holds(variant):
+    def _load_s(self, known: _Replica, variant: str) -> float:
+        if known.holds(variant):
             return 0.0
         costs = self._costs
-        ahead_s = one.num_loads() * costs.load_from_disk_s
-        if variant in one.report.in_host_cache:
+        ahead_s = known.num_loads() * costs.load_from_disk_s
+        if variant in known.report.in_host_cache:
             return ahead_s + costs.load_from_host_s
-        eviction_s = 0.0 if one.num_free_slots() > 0 else costs.eviction_s
-        place = _hash(variant, one.report.replica) * len(self._replicas)
+        eviction_s = 0.0 if known.num_free_slots() > 0 else costs.eviction_s
+        place = _hash(variant, known.report.replica) * len(self._replicas)
         return ahead_s + costs.load_from_disk_s + eviction_s + costs.affinity_s * log2(1 + place)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deltastore.errors import RegistryError
 from deltastore.registry.reserve import Reserve
-from deltastore.registry.storage import Storage, listed_names
+from deltastore.registry.storage import FULL, Storage, listed_names
 
 # Entries that are kept. A writer that is this many changes late may find that the one after its own is gone.
 NUM_KEPT = 64
@@ -92,25 +92,35 @@ class EntrySequence:
             RegistryError: So many changes came in between that this one may have been made or not.
         """
         number = newest.number + 1
-        if not reserve.create(self.path(number), raw):
+        if not self._create(self.path(number), raw, reserve):
             return False
         # While this writer was suspended, an entry of this number may have been made and removed.
         numbers = self.numbers(listed_names(self.directory))
         is_made = max(numbers, default=number) <= number or self._after(number + 1) == _sha256(raw)
         if len(numbers) > MAX_ENTRIES:
-            self._remove_superseded()
+            self._remove(self.superseded())
         return is_made
 
-    def superseded(self) -> list[Path]:
+    def superseded(self, num_kept: int = NUM_KEPT) -> list[Path]:
         """Return the entries that may be removed, oldest first."""
         numbers = self.numbers(listed_names(self.directory))
-        old = [self.path(number) for number in numbers[:-NUM_KEPT]]
+        old = [self.path(number) for number in numbers[:-num_kept]]
         return [*([self._oldest] if old and self._oldest.exists() else []), *old]
 
-    def _remove_superseded(self) -> None:
-        # A bounded number for each change. The change is made: a failure to remove others must not make it fail.
+    def _create(self, path: Path, raw: bytes, reserve: Reserve) -> bool:
+        try:
+            return self._storage.add(path, raw)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        # An entry stays, unlike the space of a file that is replaced: repeated changes would use up the reserve.
+        self._remove(self.superseded(num_kept=1))
+        return reserve.create(path, raw)
+
+    def _remove(self, paths: list[Path]) -> None:
+        # A bounded number for each change, which a failure to remove others must not make fail.
         with contextlib.suppress(OSError):
-            for path in self.superseded()[:MAX_ENTRIES]:
+            for path in paths[:MAX_ENTRIES]:
                 # Another server may remove it at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     self._storage.unlink(path)

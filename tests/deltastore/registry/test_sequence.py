@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from deltastore.errors import RegistryError
 from deltastore.registry.reserve import Reserve
 from deltastore.registry.sequence import MAX_ENTRIES, NUM_KEPT, Entry, EntrySequence
-from deltastore.registry.storage import Storage
+from deltastore.registry.storage import MODE, Storage
 from tests.deltastore.helpers.crash_storage import SteppedStorage
 
 
@@ -104,6 +105,29 @@ def test_a_change_is_made_although_older_entries_cannot_be_removed(changes: Chan
     here = Changes(changes.entries.directory, NotRemoving())
     here.add(99)
     assert changes.value() == 99
+
+
+class FullDisk(SteppedStorage):
+    """A disk with room for two files, and for as many more as are removed."""
+
+    num_free = 2
+
+    def create(self, path: Path, mode: int = MODE) -> int:
+        if not self.num_free:
+            raise OSError(errno.ENOSPC, "full")
+        self.num_free -= 1
+        return super().create(path, mode)
+
+    def unlink(self, path: Path) -> None:
+        frees_a_block = path.stat().st_nlink == 1
+        super().unlink(path)
+        self.num_free += frees_a_block
+
+
+def test_repeated_changes_on_a_full_disk_need_room_for_two_entries_and_no_reserve(tmp_path: Path) -> None:
+    changes = Changes(tmp_path, FullDisk())
+    changes.add(*range(20))
+    assert changes.value() == 19
 
 
 def test_a_writer_that_was_suspended_until_its_number_was_free_again_is_refused(changes: Changes) -> None:

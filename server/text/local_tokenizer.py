@@ -47,6 +47,8 @@ class LocalTokenizer:
             # A thread cannot be cancelled, and keeps its seat until it is done.
             if not started.is_set():
                 work.cancel()
+            # Read, so that asyncio does not log an error whose client has left.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
     async def _run_on_thread(self, started: asyncio.Event, share: Share, call: Callable[[], T]) -> T:

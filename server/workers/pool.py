@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from server.errors import Draining, WorkerDied, WorkerTimeout
-from server.workers.fair_limiter import FairLimiter, Share
+from server.workers.fair_limiter import FairLimiter, Share, tenant_of
 from server.workers.limits import NICENESS, Limits
 from server.workers.worker_main import Reply
 from server.workers.worker_process import WorkerProcess, pack_task
@@ -136,16 +136,29 @@ class WorkerPool:
             await asyncio.to_thread(self._scratch.cleanup)
 
     async def _take(self, share: Share) -> WorkerProcess:
-        """Return an idle worker, if possible one that served the share before, or a new one."""
+        """Return an idle worker, or a new one."""
         for worker in [worker for worker in self._idle if not worker.is_usable]:
             self._discard(worker)
-        if not self._idle:
-            worker = await self._start()
-        else:
-            worker = next((idle for idle in self._idle if share in self._workers[idle]), self._idle[0])
+        worker = self._idle_for(share) or await self._start()
+        if worker in self._idle:
             self._idle.remove(worker)
         self._workers[worker].append(share)
         return worker
+
+    def _idle_for(self, share: Share) -> WorkerProcess | None:
+        """Return an idle worker that served the share before, or else one that served no other tenant.
+
+        Another tenant's worker is taken only if no further one may be started: work that kills its worker would
+        have the other tenant wait for the start of a new one.
+        """
+        for worker in self._idle:
+            if share in self._workers[worker]:
+                return worker
+        for worker in self._idle:
+            if all(tenant_of(other) == tenant_of(share) for other in self._workers[worker]):
+                return worker
+        may_start = len(self._workers) + len(self._spawning) < self._num_workers
+        return None if may_start or not self._idle else self._idle[0]
 
     async def _start(self) -> WorkerProcess:
         self._check_open()

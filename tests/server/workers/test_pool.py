@@ -227,6 +227,18 @@ def test_a_share_comes_back_to_the_worker_that_served_it(tmp_path: Path) -> None
     with_pool(test)
 
 
+def test_work_that_kills_its_worker_never_takes_that_of_another_tenant() -> None:
+    async def test(pool: WorkerPool) -> None:
+        await pool.warm()
+        honest = await pool.run(("honest", "v"), WAIT_S, tasks.pid_of_worker)
+        for number in range(3):
+            with pytest.raises(WorkerDied):
+                await pool.run(("hostile", number), WAIT_S, tasks.normalize_to_a_terabyte)
+        assert await pool.run(("honest", "v"), WAIT_S, tasks.pid_of_worker) == honest
+
+    with_pool(test)
+
+
 def test_warm_starts_all_workers_ahead() -> None:
     async def test(pool: WorkerPool) -> None:
         await pool.warm()

@@ -166,7 +166,7 @@ def test_a_worker_that_was_killed_loses_no_sequence(texts: Texts) -> None:
     run(texts, test)
 
 
-def test_a_schema_without_end_is_one_bad_request_and_disturbs_nobody(
+def test_a_schema_without_end_is_one_bad_request_and_disturbs_no_other(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(variant_work, "LOAD_S", 6.0)

@@ -31,6 +31,7 @@ class RoleOption(StrEnum):
 
     inference = "inference"
     publish = "publish"
+    metrics = "metrics"
     admin = "admin"
 
 

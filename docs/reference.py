@@ -33,7 +33,7 @@ Every call, command, setting, error and metric. `make reference` writes this fil
 
 ## Calls
 
-The role is that of the key with `--auth keys`; `admin` includes the others, and `any` is a valid key of any role. With
+The role is that of the key with `--auth keys`; `admin` includes the others, and `any` is each role but `metrics`. With
 `--admin-port`, calls whose port is `admin` are served there alone, and those whose port is `both` there too. Those for
 LoRA adapters need `--compat vllm-lora`. [`/openapi.json`](serving.md) describes bodies and parameters.
 """

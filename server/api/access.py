@@ -14,15 +14,16 @@ from server.api.service import AnyService, Service
 from server.errors import Forbidden, InvalidApiKey
 from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 
-# "any": a valid key, whatever its roles. None: no key. A request for a route that is not listed fails.
+# "any": a key with any role of a tenant, so all but `metrics`. None: no key. A request for a route that is not listed
+# fails.
 ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
     ("GET", "/openapi.json"): None,
     ("GET", "/docs"): None,
     ("GET", "/docs/{asset}"): None,
-    # Metrics and statistics show the names of all tenants and variants.
-    ("GET", "/metrics"): "admin",
+    # Metrics and statistics show the names of all tenants and variants. Prometheus needs no statistics.
+    ("GET", "/metrics"): "metrics",
     ("GET", "/stats"): "admin",
     ("POST", "/generate"): "inference",
     ("POST", "/v1/completions"): "inference",
@@ -68,8 +69,10 @@ async def authorize(request: Request, service: AnyService) -> None:
     caller = await _caller_of(request, service)
     # The middleware counts the reply under the tenant's name.
     request.scope["state"].update(caller=caller, tenant=caller.tenant.name)
-    if needed != "any" and not caller.has(needed):
-        raise Forbidden(f"this call needs a key with the role {needed}: ask the operator for one")
+    allowed = caller.acts_for_tenant() if needed == "any" else caller.has(needed)
+    if not allowed:
+        role = "inference or publish" if needed == "any" else needed
+        raise Forbidden(f"this call needs a key with the role {role}: ask the operator for one")
 
 
 async def _caller_of(request: Request, service: Service) -> Caller:

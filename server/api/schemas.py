@@ -132,7 +132,7 @@ class KeyBody(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /keys`."""
 
     tenant: str
-    roles: Annotated[tuple[KeyRole, ...], Meta(min_length=1, max_length=3)]
+    roles: Annotated[tuple[KeyRole, ...], Meta(min_length=1, max_length=4)]
     expires_in_s: Annotated[int, Meta(ge=1, le=MAX_EXPIRY_S)] | None = None  # None: never
 
 

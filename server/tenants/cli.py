@@ -39,6 +39,7 @@ class KeyRole(StrEnum):
 
     inference = "inference"
     publish = "publish"
+    metrics = "metrics"
     admin = "admin"
 
 

@@ -105,7 +105,7 @@ class KeyStore:
                 f"the first of them a letter or a digit, and not {PUBLIC!r}"
             )
         if not roles:
-            raise UsageError("a key needs a role: give inference, publish or admin")
+            raise UsageError("a key needs a role: give inference, publish, metrics or admin")
         now = datetime.now(UTC)
         if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
             raise UsageError(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
@@ -15,6 +16,7 @@ from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.tenant import Role
 from tests.server.helpers.http_app import HttpApp, make_service, running_app, settings_of
 from tests.server.helpers.live_server import error_of
 
@@ -51,9 +53,9 @@ def exercise(tmp_path: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None
     asyncio.run(main())
 
 
-def make_key(tmp_path: Path) -> str:
+def make_key(tmp_path: Path, role: Role = "publish") -> str:
     root = tmp_path / "registry"
-    return KeyStore(root).create(Auditor(AuditLog(root)), "acme", ["publish"]).text
+    return KeyStore(root).create(Auditor(AuditLog(root)), "acme", [role]).text
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,27 @@ def test_a_key_without_the_role_is_told_which_one_it_needs(tmp_path: Path) -> No
 
     key = make_key(tmp_path)
     exercise(tmp_path, talk)
+
+
+@pytest.mark.parametrize("admin_port", [None, 1])
+def test_a_key_for_metrics_reads_them_on_either_port_and_nothing_else(
+    tmp_path: Path, admin_port: int | None
+) -> None:
+    headers = {"X-API-Key": make_key(tmp_path, "metrics")}
+
+    async def main() -> None:
+        settings = settings_of(tmp_path, tmp_path / "registry", auth="keys", admin_port=admin_port)
+        service = make_service(settings)
+        app = create_app(service) if admin_port is None else create_admin_app(service)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+            for method, path in routes_of(app):
+                if ROLES[method, path] is not None:
+                    status = (await client.request(method, path)).status_code
+                    assert status == (200 if path == "/metrics" else 403), path
+        await service.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/no/such/call"])

@@ -54,7 +54,7 @@ def test_a_key_authenticates_its_tenant_with_its_roles(store: KeyStore, auditor:
     assert not found.has("admin")
 
 
-@pytest.mark.parametrize("role", ["inference", "publish", "admin"])
+@pytest.mark.parametrize("role", ["inference", "publish", "metrics", "admin"])
 def test_an_administrator_has_every_role(store: KeyStore, auditor: Auditor, role: Role) -> None:
     assert caller(store, store.create(auditor, "acme", ["admin"]).text).has(role)
 

@@ -12,6 +12,7 @@ import pytest
 # Both set variables that torch and Triton read once, when they are imported.
 import tests.helpers.threads
 import tests.helpers.triton_interpreter  # noqa: F401
+from tests.helpers.s3_server import Bucket, S3Server, running_s3_server
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
 # Mounts a file system of a given size in bytes and returns its directory.
@@ -48,3 +49,21 @@ def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> It
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201
         yield running
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """Run one S3 server for all tests; a test that kills it runs one of its own."""
+    with running_s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> Bucket:
+    """Make a bucket that no other test uses."""
+    return s3_server.make_bucket()
+
+
+@pytest.fixture
+def other_bucket(s3_server: S3Server) -> Bucket:
+    return s3_server.make_bucket()

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -38,6 +38,9 @@ from server.settings import Settings
 Mode = Literal["process", "thread"]
 START_S = 600.0
 STOP_S = 60.0
+
+# Runs an engine that listens on an address, and yields what stops it.
+EngineRunner = Callable[[Settings, str], AbstractContextManager[Callable[[], None]]]
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -113,8 +116,34 @@ class BlockingEngine:
 
 
 @contextmanager
-def running_engine(settings: Settings, mode: Mode = "process") -> Iterator[BlockingEngine]:
-    """Run an engine and a client of it.
+def engine_process(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
+    """Run an engine in a process that is started as the supervisor starts its own."""
+    config = EngineConfig(settings.model_dump_json(), address, os.getpid())
+    environment = dict(os.environ)
+    let_threads_sleep(environment)
+    command = [sys.executable, "-m", "server.engine.main"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(msgspec.json.encode(config))
+    try:
+        yield process.terminate
+    finally:
+        process.terminate()
+        try:
+            code = process.wait(STOP_S)
+        finally:
+            process.kill()
+            process.wait()
+    if code:
+        raise EngineFailed(f"the engine ended with exit code {code}")
+
+
+@contextmanager
+def running_engine(
+    settings: Settings, mode: Mode = "process", run_process: EngineRunner = engine_process
+) -> Iterator[BlockingEngine]:
+    """Run an engine and a client of it; `run_process` runs it in mode "process".
 
     Raises:
         PeraxisError: the engine cannot start.
@@ -123,7 +152,7 @@ def running_engine(settings: Settings, mode: Mode = "process") -> Iterator[Block
     with _event_loop() as loop, tempfile.TemporaryDirectory(prefix="peraxis-") as directory:
         name = f"engine-{next(_numbers)}"
         address = f"ipc://{directory}/{name}" if mode == "process" else f"inproc://{name}"
-        with (_engine_process if mode == "process" else _engine_thread)(settings, address) as stop:
+        with (run_process if mode == "process" else _engine_thread)(settings, address) as stop:
             client = asyncio.run_coroutine_threadsafe(_connected(address), loop).result(START_S)
             try:
                 yield BlockingEngine(client, loop, stop)
@@ -153,30 +182,6 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_S)
         loop.close()
-
-
-@contextmanager
-def _engine_process(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
-    config = EngineConfig(settings.model_dump_json(), address, os.getpid())
-    environment = dict(os.environ)
-    # As the supervisor does for its engine.
-    let_threads_sleep(environment)
-    command = [sys.executable, "-m", "server.engine.main"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-    assert process.stdin is not None
-    with process.stdin as stdin:
-        stdin.write(msgspec.json.encode(config))
-    try:
-        yield process.terminate
-    finally:
-        process.terminate()
-        try:
-            code = process.wait(STOP_S)
-        finally:
-            process.kill()
-            process.wait()
-    if code:
-        raise EngineFailed(f"the engine ended with exit code {code}")
 
 
 @contextmanager

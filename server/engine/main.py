@@ -31,8 +31,12 @@ REFUSE_S = 10.0
 
 
 def main() -> int:
-    """Load the base and serve clients until SIGTERM. Return the exit code."""
-    config = json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    """Read the configuration and run the engine. Return the exit code."""
+    return run_engine(json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+
+
+def run_engine(config: EngineConfig) -> int:
+    """Load the base and serve clients until SIGTERM, as the only work of this process. Return the exit code."""
     die_with_parent(config.parent_id)
     check_version(config)
     settings = Settings.model_validate_json(config.settings)

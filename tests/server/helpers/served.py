@@ -30,6 +30,7 @@ from server.protocol.sampling_params import SamplingParams
 from server.settings import Settings
 from server.text.generation_config import base_generation_config, eos_token_ids
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.engine.helpers.forked_engine import forked_engine
 from tests.server.helpers.residency import publish
 
 WAIT_S = 60.0
@@ -135,7 +136,7 @@ def serving(base: Path, registry_dir: Path, mode: Mode = "thread", **overrides: 
         "max_queue": 64, "load_timeout": 30.0, "load_threads": 2,
     }  # fmt: skip
     given = Settings(base=base, registry=registry_dir, **{**settings, **overrides})
-    with running_engine(given, mode) as engine:
+    with running_engine(given, mode, forked_engine) as engine:
         yield Served(engine, Registry(registry_dir), eos_token_ids(base_generation_config(base)))
 
 

@@ -1,0 +1,48 @@
+"""Engines in processes of their own, forked from one process that has imported torch and transformers.
+
+Each is a process as a server's engine is, without the seconds that its imports take. Knows no model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from bench.blocking_engine import STOP_S
+from server.engine.main import run_engine
+from server.errors import EngineFailed
+from server.protocol.processes import EngineConfig
+from server.settings import Settings
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__, "server.engine.build"])
+
+
+@contextmanager
+def forked_engine(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
+    """Run an engine on `address`; yield what stops it.
+
+    Raises:
+        EngineFailed: it has ended with an error.
+    """
+    process = _context.Process(target=_run, args=(settings.model_dump_json(), address))
+    process.start()
+    try:
+        yield process.terminate
+    finally:
+        process.terminate()
+        process.join(STOP_S)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        process.close()
+    if code != 0:
+        raise EngineFailed(f"the engine ended with exit code {code}")
+
+
+def _run(settings: str, address: str) -> None:
+    # Its parent is the process that it was forked from.
+    sys.exit(run_engine(EngineConfig(settings, address, os.getppid())))

@@ -75,6 +75,10 @@ class RegistryError(PeraxisError):
     """A registry operation that failed: an unreadable record, a failed write."""
 
 
+class RegistryUnavailable(RegistryError):
+    """The registry's volume or bucket fails, hangs, cannot be written or is gone. Its contents are not at fault."""
+
+
 class StorageFull(PeraxisError):
     """The disk of the registry, or of an output file, is full."""
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
+from functools import partial
 
 from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
@@ -33,6 +34,8 @@ from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
+from server.volume.calls import RegistryCalls
+from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +96,9 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
     registry, metrics, client = Registry(settings.registry), LocalMetrics(), EngineClient("http")
 
-    limits = LimitsDirectory(settings.registry, settings.default_limits)
-    watching = asyncio.create_task(limits.watch())
+    calls = RegistryCalls(str(registry.root), partial(probe, registry))
+    limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
+    watching = [asyncio.create_task(watch) for watch in (calls.watch(), limits.watch())]
     whole = OneProcess(registry, metrics, client, Ledger(limits.of))
     service = Service(settings, registry, metrics.frontend, client, whole)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
@@ -108,7 +112,8 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     if signalled.done():
         log.info("shutting down: running requests have %g s to end", settings.shutdown_timeout)
     starting.cancel()
-    watching.cancel()
+    for task in watching:
+        task.cancel()
     stopped.set()
     await serving
     stopping.set()

@@ -9,7 +9,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from deltastore.errors import RegistryError
+from deltastore.errors import RegistryError, RegistryUnavailable
 from deltastore.registry import claims
 from deltastore.registry.storage import Storage
 
@@ -65,9 +65,9 @@ def check_format(root: Path) -> None:
 
 
 def check_present(root: Path) -> None:
-    """Raise RegistryError if a registry's directory is gone: it must not look like a registry without variants."""
+    """Raise RegistryUnavailable if a registry's directory is gone: it must not look like one without variants."""
     if not (root / "variants").is_dir():
-        raise RegistryError(
+        raise RegistryUnavailable(
             f"{root} is gone: mount its volume again",
             public="the registry's volume is gone: ask its operator to mount it again",
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from deltastore.errors import RegistryError, StorageFull
+from deltastore.errors import RegistryUnavailable, StorageFull
 
 T = TypeVar("T")
 
@@ -214,7 +214,7 @@ def flock(fd: int, *, exclusive: bool, wait: bool) -> None:
 
 @contextlib.contextmanager
 def explained(root: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into StorageFull or RegistryError, which name the path and the way out."""
+    """Turn an OSError inside the block into StorageFull or RegistryUnavailable, which name the path and the way out."""
     try:
         yield
     except OSError as error:
@@ -225,8 +225,9 @@ def explained(root: Path) -> Iterator[None]:
                 public="the disk or quota of the registry is full: ask its operator to free some space, "
                 "or to run `peraxis registry gc`",
             ) from error
-        raise RegistryError(
+        raise RegistryUnavailable(
             f"{error.filename or root}: {error.strerror or error}: nothing was acknowledged; "
             "check the disk and the rights of this user, then try again",
-            public=f"the registry's disk failed: {error.strerror or 'unknown error'}: nothing was acknowledged",
+            public=f"the registry's disk failed: {error.strerror or 'unknown error'}: nothing was acknowledged; "
+            "ask its operator to check the volume",
         ) from error

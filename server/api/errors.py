@@ -23,6 +23,7 @@ from deltastore.errors import (
     CorruptObject,
     PeraxisError,
     PublicNameTaken,
+    RegistryUnavailable,
     StorageFull,
     UsageError,
     VariantNotFound,
@@ -77,6 +78,8 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     ArtifactError: Failure(400, "invalid_artifact"),
     BaseMismatch: Failure(409, "base_mismatch"),
     ArtifactTooLarge: Failure(413, "too_large"),
+    # `Retry-After`, because a volume that was away comes back.
+    RegistryUnavailable: Failure(503, "registry_unavailable", "server_error", 5),
     StorageFull: Failure(507, "insufficient_storage", "server_error"),
     # `Retry-After` is the error's own.
     RateLimited: Failure(429, "rate_limited", "rate_limit_error"),

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Annotated, ParamSpec, Protocol, TypeVar
 
 from fastapi import Depends, Request
@@ -40,6 +41,8 @@ from server.tenants.tenant import Caller, Tenant
 from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
 from server.tracing.opening import open_spans
+from server.volume.calls import RegistryCalls
+from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +93,13 @@ class Service:
     ) -> None:
         self.settings = settings
         self.registry = registry
-        self.keys = KeyStore(registry.root)
+        self.volume = RegistryCalls(str(registry.root), partial(probe, registry))
+        self.keys = KeyStore(registry.root, calls=self.volume)
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
         self.engine = engine
         self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
         self.limiter = Limiter(whole if settings.auth == "keys" else None)
-        # As files; the ledger counts by those that its own process has read.
-        self.limits = LimitsDirectory(registry.root, settings.default_limits)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
@@ -112,6 +114,7 @@ class Service:
         self.grammars = GrammarService(engine, self._text_workers)
         self._text: TextService | None = None
         self._warming: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, base: Base) -> None:
         """Load the tokenizer of the engine's base, and begin to start the workers for those of tenants.
@@ -121,6 +124,7 @@ class Service:
         Raises:
             NotServable: the base's tokenizer cannot be loaded.
         """
+        self._watching = asyncio.create_task(self.volume.watch())
         pool, embedding = self._text_workers, base.embedding
         num_embeddings = base.shapes[embedding or ""][0]
         self._text = await asyncio.to_thread(
@@ -135,6 +139,11 @@ class Service:
         if self._text is None:
             raise QueueFull("the server is starting: try again when /ready answers 200")
         return self._text
+
+    @cached_property
+    def limits(self) -> LimitsDirectory:
+        """The limits as files, read at the first use; the ledger counts by those that its own process has read."""
+        return LimitsDirectory(self.registry.root, self.settings.default_limits, self.volume)
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""
@@ -154,7 +163,7 @@ class Service:
     async def _remove_abandoned_uploads(self) -> None:
         """Remove what processes that were killed had received, of this server or of another one."""
         try:
-            await asyncio.to_thread(self.registry.remove_abandoned_uploads)
+            await self.volume.run_long(self.registry.remove_abandoned_uploads)
         except PeraxisError as error:
             log.warning("abandoned uploads are left to `peraxis registry gc`: %s", error)
 
@@ -181,9 +190,10 @@ class Service:
         await self.source_jobs.close()
         self.engine.disconnect(Draining("the server has shut down: send the request again"))
         await self.artifact_checks.close()
-        if self._warming is not None:
-            self._warming.cancel()
-            await asyncio.wait({self._warming})
+        for task in (self._warming, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         await self._text_workers.close()
         await self.grammars.close()
         if self._text is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 
 from deltastore.registry import Registry
@@ -22,6 +23,8 @@ from server.supervisor.signals import first_of, first_signal
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
+from server.volume.calls import RegistryCalls
+from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +78,13 @@ class Supervisor:
         registry = Registry(settings.registry)
         self._engine = EngineKeeper(settings, registry, runtime, self._on_engine)
         self._metrics = ProcessMetrics(registry, self._engine.client)
-        limits = LimitsDirectory(settings.registry, settings.default_limits)
+        calls = RegistryCalls(str(registry.root), partial(probe, registry))
+        limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
         shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
         self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)
-        self._watching = asyncio.create_task(limits.watch()) if settings.auth == "keys" else None
+        self._watching = [asyncio.create_task(calls.watch())]
+        if settings.auth == "keys":
+            self._watching.append(asyncio.create_task(limits.watch()))
         self._tasks = [asyncio.create_task(keeper.run()) for keeper in (self._engine, self._http)]
 
     async def run(self) -> None:
@@ -90,8 +96,8 @@ class Supervisor:
     async def close(self) -> None:
         """Let the HTTP processes end their requests for `shutdown_timeout`, then end all processes."""
         engine, http = self._tasks
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         self._http.drain()
         await asyncio.wait({http}, timeout=self._settings.shutdown_timeout + LAST_BYTES_S)
         for task in (http, engine):

@@ -14,13 +14,15 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from deltastore.registry.layout import check_present
 from deltastore.registry.storage import Storage, explained
+from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 FRESH_S = 0.5
 # Between two readings for records that `current` does not have: unknown names must not keep the disk busy.
 REREAD_S = 0.05
+# The longest wait for a look at records that were read before.
+PATIENCE_S = 0.5
 # Clocks of file systems are coarse: a second change in the same tick leaves a file's times as they were. A file is
 # read again until its last change is older than this.
 SETTLED_NS = 2_000_000_000
@@ -48,87 +52,109 @@ class FileVersion(NamedTuple):
     changed_ns: int
 
 
+class Reading(NamedTuple, Generic[R]):
+    """The files of a directory at one moment."""
+
+    begun: float = float("-inf")
+    records: Mapping[str, R] = MappingProxyType({})
+    # Of the files, the damaged ones included.
+    versions: Mapping[str, FileVersion] = MappingProxyType({})
+    # The files that were read so long after their last change that no other can hide behind it.
+    settled: frozenset[str] = frozenset()
+
+
 class RecordDirectory(Generic[R]):
     """The valid records of one directory by name: the file `NAME.json` holds the record `NAME`.
 
     A file that is damaged, half-written, too large or unreadable is left out and logged, and read again when it
-    changes. Methods raise RegistryError or StorageFull if the disk fails.
+    changes. Methods raise RegistryUnavailable or StorageFull if the disk fails.
 
     Args:
-        root: the registry.
-        name: of the directory below `tenants/`; it need not exist.
+        path: `ROOT/tenants/NAME` of the registry ROOT; it need not exist.
         kind: the type of the records.
         pattern: matches the names of records; no name may lead out of the directory. Other files are ignored.
         storage: changes the files.
+        calls: reads the files for coroutines. With it the registry must exist: its absence is a failure of the volume.
     """
 
     def __init__(
-        self, root: Path, name: str, kind: type[R], pattern: re.Pattern[str], storage: Storage
+        self,
+        path: Path,
+        kind: type[R],
+        pattern: re.Pattern[str],
+        storage: Storage,
+        calls: RegistryCalls | None = None,
     ) -> None:
-        self._root = root
-        self._path = root / DIRECTORY / name
+        self._root = path.parent.parent
+        self._path = path
         self._pattern = pattern
         self._storage = storage
+        self._must_exist = calls is not None
+        self._calls = calls or RegistryCalls(str(self._root), lambda: None)
         self._decoder = msgspec.json.Decoder(kind)
-        self._records: Mapping[str, R] = {}
-        # Of the files, the damaged ones included.
-        self._versions: dict[str, FileVersion] = {}
-        # The files that were read so long after their last change that no other can hide behind it.
-        self._settled: frozenset[str] = frozenset()
-        self._read_at = float("-inf")
-        self._refreshing = asyncio.Lock()
-        self._reading = threading.Lock()
-        # Its own: tenants' work can fill the pools that requests share.
-        self._thread = ThreadPoolExecutor(1, f"tenants-{name}")
+        self._last: Reading[R] = Reading()
+        # Readings may end in another order than they began.
+        self._keeping = threading.Lock()
+        self._looked_at = float("-inf")  # when the last look began that has ended, also one that failed
+        self._changed_at = float("-inf")  # the last change by this object
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def damaged(self) -> frozenset[str]:
         """The names of records that were left out when they were read last."""
-        return frozenset(self._versions.keys() - self._records.keys())
+        return frozenset(self._last.versions.keys() - self._last.records.keys())
 
     async def current(self) -> Mapping[str, R]:
         """Return all records with the changes by this object, and those by others that are older than `FRESH_S`.
 
-        Event loop only; files are read on a thread.
+        While the disk fails, hangs or is slow, the records that were read last stand. Event loop only.
         """
-        if time.monotonic() - self._read_at > FRESH_S:
-            async with self._refreshing:
-                # Not again for those that waited for the lock.
-                if time.monotonic() - self._read_at > FRESH_S:
-                    await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
-        return self._records
+        # Twice: a look under way may have begun before a change.
+        for _ in range(2):
+            if self._is_fresh():
+                break
+            look = self._look()
+            has_read = self._last.begun > float("-inf")
+            await asyncio.wait({look}, timeout=PATIENCE_S if has_read else None)
+            if not has_read:
+                look.result()
+        return self._last.records
 
     async def latest(self) -> Mapping[str, R]:
         """Return all records with every change made before the call. Waits until the files may be read again.
 
-        Event loop only; files are read on a thread, at most once per `REREAD_S`.
+        Event loop only; files are read at most once per `REREAD_S`.
         """
         asked = time.monotonic()
-        async with self._refreshing:
-            # Not again for those that waited for the lock.
-            if self._read_at < asked:
-                await asyncio.sleep(max(0.0, self._read_at + REREAD_S - time.monotonic()))
-                await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
-        return self._records
+        while self._last.begun < asked:
+            if self._looking is None or self._looking.done():
+                await asyncio.sleep(max(0.0, self._looked_at + REREAD_S - time.monotonic()))
+            # Cancelling one of those that wait must not cancel the look.
+            await asyncio.shield(self._look())
+        return self._last.records
 
     def read(self) -> Mapping[str, R]:
         """Read the files that have changed, and return all records as they are now."""
-        with self._reading, explained(self._root):
-            begun = time.monotonic()
-            self._read_changed()
-            self._read_at = begun
-            return self._records
+        with explained(self._root):
+            reading = self._read_changed(self._last)
+        with self._keeping:
+            if reading.begun > self._last.begun:
+                self._last = reading
+        return reading.records
 
     def write(self, name: str, record: R) -> None:
         """Write or replace a record in one atomic step that is durable on return."""
         with explained(self._root):
+            # The directory below a volume that is gone must not be written to.
+            self._check_present()
             self._storage.make_dirs(self._path)
             self._storage.replace(self._path / f"{name}{SUFFIX}", msgspec.json.encode(record), MODE)
-        self._expire()
+        self._changed_at = time.monotonic()
 
     def remove(self, name: str) -> bool:
         """Remove a record, durably. Return False if there is none."""
         with explained(self._root):
+            self._check_present()
             try:
                 self._storage.unlink(self._path / f"{name}{SUFFIX}")
                 is_removed = True
@@ -137,30 +163,50 @@ class RecordDirectory(Generic[R]):
             # Also without a file: the process that removed it may have died before its sync.
             if self._path.is_dir():
                 self._storage.fsync_dir(self._path)
-        self._expire()
+        with self._keeping:
+            # It must not stand until the next reading, which may fail.
+            left = {other: record for other, record in self._last.records.items() if other != name}
+            self._last = self._last._replace(records=left)
+        self._changed_at = time.monotonic()
         return is_removed
 
-    def _expire(self) -> None:
-        """Make the next use of the records read them again."""
-        # After a reading under way, which may have missed the change and sets the time when it ends.
-        with self._reading:
-            self._read_at = float("-inf")
+    def _is_fresh(self) -> bool:
+        return self._looked_at > self._changed_at and time.monotonic() - self._looked_at <= FRESH_S
 
-    def _read_changed(self) -> None:
-        settled_before_ns = time.time_ns() - SETTLED_NS
+    def _look(self) -> asyncio.Task[None]:
+        """Begin to read the files, or join the reading under way."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._read_on_thread())
+            # A failure is that of the volume, and nothing may wait for the look.
+            self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._looking
+
+    async def _read_on_thread(self) -> None:
+        begun = time.monotonic()
+        try:
+            await self._calls.run(self.read)
+        finally:
+            self._looked_at = begun
+
+    def _check_present(self) -> None:
+        if self._must_exist:
+            check_present(self._root)
+
+    def _read_changed(self, last: Reading[R]) -> Reading[R]:
+        begun, settled_before_ns = time.monotonic(), time.time_ns() - SETTLED_NS
         versions = self._scan()
         records = {}
         for name, version in versions.items():
-            is_known = version == self._versions.get(name)
-            record = self._records.get(name) if is_known and name in self._settled else None
+            is_known = version == last.versions.get(name)
+            record = last.records.get(name) if is_known and name in last.settled else None
             # A file that could not be read is tried again, and logged once.
             record = record or self._read_file(name, is_logged=is_known)
             if record is not None:
                 records[name] = record
-        self._records, self._versions = records, versions
-        self._settled = frozenset(
-            name for name, version in versions.items() if version.changed_ns < settled_before_ns
-        )
+        # Files that vanished meanwhile may have vanished with their volume.
+        self._check_present()
+        settled = (name for name, version in versions.items() if version.changed_ns < settled_before_ns)
+        return Reading(begun, records, versions, frozenset(settled))
 
     def _scan(self) -> dict[str, FileVersion]:
         """Return the version of every regular file whose name is a record's. Opening another kind may block."""
@@ -168,6 +214,7 @@ class RecordDirectory(Generic[R]):
         try:
             found = os.scandir(self._path)
         except FileNotFoundError:
+            self._check_present()
             return versions
         with found as entries:
             for entry in entries:
@@ -194,7 +241,13 @@ class RecordDirectory(Generic[R]):
             return self._decoder.decode(raw)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        except OSError as error:
+            if is_logged:
+                # The file is the same, so the disk has failed: its record stands.
+                return self._last.records.get(name)
+            log.error("%s is left out: %s: restore or remove it", path, error)
+            return None
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             if not is_logged:
                 log.error("%s is left out: %s: restore or remove it", path, error)
             return None

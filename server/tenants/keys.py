@@ -24,8 +24,9 @@ from deltastore.registry.records import PUBLIC, is_name
 from deltastore.registry.storage import Storage
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants.audit import Auditor, Change
-from server.tenants.directory import RecordDirectory
+from server.tenants.directory import DIRECTORY, RecordDirectory
 from server.tenants.tenant import Caller, Role, Tenant
+from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +68,27 @@ class NewKey:
 class KeyStore:
     """The keys of a registry. Another process's new key is known at once, its other changes within a second.
 
-    Methods raise RegistryError or StorageFull if the disk fails.
+    While the registry's volume fails, the keys that were read last stand, also those that were revoked meanwhile; those
+    that expire do so. Methods raise RegistryUnavailable or StorageFull if the disk fails.
+
+    Args:
+        root: the registry.
+        calls: of a server, to which the registry's absence is a failure.
     """
 
-    def __init__(self, root: Path, storage: Storage | None = None) -> None:
-        self._directory = RecordDirectory(root, "keys", KeyRecord, KEY_ID, storage or Storage())
+    def __init__(
+        self, root: Path, storage: Storage | None = None, calls: RegistryCalls | None = None
+    ) -> None:
+        path = root / DIRECTORY / "keys"
+        self._directory = RecordDirectory(path, KeyRecord, KEY_ID, storage or Storage(), calls)
 
     async def caller(self, text: str) -> Caller:
         """Return the caller that a key authenticates. Event loop only; a known key takes microseconds.
 
         Raises:
             InvalidApiKey: the key is malformed, unknown, revoked or expired.
+            RegistryUnavailable: the key is not among those that were read last, and the registry cannot be asked. It
+                may be valid, so the client must not be told that it is not.
         """
         parts = KEY.fullmatch(text)
         key_id, secret = parts.groups() if parts else ("", "")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltastore.errors import PeraxisError, UsageError
+from deltastore.errors import UsageError
 from deltastore.registry.records import NAME, PUBLIC, is_name
 from deltastore.registry.storage import Storage
 from server.errors import QueueFull
-from server.tenants.directory import RecordDirectory
+from server.tenants.directory import DIRECTORY, RecordDirectory
 from server.tenants.limits.tenant_limits import TenantLimits
-
-log = logging.getLogger(__name__)
+from server.volume.calls import RegistryCalls
 
 # Between two looks at the directory, which reads it at most every 0.5 s; a change is seen within a second.
 WATCH_S = 0.25
@@ -26,12 +24,14 @@ class LimitsDirectory:
     Args:
         root: the registry.
         default: limits of tenants without a file.
+        calls: of a server, to which the registry's absence is a failure.
     """
 
-    def __init__(self, root: Path, default: TenantLimits, storage: Storage | None = None) -> None:
-        """Read the files; raise RegistryError if the disk fails."""
+    def __init__(self, root: Path, default: TenantLimits, calls: RegistryCalls | None = None) -> None:
+        """Read the files; raise RegistryUnavailable if the disk fails."""
         self._default = default
-        self._directory = RecordDirectory(root.absolute(), "limits", TenantLimits, NAME, storage or Storage())
+        path = root.absolute() / DIRECTORY / "limits"
+        self._directory = RecordDirectory(path, TenantLimits, NAME, Storage(), calls)
         self._given = self._directory.read()
         self._damaged = self._directory.damaged
 
@@ -51,7 +51,7 @@ class LimitsDirectory:
         """Read the files that have changed, and return the limits of each tenant that has some of its own.
 
         Raises:
-            RegistryError: the disk failed.
+            RegistryUnavailable: the disk failed.
         """
         return self._directory.read()
 
@@ -60,7 +60,7 @@ class LimitsDirectory:
 
         Raises:
             UsageError: no tenant may have this name.
-            RegistryError, StorageFull: the disk failed; the limits are the old ones or the new ones.
+            RegistryUnavailable, StorageFull: the disk failed; the limits are the old ones or the new ones.
         """
         if not is_name(tenant) or tenant == PUBLIC:
             raise UsageError(
@@ -71,14 +71,7 @@ class LimitsDirectory:
 
     async def watch(self) -> None:
         """Read changed files until cancelled. While the disk fails, the last limits stand."""
-        was_read = True
         while True:
             await asyncio.sleep(WATCH_S)
-            try:
-                self._given = await self._directory.current()
-                self._damaged = self._directory.damaged
-                was_read = True
-            except PeraxisError as error:
-                if was_read:
-                    log.warning("changes of tenants' limits are not seen: %s", error)
-                was_read = False
+            self._given = await self._directory.current()
+            self._damaged = self._directory.damaged

@@ -1,0 +1,1 @@
+"""Tests of calls of a registry whose volume fails."""

@@ -1,0 +1,196 @@
+"""Calls of a registry on a volume that hangs, fails and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from deltastore.errors import RegistryError, RegistryUnavailable
+from deltastore.registry import Registry
+from server.volume import calls as calls_module
+from server.volume.calls import NUM_THREADS, RegistryCalls
+from server.volume.probe import probe
+
+# Long for a call that answers, and short for a test that waits for it.
+DEADLINE_S = 0.2
+
+
+@dataclass(slots=True)
+class Volume:
+    """A volume that answers, hangs until it answers again, or fails."""
+
+    answers: threading.Event = field(default_factory=threading.Event)
+    error: RegistryError | None = None
+    num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    def read(self) -> str:
+        self.num_calls += 1
+        assert self.answers.wait(60)
+        if self.error is not None:
+            raise self.error
+        return "read"
+
+
+@asynccontextmanager
+async def watched(calls: RegistryCalls) -> AsyncIterator[None]:
+    watching = asyncio.create_task(calls.watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
+async def until_failing(calls: RegistryCalls, is_failing: bool) -> None:
+    async with asyncio.timeout(30):
+        while (calls.failure is not None) != is_failing:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def volume() -> Volume:
+    return Volume()
+
+
+def calls_of(volume: Volume) -> RegistryCalls:
+    return RegistryCalls("/mnt/registry", volume.read, DEADLINE_S)
+
+
+def test_a_call_is_answered_on_another_thread(volume: Volume) -> None:
+    async def main() -> None:
+        calls = calls_of(volume)
+        assert await calls.run(volume.read) == await calls.run_long(volume.read) == "read"
+        assert await calls.run(threading.get_ident) != threading.get_ident()
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_call_is_raised_and_is_no_failure_of_the_volume(volume: Volume) -> None:
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls):
+            volume.error = RegistryError("a record is damaged")
+            with pytest.raises(RegistryError, match="a record is damaged"):
+                await calls.run(volume.read)
+            assert calls.failure is None
+
+    asyncio.run(main())
+
+
+def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_ones_at_once_and_without_a_thread(
+    volume: Volume,
+) -> None:
+    async def main() -> None:
+        calls = calls_of(volume)
+        volume.answers.clear()
+        async with watched(calls):
+            with pytest.raises(RegistryUnavailable, match="/mnt/registry does not answer"):
+                await calls.run(volume.read)
+            num_calls = volume.num_calls
+            for _ in range(10 * NUM_THREADS):
+                with pytest.raises(RegistryUnavailable):
+                    await calls.run(volume.read)
+                with pytest.raises(RegistryUnavailable):
+                    await calls.run_long(volume.read)
+            # Probes alone go on.
+            assert volume.num_calls <= num_calls + 1
+            volume.answers.set()
+            await until_failing(calls, False)
+            assert await calls.run(volume.read) == "read"
+
+    asyncio.run(main())
+
+
+def test_a_volume_that_answers_probes_is_called_again_although_a_call_never_returns(volume: Volume) -> None:
+    stuck = threading.Event()
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls):
+            for number in range(2 * NUM_THREADS):
+                with pytest.raises(RegistryUnavailable):
+                    await calls.run(lambda: stuck.wait(60), key=number)
+                await until_failing(calls, False)
+                assert await calls.run(volume.read) == "read"
+            stuck.set()
+
+    asyncio.run(main())
+
+
+def test_a_call_of_the_same_key_is_not_made_again_while_it_hangs(volume: Volume) -> None:
+    stuck, num_calls = threading.Event(), 0
+
+    def hang() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        assert stuck.wait(60)
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls):
+            for _ in range(5):
+                with pytest.raises(RegistryUnavailable):
+                    await calls.run(hang, key="one file")
+                await until_failing(calls, False)
+            assert num_calls == 1
+            stuck.set()
+            async with asyncio.timeout(30):
+                while num_calls == 1:
+                    await asyncio.sleep(0.01)
+                    try:
+                        await calls.run(hang, key="one file")
+                    except RegistryUnavailable:
+                        continue
+
+    asyncio.run(main())
+
+
+def test_a_volume_that_fails_is_called_on_and_logged_once(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calls_module, "RETRY_S", 0.01)
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls):
+            volume.error = RegistryUnavailable("/mnt/registry is gone: mount its volume again")
+            for _ in range(3):
+                with pytest.raises(RegistryUnavailable, match="is gone"):
+                    await calls.run(volume.read)
+            await until_failing(calls, True)
+            with pytest.raises(RegistryUnavailable, match="is gone"):
+                calls.check()
+            num_calls = volume.num_calls
+            async with asyncio.timeout(30):
+                while volume.num_calls < num_calls + 3:
+                    await asyncio.sleep(0.01)
+            volume.error = None
+            await until_failing(calls, False)
+            calls.check()
+
+    asyncio.run(main())
+    messages = [record.message for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == [
+        "the registry cannot be read; what is in memory is served on",
+        "the registry can be read again",
+    ]
+    assert "mount its volume again" in messages[0]
+
+
+def test_the_probe_tells_a_registry_from_a_volume_that_is_gone(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "registry")
+    probe(registry)
+    (tmp_path / "registry").rename(tmp_path / "away")
+    (tmp_path / "registry").mkdir()
+    with pytest.raises(RegistryUnavailable, match="is gone"):
+        probe(registry)

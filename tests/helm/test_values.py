@@ -132,6 +132,21 @@ def test_a_value_of_another_type_is_named(path: str) -> None:
         ("monitoring.runbookUrl", "runbook"),
         ("compressor.variant", "../escape"),
         ("ray.importPath", "no colon"),
+        ("registry.size", "0Gi"),
+        ("resources.limits", {"memory": "32GB"}),
+        ("fullnameOverride", "a" * 41),
+        ("image.repository", "registry.example.com/peraxis:0.1.0"),
+        ("adminKey.secretKey", "a/b"),
+        ("cache.storageClassName", "Fast SSD"),
+        ("ingress.hosts", [{"host": "https://a.example", "path": "/", "pathType": "Prefix"}]),
+        ("ingress.tls", [{"secret": "certificate"}]),
+        ("httpRoute.parentRefs", [{"gateway": "public"}]),
+        ("httpRoute.hostnames", ["not a name"]),
+        ("networkPolicy.publicFrom", [{"namespaces": {}}]),
+        ("tolerations", [{"name": "gpu"}]),
+        ("affinity", {"nodes": {}}),
+        ("topologySpreadConstraints", [{"maxSkew": 1}]),
+        ("extraVolumeMounts", [{"name": "certificates", "mountPath": "relative"}]),
         ("extraEnv", [{"name": "PERAXIS_PORT", "value": "1"}]),
     ],
 )
@@ -150,6 +165,32 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             {"base": {"accessModes": ["ReadOnlyMany"], "download": {"repository": "a/b"}}},
             ["base.accessModes", "base.download.repository"],
         ),
+        ({"registry": {"accessModes": ["ReadOnlyMany"]}}, ["registry.accessModes", "read-only"]),
+        ({"base": {"accessModes": ["ReadOnlyMany"]}}, ["base.accessModes", "base.existingClaim"]),
+        (
+            {"base": {"existingClaim": "one"}, "registry": {"existingClaim": "one"}},
+            ["base.existingClaim", "registry.existingClaim", "base.subPath"],
+        ),
+        ({"base": {"subPath": "a/../../b"}}, ["base.subPath", ".."]),
+        (
+            {"base": {"download": {"tokenSecretName": "hub"}}},
+            ["tokenSecretName", "base.download.repository"],
+        ),
+        ({"gpu": {"enabled": True}, "settings": {"device": "cpu"}}, ["gpu.enabled", "settings.device"]),
+        ({"settings": {"device": "cuda"}}, ["settings.device", "gpu.enabled"]),
+        ({"podLabels": {"app.kubernetes.io/name": "other"}}, ["podLabels", "app.kubernetes.io/name"]),
+        ({"extraEnv": [{"name": "OMP_NUM_THREADS", "value": "2"}]}, ["extraEnv", "ompNumThreads"]),
+        ({"extraVolumes": [{"name": "registry", "emptyDir": {}}]}, ["extraVolumes", "registry"]),
+        ({"extraVolumeMounts": [{"name": "a", "mountPath": "/a"}]}, ["extraVolumeMounts", "extraVolumes"]),
+        (
+            {"monitoring": {"serviceMonitor": {"interval": "1s", "scrapeTimeout": "1m"}}},
+            ["serviceMonitor.scrapeTimeout", "1m", "serviceMonitor.interval"],
+        ),
+        (
+            {"replicaCount": 0, "adminKey": {"create": True}},
+            ["adminKey.create", "replicaCount"],
+        ),
+        ({"compressor": {"args": ["--out=/elsewhere"]}}, ["compressor.args", "--out=/elsewhere"]),
         ({"settings": {"auth": "none"}}, ["settings.auth", "allow_unauthenticated"]),
         (
             {"settings": {"auth": "none", "allow_unauthenticated": True}, "adminKey": {"create": True}},
@@ -171,9 +212,22 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             {"base": MANY, "registry": MANY, "autoscaling": {"enabled": True}},
             ["monitoring.serviceMonitor.enabled"],
         ),
+        (
+            {
+                "base": MANY,
+                "registry": MANY,
+                "adminKey": {"secretName": "key"},
+                "monitoring": {"serviceMonitor": {"enabled": True}},
+                "autoscaling": {"enabled": True, "runningRequests": 16},
+                "settings": {"max_num_seqs": 16},
+            },
+            ["autoscaling.runningRequests", "settings.max_num_seqs"],
+        ),
         ({"autoscaling": {"minReplicas": 9}}, ["autoscaling.minReplicas", "autoscaling.maxReplicas"]),
         ({**RAY, "ray": {"enabled": True, "minWorkers": 9}}, ["ray.minWorkers", "ray.maxWorkers"]),
         ({**RAY, "autoscaling": {"enabled": True}}, ["ray.enabled", "autoscaling.enabled"]),
+        ({**RAY, "replicaCount": 3}, ["ray.enabled", "replicaCount 3", "ray.minWorkers"]),
+        ({**RAY, "cache": {"persistent": True}}, ["ray.enabled", "cache.persistent"]),
         ({**RAY, "compressor": {"enabled": True}}, ["ray.enabled", "compressor.enabled"]),
         ({**RAY, "monitoring": {"alerts": {"enabled": True}}}, ["ray.enabled", "alerts.enabled"]),
         (
@@ -188,6 +242,23 @@ def test_values_that_contradict_each_other_are_refused_with_the_way_out(
     with pytest.raises(HelmError) as caught:
         rendered(values)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_names_that_look_like_numbers_stay_text() -> None:
+    volumes = {"existingClaim": "123", "subPath": "5"}
+    objects = rendered({"base": volumes, "registry": {**volumes, "subPath": "6"}, "priorityClassName": "0"})
+    pod = next(each for each in objects if each["kind"] == "StatefulSet")["spec"]["template"]["spec"]
+    assert pod["priorityClassName"] == "0"
+    claims = [
+        each["persistentVolumeClaim"]["claimName"]
+        for each in pod["volumes"]
+        if "persistentVolumeClaim" in each
+    ]
+    assert claims == ["123", "123"]
+    assert [each["subPath"] for each in pod["containers"][0]["volumeMounts"] if "subPath" in each] == [
+        "5",
+        "6",
+    ]
 
 
 def test_the_schema_has_every_setting_of_the_server_with_its_bounds() -> None:

@@ -36,7 +36,7 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -58,7 +58,7 @@ tolerations:
   {{- end }}
 {{- end }}
 {{- if and .gpu .root.Values.gpu.runtimeClassName }}
-runtimeClassName: {{ .root.Values.gpu.runtimeClassName }}
+runtimeClassName: {{ .root.Values.gpu.runtimeClassName | quote }}
 {{- end }}
 {{- end -}}
 
@@ -148,7 +148,7 @@ seccompProfile:
   mountPath: /base
   readOnly: true
   {{- with .Values.base.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
 {{- end -}}
 
@@ -156,14 +156,14 @@ seccompProfile:
 - name: registry
   mountPath: /registry
   {{- with .Values.registry.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
 {{- end -}}
 
 {{- define "peraxis.baseVolume" -}}
 - name: base
   persistentVolumeClaim:
-    claimName: {{ include "peraxis.baseClaim" . }}
+    claimName: {{ include "peraxis.baseClaim" . | quote }}
     {{- if eq (join "" .Values.base.accessModes) "ReadOnlyMany" }}
     readOnly: true
     {{- end }}
@@ -172,7 +172,7 @@ seccompProfile:
 {{- define "peraxis.registryVolume" -}}
 - name: registry
   persistentVolumeClaim:
-    claimName: {{ include "peraxis.registryClaim" . }}
+    claimName: {{ include "peraxis.registryClaim" . | quote }}
 {{- end -}}
 
 {{- define "peraxis.dataVolumes" -}}
@@ -219,8 +219,8 @@ affinity:
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef:
-          name: {{ .tokenSecretName }}
-          key: {{ .tokenSecretKey }}
+          name: {{ .tokenSecretName | quote }}
+          key: {{ .tokenSecretKey | quote }}
     {{- end }}
     {{- end }}
   securityContext:
@@ -232,6 +232,6 @@ affinity:
     - name: base
       mountPath: /base
       {{- with .Values.base.subPath }}
-      subPath: {{ . }}
+      subPath: {{ . | quote }}
       {{- end }}
 {{- end -}}

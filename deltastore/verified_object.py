@@ -115,11 +115,11 @@ class VerifiedObject:
         while True:
             self._registry.check_not_quarantined(self._record)
             try:
-                return os.open(self._registry.object_path(self._record.digest), os.O_RDONLY | os.O_CLOEXEC)
+                return os.open(self._registry.object_path(self._record), os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError as error:
                 # A quarantine moves the object, and may have begun after the check above.
                 self._registry.check_not_quarantined(self._record)
-                if not self._registry.recover(self._record.digest):
+                if not self._registry.recover(self._record):
                     raise VariantNotFound(
                         f"{self._record.label}: its object is no longer in the registry: upload it again"
                     ) from error
@@ -129,7 +129,7 @@ class VerifiedObject:
     def _quarantine(self, found: CorruptObject) -> bool:
         """Quarantine the open file; return False if another one has taken its place."""
         try:
-            return self._registry.quarantine(self._record.digest, str(found), found.found_in)
+            return self._registry.quarantine(self._record, str(found), found.found_in)
         except (StorageFull, RegistryError) as error:
             # It is not served either way; the next read finds the mismatch again.
             log.error("%s cannot be quarantined: %s", self._record.label, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deltastore.registry.objects import Usage
+from deltastore.registry.reports import Usage
 from server.metrics.local import LocalMetrics
 from server.metrics.service import RegistryState, service_families
 from server.metrics.snapshot import Family, take_snapshot

@@ -6,14 +6,13 @@ the claim in the same atomic step, and a later variant of the name is private ag
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import PurePath
 
 from deltastore.errors import PublicNameTaken, RegistryError
+from deltastore.registry.files import SmallFiles
 from deltastore.registry.records import PublicClaim, VariantState, is_name, parse_claim
-from deltastore.registry.reserve import Reserve
 from deltastore.registry.sequence import Entry, EntrySequence, attempts
-from deltastore.registry.storage import Storage, listed_names
-from deltastore.registry.variants import VariantDirectory, subdirectories
+from deltastore.registry.variants import VariantDirectory
 
 DIRECTORY = "claims"
 # The claims of older versions of Peraxis: the file `public/NAME`.
@@ -23,12 +22,10 @@ OLD_DIRECTORY = "public"
 class Claims:
     """The public names of a registry."""
 
-    def __init__(self, root: Path, storage: Storage) -> None:
-        self.directory = root / DIRECTORY
-        self.old_directory = root / OLD_DIRECTORY
-        self._variants = root / "variants"
-        self._reserve = Reserve(root, storage)
-        self._storage = storage
+    def __init__(self, files: SmallFiles) -> None:
+        self.directory = files.root / DIRECTORY
+        self.old_directory = files.root / OLD_DIRECTORY
+        self._files = files
 
     def owner(self, name: str) -> str | None:
         """Return the tenant whose variant of this name is public; None if there is none.
@@ -40,16 +37,17 @@ class Claims:
 
     def names(self) -> list[str]:
         """Return the sorted names that were ever claimed."""
-        names = {*listed_names(self.directory), *listed_names(self.old_directory)}
+        old = self._files.names(self.old_directory) if self._files.may_be_old else ()
+        names = {*self._files.names(self.directory), *old}
         return sorted(name for name in names if is_name(name))
 
-    def directories(self) -> list[Path]:
+    def directories(self) -> list[PurePath]:
         """Return the directories that hold the claims of a name each."""
-        return [self.directory / name for name in subdirectories(self.directory) if is_name(name)]
+        return [self.directory / name for name in self._files.subdirectories(self.directory) if is_name(name)]
 
     def entries(self, name: str) -> EntrySequence:
         """Return the claims of a name."""
-        return EntrySequence(self.directory / name, "", self.old_directory / name, self._storage)
+        return EntrySequence(self.directory / name, "", self.old_directory / name, self._files)
 
     def claim(self, directory: VariantDirectory, state: VariantState) -> None:
         """Make a variant, whose state was read, the public one of its name, durably.
@@ -68,7 +66,7 @@ class Claims:
                 # The process that made the claim may have died before its sync.
                 self._sync(entries)
                 return
-            if entries.append(newest, claim.to_json(newest.digest), self._reserve):
+            if entries.append(newest, claim.to_json(newest.digest)):
                 return
 
     def release(self, directory: VariantDirectory) -> None:
@@ -81,26 +79,26 @@ class Claims:
                 self._sync(entries)
                 return
             self._made(directory.name)
-            if entries.append(newest, PublicClaim(None, 0).to_json(newest.digest), self._reserve):
+            if entries.append(newest, PublicClaim(None, 0).to_json(newest.digest)):
                 return
 
     def _made(self, name: str) -> EntrySequence:
         entries = self.entries(name)
-        self._storage.make_dirs(entries.directory)
+        self._files.make_directory(entries.directory)
         # The process that made it may have died before its sync.
-        self._storage.fsync_dir(self.directory)
+        self._files.make_durable(self.directory)
         return entries
 
     def _sync(self, entries: EntrySequence) -> None:
         # The claim may be that of an older version.
-        if entries.directory.is_dir():
-            self._storage.fsync_dir(entries.directory)
+        if self._files.is_directory(entries.directory):
+            self._files.make_durable(entries.directory)
 
     def _owner(self, name: str, entry: Entry) -> str | None:
         claim = self._parsed(name, entry)
         if claim is None or claim.tenant is None:
             return None
-        state = VariantDirectory(self._variants, claim.tenant, name, self._storage).state()
+        state = VariantDirectory(self._files, claim.tenant, name).state()
         return claim.tenant if state.deleted_through <= claim.deleted_through else None
 
     def _parsed(self, name: str, entry: Entry) -> PublicClaim | None:

@@ -13,9 +13,8 @@ import typer
 from deltastore.errors import UsageError
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
-from deltastore.registry.check import CheckReport
-from deltastore.registry.collect import GcReport
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.reports import CheckReport, GcReport
 from deltastore.registry.variants import Variant
 from deltastore.tables import mark, print_table, short, to_second
 
@@ -91,7 +90,7 @@ def _row(registry: Registry, variant: Variant, record: VersionRecord) -> tuple[s
         variant.visibility,
         short(record.digest),
         to_second(record.created_at),
-        mark(registry.is_quarantined(record.digest), "quarantined"),
+        mark(registry.is_quarantined(record), "quarantined"),
     )
 
 
@@ -112,8 +111,7 @@ def _check_text(report: CheckReport) -> str:
 
 def _variant_json(registry: Registry, variant: Variant) -> dict[str, Any]:
     versions = [
-        {**asdict(record), "quarantined": registry.is_quarantined(record.digest)}
-        for record in variant.versions
+        {**asdict(record), "quarantined": registry.is_quarantined(record)} for record in variant.versions
     ]
     return {
         "tenant": variant.tenant,

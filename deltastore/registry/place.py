@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError
-from deltastore.registry.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
-from deltastore.registry.reserve import DIRECTORY as RESERVE
+from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
+from deltastore.registry.directory.reserve import DIRECTORY as RESERVE
 
 # In a registry that another process is making now, or at the root of a volume that was just formatted.
 HARMLESS = frozenset({*LAYOUT, *OF_SERVERS, *OLD_DIRECTORIES, *OLD_FILES, FORMAT_FILE, RESERVE, "lost+found"})

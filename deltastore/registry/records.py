@@ -28,6 +28,7 @@ Visibility = Literal["private", "public"]
 
 T = TypeVar("T")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+StoredAs = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.[0-9a-f]{32}$")]
 Size = Annotated[int, Field(ge=0)]
 Version = Annotated[int, Field(ge=1)]
 
@@ -62,6 +63,7 @@ class VersionRecord:
     method: str
     fidelity: dict[str, Any]
     activate: bool  # published to become the active version
+    stored_as: StoredAs | None = None  # the object's name in a bucket; in a directory its digest names it
     format: Literal[1] = 1  # of the record; any other is refused
 
     @property
@@ -77,7 +79,11 @@ class VersionRecord:
         """
         try:
             size = len(_encode(self.fidelity))
-            raw = _encode(asdict(self))
+            fields = asdict(self)
+            if self.stored_as is None:
+                # Versions of Peraxis that know no buckets wrote records without it.
+                del fields["stored_as"]
+            raw = _encode(fields)
             _RECORD.validate_json(raw)
         except (TypeError, ValueError, RecursionError) as error:
             raise ArtifactError(f"the fidelity report of {self.name!r} cannot be stored: {error}") from error

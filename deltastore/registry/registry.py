@@ -1,4 +1,4 @@
-"""The registry: a directory of artifacts and of the variants whose versions they are. Its class is the only way in.
+"""The registry: artifacts, and the variants whose versions they are. Its class is the only way in.
 
 Owns which changes are allowed and in which order they become durable. Must not know HTTP, keys, devices or an
 artifact's contents. No change waits for a lock: `REGISTRY.md` describes how servers agree.
@@ -6,19 +6,16 @@ artifact's contents. No change waits for a lock: `REGISTRY.md` describes how ser
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltastore.errors import RegistryError, UsageError, VariantNotFound, VariantQuarantined
-from deltastore.registry.check import CheckReport, check
+from deltastore.errors import UsageError, VariantNotFound, VariantQuarantined
+from deltastore.registry.backend import Backend, ObjectWriter
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.collect import Collector, GcReport, collect_partials
-from deltastore.registry.layout import check_present, make_layout
+from deltastore.registry.directory.backend import DirectoryBackend
 from deltastore.registry.listing import Listing
-from deltastore.registry.objects import Objects, Usage
 from deltastore.registry.records import (
     PUBLIC,
     ArtifactFacts,
@@ -28,9 +25,9 @@ from deltastore.registry.records import (
     check_names,
     is_name,
 )
-from deltastore.registry.reserve import Reserve
+from deltastore.registry.reports import CheckReport, GcReport, Usage
 from deltastore.registry.sequence import attempts
-from deltastore.registry.storage import Storage, explained
+from deltastore.registry.storage import Storage
 from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, Variant, VariantDirectory
 
@@ -45,29 +42,43 @@ class Publication:
 
 
 class Registry:
-    """Variants and artifacts under one directory, which any number of servers may share.
+    """Variants and artifacts in one store, which any number of servers may share.
 
-    Every method raises StorageFull or RegistryError if the disk fails; to promote, delete or quarantine, a full disk
+    Every method raises StorageFull or RegistryError if the store fails; to promote, delete or quarantine, a full disk
     has a reserve. A change that returned survives a crash. A change that raised happened entirely or not at all, and
     may be retried.
     """
 
-    def __init__(self, root: Path, storage: Storage | None = None) -> None:
-        """Open a registry and create its missing directories."""
-        self.root = root.absolute()
-        self._storage = storage or Storage()
-        self._objects = Objects(self.root, self._storage)
-        self._reserve = Reserve(self.root, self._storage)
-        self._claims = Claims(self.root, self._storage)
-        self._listing = Listing(self.root, self._claims, self._storage)
-        self._collector = Collector(self.root, self._objects, self._reserve, self._storage)
-        with explained(self.root):
-            make_layout(self.root, self._storage)
-        self._reserve.fill()
+    def __init__(self, place: Path | Backend, storage: Storage | None = None) -> None:
+        """Open a registry and create what it lacks.
+
+        Args:
+            place: Its directory, or another store.
+            storage: Changes the files of a directory.
+        """
+        backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
+        self._backend: Backend = backend
+        self._files = backend.files
+        self._claims = Claims(self._files)
+        self._listing = Listing(self._files)
+        backend.prepare()
+
+    @property
+    def root(self) -> Path:
+        """The directory of a registry in a directory.
+
+        Raises:
+            UsageError: It is kept in another store.
+        """
+        if not isinstance(self._backend, DirectoryBackend):
+            raise UsageError(
+                f"{self._backend.location} is no directory: give --registry a directory for this"
+            )
+        return self._backend.root
 
     def open_upload(self, max_bytes: int | None) -> Upload:
         """Begin an upload. Use it as a context manager; write, seal and publish it inside the block."""
-        return Upload(self.root, self._storage, max_bytes)
+        return self._backend.open_upload(max_bytes)
 
     def publish(
         self, sealed: SealedUpload, facts: ArtifactFacts, *, tenant: str, name: str, activate: bool = True
@@ -82,14 +93,9 @@ class Registry:
         """
         check_names(tenant, name)
         directory = self._directory(tenant, name)
-        with explained(self.root):
-            try:
-                directory.make()
-                return self._publish(sealed, facts, directory, activate)
-            except (OSError, RegistryError):
-                with contextlib.suppress(OSError, RegistryError):
-                    self._collector.withdraw(sealed.digest, sealed.path)
-                raise
+        with self._backend.explained(), self._backend.writing(sealed) as writer:
+            directory.make()
+            return self._publish(writer, sealed, facts, directory, activate)
 
     def variant(self, tenant: str, name: str) -> Variant:
         """Return the tenant's own variant of this name.
@@ -98,23 +104,23 @@ class Registry:
             VariantNotFound: It has no live version.
         """
         directory = self._readable(tenant, name)
-        with explained(self.root):
+        with self._backend.explained():
             history = directory.history()
             if not history.live:
-                check_present(self.root)
+                self._backend.check_present()
                 raise directory.not_found()
             return self._listing.shown(directory, history)
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
         """Return every variant, or only a tenant's own. A variant with damaged files is left out and logged."""
-        with explained(self.root):
-            check_present(self.root)
+        with self._backend.explained():
+            self._backend.check_present()
             return self._listing.of(tenant)
 
     def usable(self, tenant: str) -> list[Variant]:
         """Return what a tenant's requests may name: its own variants, and public ones that these do not hide."""
-        with explained(self.root):
-            check_present(self.root)
+        with self._backend.explained():
+            self._backend.check_present()
             return self._listing.usable_by(tenant)
 
     def resolve(
@@ -132,7 +138,7 @@ class Registry:
             VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
             VariantQuarantined: Its object was found corrupt.
         """
-        with explained(self.root):
+        with self._backend.explained():
             for owner in (tenant,) if owned else self._owners(tenant, name):
                 directory = self._readable(owner, name)
                 if live := (history := directory.history()).live:
@@ -146,7 +152,7 @@ class Registry:
                     record = directory.record(number)
                     self.check_not_quarantined(record)
                     return record
-        check_present(self.root)
+        self._backend.check_present()
         # Of the caller's own directory, whatever other tenants have.
         raise self._directory(tenant, name).not_found()
 
@@ -156,8 +162,8 @@ class Registry:
         Raises:
             RegistryError: The variant's state is damaged, so its deleted versions are unknown.
         """
-        with explained(self.root):
-            check_present(self.root)
+        with self._backend.explained():
+            self._backend.check_present()
             return record.version in self._directory(record.tenant, record.name).history().live
 
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
@@ -215,8 +221,8 @@ class Registry:
             UsageError: It is of the tenant `public`, all of whose variants are.
         """
         directory = self._readable(tenant, name)
-        with explained(self.root):
-            check_present(self.root)
+        with self._backend.explained():
+            self._backend.check_present()
             directory.check_exists()
             directory.sync_names()
             history = directory.history()
@@ -239,20 +245,24 @@ class Registry:
         Raises:
             PublicNameTaken: One is.
         """
-        with explained(self.root):
+        with self._backend.explained():
             is_legacy = tenant != PUBLIC and self._readable(PUBLIC, name).history().live
             if is_legacy or self._claims.owner(name) not in (None, tenant):
                 raise taken(name)
 
-    def object_path(self, digest: str) -> Path:
-        """Return the path of an artifact's bytes. Read them with length checks; do not map the file."""
-        return self._objects.path(digest)
+    def object_path(self, record: VersionRecord) -> Path:
+        """Return the path of a version's bytes. Read them with length checks; do not map the file.
 
-    def quarantine(self, digest: str, reason: str, found_in: os.stat_result | None = None) -> bool:
+        The file may be missing, and is not verified.
+        """
+        with self._backend.explained():
+            return self._backend.object_path(record)
+
+    def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None = None) -> bool:
         """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it.
 
         Args:
-            digest: The object's digest.
+            record: A version that has the object.
             reason: The mismatch, for messages.
             found_in: The status of the file with the mismatch. If the object is no longer this file, because an upload
                 replaced it or it was removed, it is left as it is.
@@ -260,19 +270,20 @@ class Registry:
         Returns:
             True if the object is quarantined now.
         """
-        with explained(self.root):
-            return self._objects.quarantine(digest, reason, found_in, self._reserve)
+        with self._backend.explained():
+            return self._backend.quarantine(record, reason, found_in)
 
-    def recover(self, digest: str) -> bool:
+    def recover(self, record: VersionRecord) -> bool:
         """Put an object back that a server was about to remove; False if there is none.
 
         Call it before an object counts as missing: a gc may have begun before a version of these bytes was published.
         """
-        with explained(self.root):
-            return self._objects.recover(digest)
+        with self._backend.explained():
+            return self._backend.recover(record)
 
-    def is_quarantined(self, digest: str) -> bool:
-        return self._objects.is_quarantined(digest)
+    def is_quarantined(self, record: VersionRecord) -> bool:
+        with self._backend.explained():
+            return self._backend.is_quarantined(record)
 
     def check_not_quarantined(self, record: VersionRecord) -> None:
         """Check that a version's object may be served.
@@ -280,15 +291,15 @@ class Registry:
         Raises:
             VariantQuarantined: It was found corrupt.
         """
-        if self._objects.is_quarantined(record.digest):
+        if self.is_quarantined(record):
             raise VariantQuarantined(
                 f"version {record.version} of {record.name!r} is quarantined "
-                f"({self._objects.reason(record.digest)}): upload its artifact again"
+                f"({self._backend.reason(record)}): upload its artifact again"
             )
 
     def usage(self) -> Usage:
-        with explained(self.root):
-            return self._objects.usage()
+        with self._backend.explained():
+            return self._backend.usage()
 
     def gc(self, *, dry_run: bool = False) -> GcReport:
         """Remove objects without a live version, and leftovers of crashes.
@@ -296,38 +307,41 @@ class Registry:
         Raises:
             RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
-        with explained(self.root):
-            report = self._collector.collect(dry_run=dry_run)
-            if not dry_run:
-                self._reserve.fill()
-            return report
+        with self._backend.explained():
+            return self._backend.collect(dry_run=dry_run)
 
     def remove_abandoned_uploads(self) -> int:
         """Remove the partial files of uploads whose process has died, and return their number."""
-        with explained(self.root):
-            return collect_partials(self.root / "uploads", self._storage, dry_run=False)[0]
+        with self._backend.explained():
+            return self._backend.remove_abandoned_uploads()
 
     def check(self) -> CheckReport:
         """Read and check every file. Takes no lock and changes nothing, so servers go on meanwhile."""
-        with explained(self.root):
-            return check(self.root, self._objects, self._storage)
+        with self._backend.explained():
+            return self._backend.check()
 
     def _publish(
-        self, sealed: SealedUpload, facts: ArtifactFacts, directory: VariantDirectory, activate: bool
+        self,
+        writer: ObjectWriter,
+        sealed: SealedUpload,
+        facts: ArtifactFacts,
+        directory: VariantDirectory,
+        activate: bool,
     ) -> Publication:
         for _ in attempts(directory.path):
             history = directory.history()
             known = directory.find(history, sealed.digest)
-            record = known or directory.new_record(sealed, facts, history.newest + 1, activate)
+            record = known or directory.new_record(
+                sealed, facts, history.newest + 1, activate, writer.stored_as
+            )
             # Refuse a record that cannot be stored before its object is stored.
             record.to_json()
-            self._objects.put(sealed)
+            writer.store(record, is_known=known is not None)
             if known is not None:
                 directory.sync_names()
             elif not directory.add(record):
                 continue
-            # A gc that began before there was this record may have removed the object.
-            self._objects.ensure(sealed)
+            writer.confirm()
             history = directory.history()
             if known is None or history.state.is_live(known.version):
                 return Publication(record, known is None, directory.active(history))
@@ -343,14 +357,14 @@ class Registry:
     ) -> VariantDirectory:
         """Change a variant's state to what `decide` makes of its history. It is called again if another was first."""
         directory = self._readable(tenant, name)
-        with explained(self.root):
-            check_present(self.root)
+        with self._backend.explained():
+            self._backend.check_present()
             directory.check_exists()
             for _ in attempts(directory.path):
                 # An answer, a refusal included, must not rest on names that a failed change left unsynced.
                 directory.sync_names()
                 history = directory.history(ignore_damage=ignore_damage)
-                if directory.change(history, decide(directory, history), self._reserve):
+                if directory.change(history, decide(directory, history)):
                     break
         return directory
 
@@ -370,7 +384,7 @@ class Registry:
         return directory
 
     def _directory(self, tenant: str, name: str) -> VariantDirectory:
-        return VariantDirectory(self.root / "variants", tenant, name, self._storage)
+        return VariantDirectory(self._files, tenant, name)
 
 
 def _nothing(directory: VariantDirectory, history: History) -> VariantState:

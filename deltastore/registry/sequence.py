@@ -7,7 +7,6 @@ mean. `REGISTRY.md` says why a change that was acknowledged is never lost, also 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import random
@@ -15,11 +14,10 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 
 from deltastore.errors import RegistryError
-from deltastore.registry.reserve import Reserve
-from deltastore.registry.storage import FULL, Storage, listed_names
+from deltastore.registry.files import SmallFiles
 
 # Entries that are kept. A writer that is this many changes late may find that the one after its own is gone.
 NUM_KEPT = 64
@@ -49,17 +47,17 @@ class EntrySequence:
         directory: Holds the entries; it may be missing.
         prefix: Of the entries' names.
         oldest: The file that counts as entry 0, as older versions of Peraxis wrote it.
-        storage: Changes the files.
+        files: Reads and creates the entries.
     """
 
-    def __init__(self, directory: Path, prefix: str, oldest: Path, storage: Storage) -> None:
+    def __init__(self, directory: PurePath, prefix: str, oldest: PurePath, files: SmallFiles) -> None:
         self.directory = directory
         self._prefix = prefix
         self._pattern = re.compile(rf"{re.escape(prefix)}([0-9]{{6,18}})\.json")
         self._oldest = oldest
-        self._storage = storage
+        self._files = files
 
-    def path(self, number: int) -> Path:
+    def path(self, number: int) -> PurePath:
         return self.directory / f"{self._prefix}{number:06}.json" if number else self._oldest
 
     def numbers(self, names: Iterable[str]) -> list[int]:
@@ -68,68 +66,57 @@ class EntrySequence:
 
     def newest(self, names: Collection[str] | None = None) -> Entry:
         """Read the newest entry; with `names`, the newest of a listing of the directory."""
-        listed = self.numbers(listed_names(self.directory) if names is None else names)
+        listed = self.numbers(self._files.names(self.directory) if names is None else names)
         for _ in attempts(self.directory):
             if not listed:
                 return Entry(0, self._read_oldest(names))
             try:
-                return Entry(listed[-1], self.path(listed[-1]).read_bytes())
+                return Entry(listed[-1], self._files.read(self.path(listed[-1])))
             except FileNotFoundError:
                 pass
             # It was removed, because there are many newer ones.
-            listed = self.numbers(listed_names(self.directory))
+            listed = self.numbers(self._files.names(self.directory, is_fresh=True))
         raise AssertionError("attempts() ends with an exception")
 
-    def append(self, newest: Entry, raw: bytes, reserve: Reserve) -> bool:
+    def append(self, newest: Entry, raw: bytes) -> bool:
         """Create the entry after `newest`, durably; return False if another change came first and nothing was done.
 
         Args:
             newest: The entry that the change rests on.
             raw: A JSON document whose `after` is the digest of `newest`.
-            reserve: Space for the entry if the disk is full.
 
         Raises:
             RegistryError: So many changes came in between that this one may have been made or not.
         """
         number = newest.number + 1
-        if not self._create(self.path(number), raw, reserve):
+        # An entry stays, unlike the space of a file that is replaced: repeated changes would use up the reserve.
+        if not self._files.add_or_make_room(self.path(number), raw, lambda: self._dispensable(num_kept=1)):
             return False
         # While this writer was suspended, an entry of this number may have been made and removed.
-        numbers = self.numbers(listed_names(self.directory))
+        numbers = self.numbers(self._files.names(self.directory, is_fresh=True))
         is_made = max(numbers, default=number) <= number or self._after(number + 1) == _sha256(raw)
         if len(numbers) > MAX_ENTRIES:
-            self._remove(self.superseded())
+            self._files.remove(self._dispensable(NUM_KEPT))
         return is_made
 
-    def superseded(self, num_kept: int = NUM_KEPT) -> list[Path]:
+    def superseded(self, num_kept: int = NUM_KEPT) -> list[PurePath]:
         """Return the entries that may be removed, oldest first."""
-        numbers = self.numbers(listed_names(self.directory))
+        numbers = self.numbers(self._files.names(self.directory))
         old = [self.path(number) for number in numbers[:-num_kept]]
-        return [*([self._oldest] if old and self._oldest.exists() else []), *old]
+        has_oldest = old and self._read_oldest(None) is not None
+        return [*([self._oldest] if has_oldest else []), *old]
 
-    def _create(self, path: Path, raw: bytes, reserve: Reserve) -> bool:
-        try:
-            return self._storage.add(path, raw)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-        # An entry stays, unlike the space of a file that is replaced: repeated changes would use up the reserve.
-        self._remove(self.superseded(num_kept=1))
-        return reserve.create(path, raw)
-
-    def _remove(self, paths: list[Path]) -> None:
-        # A bounded number for each change, which a failure to remove others must not make fail.
-        with contextlib.suppress(OSError):
-            for path in paths[:MAX_ENTRIES]:
-                # Another server may remove it at the same time.
-                with contextlib.suppress(FileNotFoundError):
-                    self._storage.unlink(path)
+    def _dispensable(self, num_kept: int) -> list[PurePath]:
+        """Return a bounded number of the entries that one change may remove."""
+        return self.superseded(num_kept)[:MAX_ENTRIES]
 
     def _read_oldest(self, names: Collection[str] | None) -> bytes | None:
+        if not self._files.may_be_old:
+            return None
         if names is not None and self._oldest.parent == self.directory and self._oldest.name not in names:
             return None
         try:
-            return self._oldest.read_bytes()
+            return self._files.read(self._oldest)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -137,7 +124,7 @@ class EntrySequence:
         """Return the digest of the entry that another one was made after; None if it cannot be read."""
         path = self.path(number)
         try:
-            return json.loads(path.read_bytes())["after"]
+            return json.loads(self._files.read(path))["after"]
         except FileNotFoundError as error:
             raise RegistryError(
                 f"{path.parent}: other servers made too many changes meanwhile: look at its state and try again"
@@ -150,7 +137,7 @@ def _sha256(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def attempts(path: Path) -> Iterator[None]:
+def attempts(path: PurePath) -> Iterator[None]:
     """Yield for each attempt of a change, after a growing random pause from the second one on.
 
     Raises:

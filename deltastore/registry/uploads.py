@@ -14,13 +14,14 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from deltastore.errors import ArtifactTooLarge, RegistryError, UsageError
-from deltastore.registry.storage import Storage, explained, listed_names, try_lock
+from deltastore.registry.storage import Storage, listed_names, try_lock
 
 CHUNK_BYTES = 4 << 20
 PARTIAL = ".part"
@@ -76,8 +77,15 @@ class ChunkedDigest:
 class Upload:
     """A context manager around one upload: write, seal, publish. Leaving it removes an unpublished file."""
 
-    def __init__(self, root: Path, storage: Storage, max_bytes: int | None) -> None:
-        self._root = root
+    def __init__(
+        self,
+        directory: Path,
+        storage: Storage,
+        max_bytes: int | None,
+        explained: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._directory = directory
+        self._explained = explained
         self._storage = storage
         self._max_bytes = max_bytes
         self._hash = ChunkedDigest()
@@ -87,8 +95,8 @@ class Upload:
         self._written_back = 0
 
     def __enter__(self) -> Upload:
-        with explained(self._root):
-            self._fd, self._path = _create_locked(self._root / "uploads", self._storage)
+        with self._explained():
+            self._fd, self._path = _create_locked(self._directory, self._storage)
         return self
 
     def __exit__(
@@ -124,7 +132,7 @@ class Upload:
         self._check_open()
         # Until the write has succeeded: writing on after a failed write would leave a hole.
         self._broken = True
-        with explained(self._root):
+        with self._explained():
             self._storage.write(self._fd, data)
             self._begin_writeback(self.num_bytes + len(data))
         self._broken = False
@@ -141,7 +149,7 @@ class Upload:
         self._check_open()
         # A failed fsync is not retried: the second call would succeed although pages are lost.
         self._broken = True
-        with explained(self._root):
+        with self._explained():
             self._storage.fsync(self._fd)
             digest = self._hash.digest()
             path = self._path.with_name(f"{self._path.name.removesuffix(PARTIAL)}.{digest}{PARTIAL}")

@@ -6,14 +6,14 @@ cached, so that every server on a shared volume sees what the others acknowledge
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import PurePath
 
 from deltastore.errors import RegistryError, VariantNotFound
+from deltastore.registry.files import SmallFiles
 from deltastore.registry.records import (
     ArtifactFacts,
     VariantState,
@@ -23,11 +23,10 @@ from deltastore.registry.records import (
     parse_record,
     parse_state,
 )
-from deltastore.registry.reserve import Reserve
 from deltastore.registry.sequence import Entry, EntrySequence
-from deltastore.registry.storage import Storage, listed_names
 from deltastore.registry.uploads import SealedUpload
 
+DIRECTORY = "variants"
 # The state is the newest of the files `state-nnnnnn.json`.
 STATE = "state-"
 # The state of older versions of Peraxis, which locked the variant by another file.
@@ -69,20 +68,20 @@ class History:
 class VariantDirectory:
     """One variant's files."""
 
-    def __init__(self, root: Path, tenant: str, name: str, storage: Storage) -> None:
+    def __init__(self, files: SmallFiles, tenant: str, name: str) -> None:
         self.tenant = tenant
         self.name = name
-        self.path = root / tenant / name
-        self.entries = EntrySequence(self.path, STATE, self.path / OLD_STATE, storage)
-        self._storage = storage
+        self.path = files.root / DIRECTORY / tenant / name
+        self.entries = EntrySequence(self.path, STATE, self.path / OLD_STATE, files)
+        self._files = files
 
     def make(self) -> None:
-        self._storage.make_dirs(self.path)
+        self._files.make_directory(self.path)
 
     def check_exists(self) -> None:
         """Raise VariantNotFound if the variant never had a version."""
         # A variant's directory is never removed, so that version numbers are never assigned again.
-        if not self.path.is_dir():
+        if not self._files.is_directory(self.path):
             raise self.not_found()
 
     def history(self, *, ignore_damage: bool = False) -> History:
@@ -91,7 +90,7 @@ class VariantDirectory:
         Raises:
             RegistryError: The state is damaged.
         """
-        names = listed_names(self.path)
+        names = self._files.names(self.path)
         entry = self.entries.newest(names)
         try:
             state = self._parsed(entry)
@@ -103,12 +102,8 @@ class VariantDirectory:
         if len(numbers) < max(state.newest_known(), *numbers, 0):
             # Numbers have no gaps. A version that was published during the listing may lack in it although the state
             # knows it.
-            numbers = self.numbers()
+            numbers = _numbers(self._files.names(self.path, is_fresh=True))
         return History(state, numbers, entry)
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return the number of every record, deleted or not, ascending."""
-        return _numbers(listed_names(self.path))
 
     def state(self) -> VariantState:
         """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged."""
@@ -118,7 +113,7 @@ class VariantDirectory:
         """Read a version's record. Raises VariantNotFound if there is none, RegistryError if it is damaged."""
         path = self.record_path(number)
         try:
-            record = parse_record(path.read_bytes(), str(path))
+            record = parse_record(self._files.read(path), str(path))
         except FileNotFoundError as error:
             raise self.not_found(number) from error
         except RegistryError as error:
@@ -127,7 +122,7 @@ class VariantDirectory:
             raise RegistryError(f"{path}: it is the record of {record.label}: move it back")
         return record
 
-    def record_path(self, number: int) -> Path:
+    def record_path(self, number: int) -> PurePath:
         return self.path / f"{number}.json"
 
     def active(self, history: History) -> int | None:
@@ -156,7 +151,7 @@ class VariantDirectory:
         return next((record for record in records if record.digest == digest), None)
 
     def new_record(
-        self, sealed: SealedUpload, facts: ArtifactFacts, version: int, activate: bool
+        self, sealed: SealedUpload, facts: ArtifactFacts, version: int, activate: bool, stored_as: str | None
     ) -> VersionRecord:
         """Return the record of a sealed upload as a version of this variant, which is not stored yet."""
         return VersionRecord(
@@ -173,26 +168,26 @@ class VariantDirectory:
             method=facts.method,
             fidelity=dict(facts.fidelity),
             activate=activate,
+            stored_as=stored_as,
         )
 
     def add(self, record: VersionRecord) -> bool:
         """Publish a record in one atomic step; return False if another server took its number."""
-        is_added = self._storage.add(self.record_path(record.version), record.to_json())
+        is_added = self._files.add(self.record_path(record.version), record.to_json())
         if is_added:
             self.sync_names()
         return is_added
 
-    def change(self, history: History, state: VariantState, reserve: Reserve) -> bool:
+    def change(self, history: History, state: VariantState) -> bool:
         """Change the state in one atomic step; return False if another server has changed it since `history`.
 
         `sync_names` must have run before `history`.
         """
-        return self.entries.append(history.entry, state.to_json(history.entry.digest), reserve)
+        return self.entries.append(history.entry, state.to_json(history.entry.digest))
 
     def sync_names(self) -> None:
         """Sync the directories down to this one, so that names written by a process that died are durable."""
-        for directory in (self.path, self.path.parent, self.path.parent.parent):
-            self._storage.fsync_dir(directory)
+        self._files.make_durable(self.path, self.path.parent, self.path.parent.parent)
 
     def _activated(self, history: History) -> Iterator[int]:
         """Yield the versions that became active, the last one first, as far back as the state remembers."""
@@ -221,23 +216,15 @@ class VariantDirectory:
         )
 
 
-def directories(root: Path, storage: Storage, tenant: str | None = None) -> Iterator[VariantDirectory]:
+def directories(files: SmallFiles, tenant: str | None = None) -> Iterator[VariantDirectory]:
     """Yield every variant's directory, sorted by tenant and name, those without a live version included."""
-    for owner in [tenant] if tenant is not None else subdirectories(root):
+    root = files.root / DIRECTORY
+    for owner in [tenant] if tenant is not None else files.subdirectories(root):
         if is_name(owner):
-            for name in subdirectories(root / owner):
+            for name in files.subdirectories(root / owner):
                 if is_name(name):
-                    yield VariantDirectory(root, owner, name, storage)
+                    yield VariantDirectory(files, owner, name)
 
 
 def _numbers(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(int(found[1]) for name in names if (found := RECORD.fullmatch(name))))
-
-
-def subdirectories(path: Path) -> list[str]:
-    """Return the sorted names of a directory's subdirectories; empty if it does not exist."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
-    except FileNotFoundError:
-        return []

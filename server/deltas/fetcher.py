@@ -83,7 +83,7 @@ class Fetcher:
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
-        path = self._registry.object_path(record.digest)
+        path = self._registry.object_path(record)
         source = ObjectSource(
             path,
             record.digest,
@@ -122,13 +122,13 @@ class Fetcher:
                 if is_replaced(error):
                     raise _Moved(str(error)) from error
                 raise
-            if self._registry.is_quarantined(record.digest):
+            if self._registry.is_quarantined(record):
                 raise VariantQuarantined(QUARANTINED) from error
-            if self._registry.recover(record.digest):
+            if self._registry.recover(record):
                 raise _Moved(str(error)) from error
             raise VariantNotFound("its object is no longer in the registry: upload it again") from error
 
     def _quarantine(self, record: VersionRecord, found: CorruptObject) -> None:
         """Quarantine the file that was read; do nothing if it is no longer the object. Raises VariantQuarantined."""
-        if self._registry.quarantine(record.digest, str(found), found.found_in):
+        if self._registry.quarantine(record, str(found), found.found_in):
             raise VariantQuarantined(QUARANTINED) from found

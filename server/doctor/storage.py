@@ -54,7 +54,7 @@ def check_variants(root: Path, base: Base) -> Diagnosis:
     registry = Registry(root)
     records = [record for variant in registry.variants() for record in variant.versions]
     foreign = [record.label for record in records if record.base_fingerprint != base.fingerprint]
-    quarantined = [record.label for record in records if registry.is_quarantined(record.digest)]
+    quarantined = [record.label for record in records if registry.is_quarantined(record)]
     problems = [
         f"{len(labels)} {problem} ({', '.join(labels[:MAX_NAMED])}{', ...' if labels[MAX_NAMED:] else ''})"
         for labels, problem in (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from deltastore.errors import PeraxisError
 from deltastore.registry import Registry
-from deltastore.registry.objects import Usage
+from deltastore.registry.reports import Usage
 from deltastore.registry.variants import Variant
 from server.metrics.definitions import PREFIX
 from server.metrics.labels import MAX_LABEL_VALUES, variant_label
@@ -77,9 +77,16 @@ def _sizes(usage: Usage) -> tuple[Family, ...]:
     return (
         _gauge("registry_objects", "Artifacts in the registry", usage.num_objects),
         _gauge("registry_bytes", "Bytes of the registry's artifacts", usage.num_bytes),
-        _gauge("registry_free_bytes", "Free bytes of the registry's file system", usage.free_bytes),
         _gauge("registry_quarantined", "Quarantined artifacts", usage.num_quarantined),
+        *_free(usage.free_bytes),
     )
+
+
+def _free(num_bytes: int | None) -> tuple[Family, ...]:
+    # A bucket has no number of free bytes.
+    if num_bytes is None:
+        return ()
+    return (_gauge("registry_free_bytes", "Free bytes of the registry's file system", num_bytes),)
 
 
 def _gauge(name: str, documentation: str, value: float) -> Family:

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from deltastore.registry.layout import check_present
+from deltastore.registry.directory.layout import check_present
 from deltastore.registry.storage import Storage, explained
 from server.volume.calls import RegistryCalls
 

@@ -96,7 +96,7 @@ REGIONS: dict[str, Callable[[VersionRecord], int]] = {
 def test_a_changed_byte_quarantines_wherever_it_is(
     region: str, registry: Registry, record: VersionRecord
 ) -> None:
-    flip_byte(registry.object_path(record.digest), REGIONS[region](record))
+    flip_byte(registry.object_path(record), REGIONS[region](record))
     with pytest.raises(VariantQuarantined, match="default/a@1: its stored object is corrupt"):
         read_files(registry, record)
     with pytest.raises(VariantQuarantined, match="does not match its SHA-256"):
@@ -110,7 +110,7 @@ def test_an_object_of_another_length_is_quarantined(
     size: int, registry: Registry, record: VersionRecord
 ) -> None:
     size_bytes = size if size > 1 or size == 0 else record.size_bytes + size
-    os.truncate(registry.object_path(record.digest), size_bytes)
+    os.truncate(registry.object_path(record), size_bytes)
     with pytest.raises(VariantQuarantined):
         read_files(registry, record)
     with pytest.raises(VariantQuarantined, match=f"has {size_bytes} bytes where its record says"):
@@ -118,25 +118,25 @@ def test_an_object_of_another_length_is_quarantined(
 
 
 def test_a_missing_object_is_not_found_and_not_quarantined(registry: Registry, record: VersionRecord) -> None:
-    registry.object_path(record.digest).unlink()
+    registry.object_path(record).unlink()
     with pytest.raises(VariantNotFound, match="default/a@1: its object is no longer in the registry"):
         read_files(registry, record)
-    assert not registry.is_quarantined(record.digest)
+    assert not registry.is_quarantined(record)
 
 
 def test_an_object_that_is_put_back_after_a_quarantine_is_read_if_its_bytes_are_right(
     registry: Registry, record: VersionRecord, artifact: Path
 ) -> None:
-    path = registry.object_path(record.digest)
-    registry.quarantine(record.digest, "a test says so")
+    path = registry.object_path(record)
+    registry.quarantine(record, "a test says so")
     shutil.copy(artifact, path)
     assert read_files(registry, record).files
-    registry.quarantine(record.digest, "a test says so")
+    registry.quarantine(record, "a test says so")
     shutil.copy(artifact, path)
     flip_byte(path, record.size_bytes - 1)
     with pytest.raises(VariantQuarantined, match="is corrupt and was quarantined"):
         read_files(registry, record)
-    assert registry.is_quarantined(record.digest)
+    assert registry.is_quarantined(record)
 
 
 def test_a_file_that_another_machine_replaced_while_it_was_read_is_opened_again(
@@ -160,7 +160,7 @@ def test_a_file_that_another_machine_replaced_while_it_was_read_is_opened_again(
 def test_an_object_that_is_healed_while_it_is_read_is_served_and_not_quarantined(
     registry: Registry, record: VersionRecord, artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_byte(registry.object_path(record.digest), record.size_bytes - 1)
+    flip_byte(registry.object_path(record), record.size_bytes - 1)
     real = os.preadv
 
     def heal_first(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -176,7 +176,7 @@ def test_an_object_that_is_healed_while_it_is_read_is_served_and_not_quarantined
 def test_an_object_that_is_removed_while_its_corruption_is_found_is_not_found(
     registry: Registry, record: VersionRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = registry.object_path(record.digest)
+    path = registry.object_path(record)
     flip_byte(path, 0)
     real = os.preadv
 
@@ -192,7 +192,7 @@ def test_an_object_that_is_removed_while_its_corruption_is_found_is_not_found(
 def test_no_file_is_left_open(registry: Registry, record: VersionRecord) -> None:
     before = len(os.listdir("/proc/self/fd"))
     read_files(registry, record)
-    flip_byte(registry.object_path(record.digest), 0)
+    flip_byte(registry.object_path(record), 0)
     with pytest.raises(VariantQuarantined):
         read_files(registry, record)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -207,7 +207,7 @@ def test_a_disk_that_fails_to_read_is_a_registry_error(
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(RegistryError, match="cannot be read: Input/output error: check the registry's disk"):
         read_files(registry, record)
-    assert not registry.is_quarantined(record.digest)
+    assert not registry.is_quarantined(record)
 
 
 def test_a_record_that_contradicts_itself_is_refused(registry: Registry, record: VersionRecord) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry import Publication, Registry
-from deltastore.registry.records import ArtifactFacts, PublicClaim, Visibility
+from deltastore.registry.records import ArtifactFacts, PublicClaim, VersionRecord, Visibility
 from deltastore.registry.storage import MODE, Storage
 
 FACTS = ArtifactFacts(
@@ -126,6 +126,25 @@ def digest_of(seed: int) -> str:
     return hashlib.sha256(artifact(seed)).hexdigest()
 
 
+def stored(seed: int) -> VersionRecord:
+    """Return a record that has the bytes of `artifact(seed)`, for calls that take an object by its record."""
+    return VersionRecord(
+        tenant="default",
+        name="any",
+        version=1,
+        digest=digest_of(seed),
+        size_bytes=len(artifact(seed)),
+        data_start=FACTS.data_start,
+        device_bytes=FACTS.device_bytes,
+        base_fingerprint=FACTS.base_fingerprint,
+        chunk_sha256=(digest_of(seed),),
+        created_at="2026-01-01T00:00:00.000+00:00",
+        method=FACTS.method,
+        fidelity={},
+        activate=True,
+    )
+
+
 def push(
     registry: Registry, data: bytes, name: str, tenant: str = "default", activate: bool = True
 ) -> Publication:
@@ -146,9 +165,9 @@ def make_world(root: Path) -> None:
     push(registry, artifact(5), "gone")
     registry.delete("default", "gone")
     push(registry, artifact(6), "sick")
-    registry.quarantine(digest_of(6), "a test broke it")
+    registry.quarantine(stored(6), "a test broke it")
     push(registry, artifact(7), "dropped")
-    registry.quarantine(digest_of(7), "a test broke it, and no version needs it")
+    registry.quarantine(stored(7), "a test broke it, and no version needs it")
     (root / "objects" / digest_of(7)).write_bytes(b"rotten")  # as if the quarantine had been cut short
     registry.delete("default", "dropped")
     registry.set_visibility("default", "b", "public")
@@ -170,8 +189,8 @@ def view(registry: Registry) -> View:
         )
         for variant in variants
     }
-    needed = {record.digest for variant in variants for record in variant.versions}
-    seen["quarantined"] = {digest for digest in needed if registry.is_quarantined(digest)}
+    needed = [record for variant in variants for record in variant.versions]
+    seen["quarantined"] = {record.digest for record in needed if registry.is_quarantined(record)}
     return seen
 
 
@@ -200,7 +219,7 @@ STEPS: dict[str, Callable[[Registry], object]] = {
     "make a public variant private": lambda registry: show(registry, "b", "private"),
     "take over a public name": lambda registry: show(registry, "gone", "public", "other"),
     "publish for a public name": lambda registry: push(registry, artifact(9), "b"),
-    "quarantine": lambda registry: registry.quarantine(digest_of(4), "a test broke it too"),
+    "quarantine": lambda registry: registry.quarantine(stored(4), "a test broke it too"),
     "heal": lambda registry: push(registry, artifact(6), "sick"),
     "collect": lambda registry: registry.gc(),
 }
@@ -234,8 +253,8 @@ def churn(root: Path, name: str, rounds: int) -> None:
     registry = Registry(root)
     for _ in range(rounds):
         push(registry, artifact(1), name)
-        digest = registry.resolve("default", name).digest
-        assert registry.object_path(digest).read_bytes() == artifact(1), "collected under a live version"
+        record = registry.resolve("default", name)
+        assert registry.object_path(record).read_bytes() == artifact(1), "collected under a live version"
         registry.delete("default", name)
 
 

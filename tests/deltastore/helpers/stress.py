@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound
 from deltastore.registry import Registry, uploads
+from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.storage import Storage
 from deltastore.registry.variants import VariantDirectory
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
@@ -101,7 +102,7 @@ def _problems(registry: Registry, lines: list[dict[str, Any]]) -> Iterator[str]:
         yield from (f"{finding.path}: {finding.problem}" for finding in report.findings)
     for name in NAMES:
         mine = [line for line in acknowledged if line["name"] == name]
-        directory = VariantDirectory(registry.root / "variants", "default", name, Storage())
+        directory = VariantDirectory(DirectoryFiles(registry.root, Storage()), "default", name)
         history = directory.history()
         digests: dict[int, str] = {}
         for line in (line for line in mine if line["kind"] == "publish"):
@@ -117,7 +118,7 @@ def _problems(registry: Registry, lines: list[dict[str, Any]]) -> Iterator[str]:
         begun = [line for line in lines if line["name"] == name and line["kind"] in ("delete", "end")]
         if not begun and set(digests) - set(history.live):
             yield f"versions of {name} are missing"
-        yield from _chain_problems(directory.path, mine)
+        yield from _chain_problems(Path(directory.path), mine)
 
 
 def _chain_problems(directory: Path, acknowledged: list[dict[str, Any]]) -> Iterator[str]:
@@ -192,10 +193,10 @@ def _unreadable(registry: Registry, name: str, version: int) -> str:
         record = registry.resolve("default", name, version)
         while True:
             try:
-                data = registry.object_path(record.digest).read_bytes()
+                data = registry.object_path(record).read_bytes()
                 break
             except FileNotFoundError:
-                if registry.recover(record.digest):
+                if registry.recover(record):
                     continue
                 if registry.is_live(record):
                     return f"the object of {record.label} is missing"

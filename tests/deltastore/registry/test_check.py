@@ -12,7 +12,15 @@ import pytest
 
 from deltastore.errors import RegistryError
 from deltastore.registry import Registry
-from tests.deltastore.helpers.crash_storage import SteppedStorage, artifact, digest_of, make_world, push, view
+from tests.deltastore.helpers.crash_storage import (
+    SteppedStorage,
+    artifact,
+    digest_of,
+    make_world,
+    push,
+    stored,
+    view,
+)
 
 HOME = "variants/default/a"
 
@@ -177,7 +185,7 @@ def test_collection_changes_nothing_that_users_see(tmp_path: Path) -> None:
 
 
 def test_a_quarantined_object_without_a_version_is_collected_with_its_mark(registry: Registry) -> None:
-    registry.quarantine(digest_of(3), "rotten")
+    registry.quarantine(stored(3), "rotten")
     registry.delete("default", "a", 3)
     assert registry.gc().objects == (digest_of(3),)
     assert os.listdir(registry.root / "quarantine") == []

@@ -17,7 +17,7 @@ import pytest
 
 from deltastore.errors import RegistryError, StorageFull
 from deltastore.registry import Registry
-from deltastore.registry.reserve import SIZES
+from deltastore.registry.directory.reserve import SIZES
 from tests.deltastore.helpers.crash_storage import (
     STEPS,
     RefusingStorage,
@@ -26,6 +26,7 @@ from tests.deltastore.helpers.crash_storage import (
     artifact,
     digest_of,
     push,
+    stored,
     view,
 )
 from tests.deltastore.helpers.volatile_storage import FullStorage, Moment, Tree, VolatileStorage, rebuild
@@ -294,7 +295,7 @@ def test_what_was_collected_does_not_come_back_after_a_power_loss(world: Path, s
 def test_a_quarantined_object_stays_out_of_the_way_after_a_power_loss(world: Path, scratch: Path) -> None:
     root = Path(shutil.copytree(world, scratch / "disk" / "registry"))
     storage = VolatileStorage(root.parent)
-    Registry(root, storage).quarantine(digest_of(1), "a test broke it")
+    Registry(root, storage).quarantine(stored(1), "a test broke it")
     rebuild(root.parent, storage.now().surviving(never, never))
     assert not (root / "objects" / digest_of(1)).exists()
     assert (root / "quarantine" / digest_of(1)).read_bytes() == artifact(1)

@@ -18,8 +18,8 @@ from tests.deltastore.helpers.crash_storage import (
     SteppedStorage,
     View,
     artifact,
-    digest_of,
     push,
+    stored,
     view,
 )
 
@@ -44,7 +44,7 @@ CHANGES: dict[str, Change] = {
     **{name: STEPS[name] for name in NAMES},
     "activate another": lambda registry: registry.activate("default", "a", 3),
     "publish the bytes of a garbage object": lambda registry: push(registry, artifact(5), "a"),
-    "quarantine a live object": lambda registry: registry.quarantine(digest_of(1), "a test broke it"),
+    "quarantine a live object": lambda registry: registry.quarantine(stored(1), "a test broke it"),
     "publish the quarantined bytes": lambda registry: push(registry, artifact(1), "a"),
 }
 # Changes of one variant, one name or one object.

@@ -13,7 +13,7 @@ import pytest
 
 from deltastore.errors import ArtifactError, RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
-from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push
+from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push, stored
 
 BAD_NAMES = [
     "",
@@ -52,7 +52,7 @@ def test_a_published_artifact_is_described_by_its_record(registry: Registry) -> 
     assert (record.base_fingerprint, record.method) == (FACTS.base_fingerprint, FACTS.method)
     assert record.fidelity == {"kl": 0.5}
     assert record.created_at.endswith("+00:00")
-    assert registry.object_path(record.digest).read_bytes() == data
+    assert registry.object_path(record).read_bytes() == data
 
 
 def test_another_registry_object_on_the_same_directory_sees_the_same_record(registry: Registry) -> None:
@@ -148,7 +148,7 @@ def test_a_record_is_live_until_its_version_or_variant_is_deleted_by_any_server(
 
 def test_a_quarantined_version_is_still_live(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
-    registry.quarantine(record.digest, "rotten")
+    registry.quarantine(record, "rotten")
     assert registry.is_live(record)
 
 
@@ -242,7 +242,7 @@ def test_reserved_names_are_refused(name: str, registry: Registry) -> None:
 @pytest.mark.parametrize("digest", ["", "../objects.lock", "A" * 64, "sha256:" + "a" * 64, "a" * 64 + "\n"])
 def test_an_object_is_asked_for_by_bare_lowercase_digits_only(digest: str, registry: Registry) -> None:
     with pytest.raises(UsageError, match="is not a digest"):
-        registry.object_path(digest)
+        registry.object_path(replace(stored(1), digest=digest))
 
 
 def nested(depth: int) -> object:
@@ -268,13 +268,13 @@ def test_a_fidelity_report_that_could_not_be_read_back_is_refused_before_anythin
 
 def test_a_quarantined_object_is_not_served_and_kept_as_evidence(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
-    registry.object_path(record.digest).write_bytes(b"rotten")
-    registry.quarantine(record.digest, "chunk 0 differs")
+    registry.object_path(record).write_bytes(b"rotten")
+    registry.quarantine(record, "chunk 0 differs")
     with pytest.raises(
         VariantQuarantined, match=r"version 1 of 'a' .*chunk 0 differs.*upload its artifact again"
     ):
         registry.resolve("default", "a")
-    assert not registry.object_path(record.digest).exists()
+    assert not registry.object_path(record).exists()
     assert (registry.root / "quarantine" / record.digest).read_bytes() == b"rotten"
     assert registry.usage().num_quarantined == 1
     assert registry.check().is_clean
@@ -285,7 +285,7 @@ def test_another_version_of_a_quarantined_variant_can_be_promoted_but_not_the_ba
 ) -> None:
     for seed in (1, 2):
         push(registry, artifact(seed), "a")
-    registry.quarantine(digest_of(2), "rotten")
+    registry.quarantine(stored(2), "rotten")
     registry.activate("default", "a", 1)
     assert registry.resolve("default", "a").version == 1
     with pytest.raises(VariantQuarantined):
@@ -297,26 +297,26 @@ def test_uploading_the_good_bytes_again_heals_every_variant_that_has_them(
     name: str, registry: Registry
 ) -> None:
     record = push(registry, artifact(1), "a").record
-    registry.object_path(record.digest).write_bytes(b"rotten")
-    registry.quarantine(record.digest, "chunk 0 differs")
+    registry.object_path(record).write_bytes(b"rotten")
+    registry.quarantine(record, "chunk 0 differs")
     assert push(registry, artifact(1), name).created == (name == "b")
     assert registry.resolve("default", "a") == record
-    assert registry.object_path(record.digest).read_bytes() == artifact(1)
+    assert registry.object_path(record).read_bytes() == artifact(1)
     assert registry.usage().num_quarantined == 0
     assert os.listdir(registry.root / "quarantine") == []
 
 
 def test_an_upload_repairs_a_corrupt_object_that_was_not_noticed(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
-    registry.object_path(record.digest).write_bytes(b"rotten")
+    registry.object_path(record).write_bytes(b"rotten")
     push(registry, artifact(1), "a")
-    assert registry.object_path(record.digest).read_bytes() == artifact(1)
+    assert registry.object_path(record).read_bytes() == artifact(1)
 
 
 def test_a_missing_object_can_be_quarantined_too(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
-    registry.object_path(record.digest).unlink()
-    registry.quarantine(record.digest, "it is missing")
+    registry.object_path(record).unlink()
+    registry.quarantine(record, "it is missing")
     with pytest.raises(VariantQuarantined, match="it is missing"):
         registry.resolve("default", "a")
 

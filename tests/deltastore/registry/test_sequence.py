@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.errors import RegistryError
-from deltastore.registry.reserve import Reserve
+from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.sequence import MAX_ENTRIES, NUM_KEPT, Entry, EntrySequence
 from deltastore.registry.storage import MODE, Storage
 from tests.deltastore.helpers.crash_storage import SteppedStorage
@@ -21,20 +21,23 @@ class Changes:
 
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
         storage = storage or SteppedStorage()
-        self.entries = EntrySequence(root, "n-", root / "old.json", storage)
-        self.reserve = Reserve(root, storage)
+        self.directory = root
+        self.files = DirectoryFiles(root, storage)
+        self.entries = EntrySequence(root, "n-", root / "old.json", self.files)
 
     def append(self, newest: Entry, value: int) -> bool:
         document = {"value": value, "after": newest.digest}
-        return self.entries.append(newest, json.dumps(document).encode(), self.reserve)
+        return self.entries.append(newest, json.dumps(document).encode())
 
     def add(self, *values: int) -> None:
         for value in values:
             assert self.append(self.entries.newest(), value)
 
+    def path(self, number: int) -> Path:
+        return Path(self.entries.path(number))
+
     def collect(self) -> None:
-        for path in self.entries.superseded():
-            path.unlink()
+        self.files.remove(self.entries.superseded())
 
     def value(self) -> int:
         raw = self.entries.newest().raw
@@ -56,7 +59,7 @@ def test_a_sequence_begins_without_an_entry(changes: Changes) -> None:
 
 
 def test_the_file_of_an_older_version_is_the_entry_before_the_first(changes: Changes) -> None:
-    (changes.entries.directory / "old.json").write_text('{"value": 3}')
+    (changes.directory / "old.json").write_text('{"value": 3}')
     assert (changes.entries.newest().number, changes.value()) == (0, 3)
     changes.add(4)
     assert changes.value() == 4
@@ -72,26 +75,26 @@ def test_of_two_changes_that_rest_on_one_entry_the_second_is_refused(changes: Ch
 
 def test_numbers_beyond_six_digits_are_newer(changes: Changes) -> None:
     for number in (999_999, 1_000_000):
-        changes.entries.path(number).write_text(json.dumps({"value": number, "after": ""}))
+        changes.path(number).write_text(json.dumps({"value": number, "after": ""}))
     assert changes.value() == 1_000_000
 
 
 def test_collection_leaves_the_newest_entries(changes: Changes) -> None:
     changes.add(*range(NUM_KEPT + 5))
-    (changes.entries.directory / "old.json").write_text("{}")
+    (changes.directory / "old.json").write_text("{}")
     changes.collect()
-    numbers = changes.entries.numbers(path.name for path in changes.entries.directory.iterdir())
+    numbers = changes.entries.numbers(path.name for path in changes.directory.iterdir())
     assert numbers == list(range(6, NUM_KEPT + 6))
-    assert not (changes.entries.directory / "old.json").exists()
+    assert not (changes.directory / "old.json").exists()
 
 
 def test_repeated_changes_keep_a_bounded_number_of_entries_without_gc(changes: Changes) -> None:
-    (changes.entries.directory / "old.json").write_text("{}")
+    (changes.directory / "old.json").write_text("{}")
     for value in range(3 * MAX_ENTRIES):
         changes.add(value)
-        assert len(list(changes.entries.directory.iterdir())) <= MAX_ENTRIES + 1
+        assert len(list(changes.directory.iterdir())) <= MAX_ENTRIES + 1
     assert changes.value() == 3 * MAX_ENTRIES - 1
-    assert not (changes.entries.directory / "old.json").exists()
+    assert not (changes.directory / "old.json").exists()
 
 
 def test_a_change_is_made_although_older_entries_cannot_be_removed(changes: Changes) -> None:
@@ -102,7 +105,7 @@ def test_a_change_is_made_although_older_entries_cannot_be_removed(changes: Chan
             super().unlink(path)
 
     changes.add(*range(MAX_ENTRIES))
-    here = Changes(changes.entries.directory, NotRemoving())
+    here = Changes(changes.directory, NotRemoving())
     here.add(99)
     assert changes.value() == 99
 
@@ -135,8 +138,8 @@ def test_a_writer_that_was_suspended_until_its_number_was_free_again_is_refused(
     late = changes.entries.newest()
     changes.add(*range(NUM_KEPT + 1))
     changes.collect()
-    assert changes.entries.path(late.number + 1).exists() is False
-    assert changes.entries.path(late.number + 2).exists()
+    assert changes.path(late.number + 1).exists() is False
+    assert changes.path(late.number + 2).exists()
     before = changes.value()
     assert not changes.append(late, 99)
     assert changes.value() == before
@@ -166,7 +169,7 @@ def after_the_link(change: Callable[[], object]) -> SteppedStorage:
 
 def test_a_change_that_others_followed_at_once_is_acknowledged(changes: Changes) -> None:
     changes.add(1)
-    here = Changes(changes.entries.directory, after_the_link(lambda: changes.add(3)))
+    here = Changes(changes.directory, after_the_link(lambda: changes.add(3)))
     assert here.append(here.entries.newest(), 2)
     assert changes.value() == 3
 

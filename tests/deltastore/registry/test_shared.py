@@ -12,7 +12,7 @@ import pytest
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.storage import MODE, Storage
-from tests.deltastore.helpers.crash_storage import FACTS, artifact, digest_of, push
+from tests.deltastore.helpers.crash_storage import FACTS, artifact, digest_of, push, stored
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -74,7 +74,7 @@ def test_an_open_registry_sees_what_another_process_changes(root: Path) -> None:
     registry = Registry(root)
     record = push(registry, artifact(1), "a").record
     for change, seen in (
-        (f"registry.quarantine('{record.digest}', 'found by the other')", "quarantined"),
+        ("registry.quarantine(registry.resolve('default', 'a'), 'found by the other')", "quarantined"),
         ("registry.delete('default', 'a')", "no variant"),
     ):
         program = "import sys; from pathlib import Path; from deltastore.registry import Registry\n"
@@ -104,7 +104,7 @@ def test_an_upload_in_progress_is_not_collected(root: Path) -> None:
         upload.write(artifact(1))
         assert Registry(root).gc().num_partials == 0
         registry.publish(upload.seal(), FACTS, tenant="default", name="a")
-    assert registry.object_path(digest_of(1)).read_bytes() == artifact(1)
+    assert registry.object_path(stored(1)).read_bytes() == artifact(1)
 
 
 def test_an_upload_whose_file_was_collected_before_it_was_locked_begins_again(root: Path) -> None:

@@ -14,7 +14,7 @@ from deltastore.errors import RegistryError
 from deltastore.registry import Registry
 from deltastore.registry.storage import Storage
 from deltastore.registry.uploads import ABANDONED_AFTER_S, kernel_id
-from tests.deltastore.helpers.crash_storage import artifact, digest_of, make_world, push
+from tests.deltastore.helpers.crash_storage import artifact, digest_of, make_world, push, stored
 
 TOKEN = "0" * 32
 
@@ -79,11 +79,11 @@ def test_an_object_is_kept_while_another_machine_is_about_to_publish_it(registry
     sealed = registry.root / "uploads" / f"{'f' * 16}-{TOKEN}.{digest_of(1)}.part"
     sealed.write_bytes(artifact(1))
     assert registry.gc().objects == ()
-    assert registry.object_path(digest_of(1)).exists()
+    assert registry.object_path(stored(1)).exists()
     grow_old(sealed)
     registry.gc()
     assert registry.gc().objects == ()
-    assert not registry.object_path(digest_of(1)).exists()
+    assert not registry.object_path(stored(1)).exists()
 
 
 def test_a_publication_puts_an_object_back_that_a_collection_removed_before_there_was_a_version(
@@ -99,22 +99,22 @@ def test_a_publication_puts_an_object_back_that_a_collection_removed_before_ther
 
     registry = Registry(tmp_path, Collected())
     assert push(registry, artifact(1), "a").created
-    assert registry.object_path(digest_of(1)).read_bytes() == artifact(1)
+    assert registry.object_path(stored(1)).read_bytes() == artifact(1)
 
 
 def test_an_object_that_a_dead_collection_set_aside_is_put_back(registry: Registry) -> None:
     record = push(registry, artifact(1), "a").record
     aside = registry.root / "objects" / f"{record.digest}.{'0' * 16}"
-    registry.object_path(record.digest).rename(aside)
+    registry.object_path(record).rename(aside)
     assert registry.check().findings == ()
     assert len(registry.check().notes) == 1
-    assert registry.recover(record.digest)
-    assert registry.object_path(record.digest).read_bytes() == artifact(1)
-    registry.object_path(record.digest).rename(aside)
+    assert registry.recover(record)
+    assert registry.object_path(record).read_bytes() == artifact(1)
+    registry.object_path(record).rename(aside)
     assert registry.gc().objects == ()
-    assert registry.object_path(record.digest).read_bytes() == artifact(1)
+    assert registry.object_path(record).read_bytes() == artifact(1)
     assert not aside.exists()
-    assert not registry.recover(digest_of(2))
+    assert not registry.recover(stored(2))
 
 
 def test_a_registry_of_a_newer_version_is_refused(registry: Registry) -> None:

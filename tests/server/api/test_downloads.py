@@ -186,16 +186,16 @@ def test_a_range_holds_only_for_the_artifact_that_it_was_asked_of(
 def test_corruption_before_the_first_byte_is_an_error_of_its_own(
     app: ASGIApp, registry: Registry, record: VersionRecord
 ) -> None:
-    flip_byte(registry.object_path(record.digest), CHUNK_BYTES - 1)
+    flip_byte(registry.object_path(record), CHUNK_BYTES - 1)
     with pytest.raises(VariantQuarantined, match="default/a@1: its stored object is corrupt"):
         messages_of(app)
-    assert registry.is_quarantined(record.digest)
+    assert registry.is_quarantined(record)
 
 
 def test_corruption_of_a_later_chunk_breaks_the_connection_off_before_its_bytes(
     url: str, registry: Registry, record: VersionRecord, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flip_byte(registry.object_path(record.digest), 3 * CHUNK_BYTES + 5)
+    flip_byte(registry.object_path(record), 3 * CHUNK_BYTES + 5)
     received = bytearray()
 
     def read_all() -> None:
@@ -207,21 +207,21 @@ def test_corruption_of_a_later_chunk_breaks_the_connection_off_before_its_bytes(
     with pytest.raises(httpx.RemoteProtocolError):
         read_all()
     assert received == content[: 3 * CHUNK_BYTES]
-    assert registry.is_quarantined(record.digest)
+    assert registry.is_quarantined(record)
     assert "a download of default/a@1 was broken off" in caplog.text
 
 
 def test_a_chunk_that_is_not_asked_for_may_be_corrupt(
     url: str, registry: Registry, record: VersionRecord, content: bytes
 ) -> None:
-    flip_byte(registry.object_path(record.digest), 0)
+    flip_byte(registry.object_path(record), 0)
     assert httpx.get(url, headers={"Range": "bytes=-10"}).content == content[-10:]
 
 
 def test_a_truncated_object_is_quarantined_and_a_missing_one_is_not_found(
     app: ASGIApp, registry: Registry, record: VersionRecord
 ) -> None:
-    os.truncate(registry.object_path(record.digest), SIZE - 1)
+    os.truncate(registry.object_path(record), SIZE - 1)
     with pytest.raises(VariantQuarantined):
         messages_of(app)
     (registry.root / "quarantine" / f"{record.digest}.json").unlink()
@@ -266,7 +266,7 @@ def test_only_so_many_downloads_hash_at_once(url: str, reads: Reads) -> None:
 def test_a_client_that_leaves_ends_its_download(
     url: str, registry: Registry, record: VersionRecord, reads: Reads
 ) -> None:
-    stored = str(registry.object_path(record.digest))
+    stored = str(registry.object_path(record))
 
     def is_open() -> bool:
         links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))

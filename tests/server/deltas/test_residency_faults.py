@@ -40,7 +40,7 @@ def test_a_corrupt_object_is_quarantined_not_cached_and_fails_alone(harness: Res
     assert fine is None
     assert isinstance(error, VariantQuarantined)
     assert "its stored object is corrupt and was quarantined" in str(error)
-    assert harness.registry.is_quarantined(bad.digest)
+    assert harness.registry.is_quarantined(bad)
     assert is_as_if_never_loaded(harness, bad.digest)
     assert harness.in_slot(good) == harness.section(good)
     assert harness.metric("variant_load_failures_total", reason="corrupt") == 1
@@ -61,7 +61,7 @@ def test_an_object_corrupted_between_two_loads_is_served_from_host_memory_and_qu
     assert harness.in_slot(record) == section
     assert harness.residency.evict(record.digest, "unload")
     assert isinstance(harness.load(record)[0], VariantQuarantined)
-    assert harness.registry.is_quarantined(record.digest)
+    assert harness.registry.is_quarantined(record)
     assert is_as_if_never_loaded(harness, record.digest)
 
 
@@ -90,7 +90,7 @@ def test_a_corrupt_object_that_is_uploaded_again_while_it_is_read_is_loaded_and_
     disk.open.set()
     assert harness.settle()[record.digest] is None
     assert harness.in_slot(record) == section
-    assert not harness.registry.is_quarantined(record.digest)
+    assert not harness.registry.is_quarantined(record)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 100, 5000])
@@ -114,7 +114,7 @@ def test_an_object_that_is_gone_is_missing_and_not_quarantined(harness: Residenc
     record = harness.publish("v", seed=1)
     harness.path(record).unlink()
     assert isinstance(harness.load(record)[0], VariantNotFound)
-    assert not harness.registry.is_quarantined(record.digest)
+    assert not harness.registry.is_quarantined(record)
     assert is_as_if_never_loaded(harness, record.digest)
     assert harness.metric("variant_load_failures_total", reason="missing") == 1
 

@@ -153,7 +153,7 @@ def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: Fa
 def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Served, deltas: Family) -> None:
     good, bad = served.publish(deltas.artifacts[0], "good"), served.publish(deltas.artifacts[1], "bad")
     want = served.ask(good, PROMPT).token_ids
-    path = served.registry.object_path(bad.digest)
+    path = served.registry.object_path(bad)
     path.chmod(0o644)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -171,7 +171,7 @@ def test_requests_and_calls_for_the_same_bytes_are_told_of_their_own_version_alo
     served: Served, deltas: Family
 ) -> None:
     first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
-    served.registry.object_path(first.digest).unlink()
+    served.registry.object_path(first).unlink()
     waiting = [served.start(record, PROMPT) for record in (first, second)]
     calls = [served.engine.load(record) for record in (first, second)]
     errors = [error_of(pending.answer()) for pending in waiting] + [call.exception(20) for call in calls]
@@ -185,7 +185,7 @@ def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Family)
     record = served.publish(deltas.artifacts[0], "v")
     served.ask(record, PROMPT)
     served.engine.load(record, "unload").result(20)
-    served.registry.object_path(record.digest).unlink()
+    served.registry.object_path(record).unlink()
     assert isinstance(error_of(served.ask(record, PROMPT)), VariantNotFound)
 
 

@@ -163,7 +163,7 @@ def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, fa
     others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
     served.ask(bad, PROMPTS[0])
     served.engine.load(bad, "unload").result(20)
-    path = served.registry.object_path(bad.digest)
+    path = served.registry.object_path(bad)
     path.chmod(0o644)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1

@@ -77,7 +77,7 @@ class ResidencyHarness:
         return delta.slot.memory[: record.device_bytes].numpy().tobytes()
 
     def path(self, record: VersionRecord) -> Path:
-        return self.registry.object_path(record.digest)
+        return self.registry.object_path(record)
 
     def section(self, record: VersionRecord) -> bytes:
         """Return the device section of a stored object."""

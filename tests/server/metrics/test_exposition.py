@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.registry import Registry
-from deltastore.registry.objects import Usage
+from deltastore.registry.reports import Usage
 from deltastore.registry.variants import Variant
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry import Registry
-from deltastore.registry.objects import Usage
+from deltastore.registry.reports import Usage
 from server.errors import EngineRestarted
 from server.frontend.engine_client import EngineClient
 from server.metrics.snapshot import Snapshot

@@ -161,7 +161,7 @@ def test_a_corrupt_object_serves_no_file_and_is_quarantined(
     texts: Texts, own_files: dict[str, bytes]
 ) -> None:
     record = texts.publish({**own_files, "chat_template.jinja": b"corrupt {{ messages }}"})
-    path = texts.registry.object_path(record.digest)
+    path = texts.registry.object_path(record)
     path.chmod(0o644)
     flip_byte(path, path.read_bytes().index(b"corrupt"))
 
@@ -175,7 +175,7 @@ def test_a_corrupt_object_serves_no_file_and_is_quarantined(
 
 def test_an_object_that_is_gone_is_not_found(texts: Texts, own_files: dict[str, bytes]) -> None:
     record = texts.publish({**own_files, "chat_template.jinja": b"gone"})
-    texts.registry.object_path(record.digest).unlink()
+    texts.registry.object_path(record).unlink()
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         with pytest.raises(VariantNotFound):
@@ -192,7 +192,7 @@ def test_each_tenant_is_told_of_its_own_version_when_bytes_are_shared(
     files = {**own_files, **broken, "chat_template.jinja": f"shared {damage}".encode()}
     acme = replace_fields(texts.publish(files), tenant="acme", name="secret")
     globex = replace_fields(acme, tenant="globex", name="hidden")
-    path = texts.registry.object_path(acme.digest)
+    path = texts.registry.object_path(acme)
     path.chmod(0o644)
     if damage == "corrupt":
         flip_byte(path, path.read_bytes().index(b"shared"))

@@ -18,10 +18,10 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from deltastore.errors import UsageError
-from deltastore.registry.reserve import Reserve
+from deltastore.registry.directory.reserve import Reserve
+from deltastore.registry.reports import Usage
 from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, listed_names
 from deltastore.registry.uploads import SealedUpload
@@ -29,15 +29,6 @@ from deltastore.registry.uploads import SealedUpload
 DIGEST = re.compile(r"[0-9a-f]{64}")
 ASIDE = re.compile(rf"({DIGEST.pattern})\.[0-9a-f]{{16}}")
 MARK = ".json"
-
-
-class Usage(NamedTuple):
-    """The registry's counts and sizes."""
-
-    num_objects: int
-    num_bytes: int  # of the objects
-    free_bytes: int  # of the file system, for this user
-    num_quarantined: int
 
 
 class Objects:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from deltastore.errors import RegistryError
 from deltastore.registry.claims import Claims
-from deltastore.registry.objects import Objects, digest_of
-from deltastore.registry.reserve import DIRECTORY, Reserve
+from deltastore.registry.directory.files import DirectoryFiles
+from deltastore.registry.directory.objects import Objects, digest_of
+from deltastore.registry.directory.reserve import DIRECTORY
+from deltastore.registry.reports import GcReport
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, file_time_s
 from deltastore.registry.uploads import PARTIAL, abandoned, sealed_digests
 from deltastore.registry.variants import directories
@@ -23,24 +24,13 @@ from deltastore.registry.variants import directories
 LEFT_AFTER_S = 60
 
 
-@dataclass(frozen=True, slots=True)
-class GcReport:
-    """The garbage that a collection removed, or with `dry_run` found."""
-
-    objects: tuple[str, ...]  # digests
-    num_partials: int  # abandoned uploads
-    num_leftovers: int  # files that a crash left behind or newer ones replace
-    bytes_freed: int
-    dry_run: bool
-
-
 class Collector:
     """Removes the garbage of a registry."""
 
-    def __init__(self, root: Path, objects: Objects, reserve: Reserve, storage: Storage) -> None:
-        self._root = root
+    def __init__(self, files: DirectoryFiles, objects: Objects, storage: Storage) -> None:
+        self._root = files.root
+        self._files = files
         self._objects = objects
-        self._reserve = reserve
         self._storage = storage
 
     def collect(self, *, dry_run: bool) -> GcReport:
@@ -83,7 +73,7 @@ class Collector:
     def _removed(self, digests: Iterable[str], except_for: Path | None = None) -> set[str]:
         """Remove the objects of some digests that are really not in use, and return these digests."""
         for digest in digests:
-            self._objects.set_aside(digest, self._reserve)
+            self._objects.set_aside(digest, self._files.reserve)
         # Those of a gc that died, too. They are listed before the versions are read.
         asides = self._objects.aside()
         try:
@@ -107,7 +97,7 @@ class Collector:
             RegistryError: A record or state is damaged, so some are unknown.
         """
         needed = sealed_digests(self._root / "uploads", self._storage, except_for)
-        for directory in directories(self._root / "variants", self._storage):
+        for directory in directories(self._files):
             needed |= {directory.record(number).digest for number in directory.history().live}
         return needed
 
@@ -124,20 +114,20 @@ class Collector:
 
     def _leftovers(self) -> list[Path]:
         """Return temporary files, and entries of states and claims that newer ones replace."""
-        claims = Claims(self._root, self._storage)
-        variants = list(directories(self._root / "variants", self._storage))
+        claims = Claims(self._files)
+        variants = list(directories(self._files))
         folders = [
             self._objects.quarantine_directory,
             self._root / DIRECTORY,
-            *claims.directories(),
-            *(directory.path for directory in variants),
+            *map(Path, claims.directories()),
+            *(Path(directory.path) for directory in variants),
         ]
         now_s = self._storage.touch(self._root / "uploads")
         found = [path for folder in folders for path in temporaries(folder, now_s)]
         for name in claims.names():
-            found += claims.entries(name).superseded()
+            found += map(Path, claims.entries(name).superseded())
         for directory in variants:
-            found += directory.entries.superseded()
+            found += map(Path, directory.entries.superseded())
         return found
 
 

@@ -11,17 +11,18 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from deltastore.errors import RegistryError
 from deltastore.registry.claims import Claims
-from deltastore.registry.collect import temporaries
-from deltastore.registry.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
-from deltastore.registry.objects import ASIDE, DIGEST, MARK, Objects, digest_of
+from deltastore.registry.directory.collect import temporaries
+from deltastore.registry.directory.files import DirectoryFiles
+from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
+from deltastore.registry.directory.objects import ASIDE, DIGEST, MARK, Objects, digest_of
+from deltastore.registry.directory.reserve import DIRECTORY, FILE
 from deltastore.registry.records import NAME, VersionRecord, is_name
-from deltastore.registry.reserve import DIRECTORY, FILE
-from deltastore.registry.storage import TEMPORARY, Storage
+from deltastore.registry.reports import CheckReport, Finding
+from deltastore.registry.storage import TEMPORARY
 from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest, abandoned
 from deltastore.registry.variants import (
     OLD_LOCK,
@@ -31,7 +32,6 @@ from deltastore.registry.variants import (
     History,
     VariantDirectory,
     directories,
-    subdirectories,
 )
 
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
@@ -47,31 +47,9 @@ VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{STATE}{NUMBERED}|{re.esca
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A problem with a file, or with a file that is missing."""
-
-    path: Path
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """The result of a check."""
-
-    findings: tuple[Finding, ...]
-    notes: tuple[Finding, ...]  # harmless: gc or another upload resolves them
-    num_objects: int
-    num_versions: int
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.findings
-
-
-def check(root: Path, objects: Objects, storage: Storage) -> CheckReport:
+def check(files: DirectoryFiles, objects: Objects) -> CheckReport:
     """Read and check every file of a registry. Takes seconds per gigabyte."""
-    checker = _Checker(root, objects, storage)
+    checker = _Checker(files, objects)
     checker.check_names()
     checker.check_variants()
     checker.check_claims()
@@ -84,11 +62,11 @@ def check(root: Path, objects: Objects, storage: Storage) -> CheckReport:
 
 
 class _Checker:
-    def __init__(self, root: Path, objects: Objects, storage: Storage) -> None:
-        self._root = root
+    def __init__(self, files: DirectoryFiles, objects: Objects) -> None:
+        self._root = files.root
+        self._files = files
         self._objects = objects
-        self._claims = Claims(root, storage)
-        self._storage = storage
+        self._claims = Claims(files)
         self._seen: set[str] = set()
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
@@ -103,25 +81,26 @@ class _Checker:
         self._check_folder(
             root, lambda entry: entry.name in folders if entry.is_dir() else _is_file(entry, files)
         )
-        self._check_folder(self._claims.directory, _is_named_directory)
-        for folder in self._claims.directories():
+        self._check_folder(Path(self._claims.directory), _is_named_directory)
+        for folder in map(Path, self._claims.directories()):
             self._check_folder(folder, lambda entry: _is_file(entry, CLAIM_FILE))
-        if self._claims.old_directory.is_dir():
-            self._check_folder(self._claims.old_directory, lambda entry: _is_file(entry, OLD_CLAIM_FILE))
+        old_claims = Path(self._claims.old_directory)
+        if old_claims.is_dir():
+            self._check_folder(old_claims, lambda entry: _is_file(entry, OLD_CLAIM_FILE))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, OBJECT_FILE))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
         if (root / DIRECTORY).is_dir():
             self._check_folder(root / DIRECTORY, lambda entry: _is_file(entry, RESERVE_FILE))
         self._check_folder(variants, _is_named_directory)
-        for tenant in subdirectories(variants):
+        for tenant in self._files.subdirectories(variants):
             self._check_folder(variants / tenant, _is_named_directory)
-        for directory in directories(variants, self._storage):
-            self._check_folder(directory.path, lambda entry: _is_file(entry, VARIANT_FILE))
+        for directory in directories(self._files):
+            self._check_folder(Path(directory.path), lambda entry: _is_file(entry, VARIANT_FILE))
 
     def check_variants(self) -> None:
         """Report records and states that cannot be read or contradict each other."""
-        for directory in directories(self._root / "variants", self._storage):
+        for directory in directories(self._files):
             try:
                 history = directory.history()
             except RegistryError as error:
@@ -169,9 +148,9 @@ class _Checker:
             with contextlib.suppress(FileNotFoundError), abandoned(partial, time.time()) as is_abandoned:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
-        folders = [directory.path for directory in directories(self._root / "variants", self._storage)]
+        folders = [Path(directory.path) for directory in directories(self._files)]
         rest = (self._root, self._objects.quarantine_directory, self._root / DIRECTORY)
-        for folder in (*rest, *self._claims.directories(), *folders):
+        for folder in (*rest, *map(Path, self._claims.directories()), *folders):
             for path in temporaries(folder, time.time()):
                 self._note(path, "left by a crash: gc removes it")
         for aside in self._objects.aside():
@@ -233,14 +212,14 @@ class _Checker:
             # The damaged state is a finding of its own.
             return False
 
-    def _find(self, path: Path, problem: object) -> None:
+    def _find(self, path: PurePath, problem: object) -> None:
         self.findings.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
 
-    def _note(self, path: Path, problem: object) -> None:
+    def _note(self, path: PurePath, problem: object) -> None:
         self.notes.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
 
 
-def _state_path(directory: VariantDirectory, history: History) -> Path:
+def _state_path(directory: VariantDirectory, history: History) -> PurePath:
     return directory.entries.path(history.entry.number)
 
 

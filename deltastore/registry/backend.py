@@ -1,0 +1,90 @@
+"""The calls that the registry needs of the store that it is kept in: a directory or a bucket.
+
+The order in which small files change is the same for both and stands in `registry.py`; how objects are stored and
+collected differs, and `REGISTRY.md` has both protocols. Must not know which changes are allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from deltastore.registry.files import SmallFiles
+from deltastore.registry.records import VersionRecord
+from deltastore.registry.reports import CheckReport, GcReport, Usage
+from deltastore.registry.uploads import SealedUpload, Upload
+
+
+class ObjectWriter(Protocol):
+    """One publication's part in the store of objects."""
+
+    @property
+    def stored_as(self) -> str | None:
+        """The name of the object for the record of a new version; None if the digest names it."""
+
+    def store(self, record: VersionRecord, *, is_known: bool) -> None:
+        """Make sure, durably, that a record's object is there; a quarantined one is replaced.
+
+        Args:
+            record: The record that is created next, or of a live version that has the same bytes.
+            is_known: It is that of a live version.
+        """
+
+    def confirm(self) -> None:
+        """Make sure of it again, now that a record refers to the object."""
+
+
+class Backend(Protocol):
+    """A store of small files and objects."""
+
+    @property
+    def files(self) -> SmallFiles:
+        """The small files."""
+
+    @property
+    def location(self) -> str:
+        """The value of `--registry`, for messages."""
+
+    def prepare(self) -> None:
+        """Make what a new registry consists of. Raises RegistryError if a newer version of Peraxis wrote this one."""
+
+    def check_present(self) -> None:
+        """Raise RegistryError if the registry is gone: it must not look like one without variants."""
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Turn the errors of the store inside the block into StorageFull or RegistryError."""
+
+    def open_upload(self, max_bytes: int | None) -> Upload:
+        """Begin an upload."""
+
+    def writing(self, sealed: SealedUpload) -> AbstractContextManager[ObjectWriter]:
+        """Store a sealed upload for the records that are made in the block; if it raises, remove what is unused."""
+
+    def object_path(self, record: VersionRecord) -> Path:
+        """Return a local file with the object's bytes, which are not verified. It may be gone when it is opened."""
+
+    def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
+        """Stop serving a corrupt object; with `found_in`, only if the object is still that file."""
+
+    def recover(self, record: VersionRecord) -> bool:
+        """Look for an object that was not found once more; True if it is there."""
+
+    def is_quarantined(self, record: VersionRecord) -> bool:
+        """True if a version's object was found corrupt and not replaced since."""
+
+    def reason(self, record: VersionRecord) -> str:
+        """Return why an object is quarantined."""
+
+    def usage(self) -> Usage:
+        """Count the objects."""
+
+    def collect(self, *, dry_run: bool) -> GcReport:
+        """Remove garbage. Raises RegistryError if a record or state is damaged."""
+
+    def remove_abandoned_uploads(self) -> int:
+        """Remove the partial files of uploads whose process has died, and return their number."""
+
+    def check(self) -> CheckReport:
+        """Read and check every file."""

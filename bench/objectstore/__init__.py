@@ -1,0 +1,1 @@
+"""Loads of a delta from a local S3 server: `python -m bench.objectstore`."""

@@ -47,10 +47,11 @@ help:
 	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
+# Without bytecode: Python compiles the modules that it imports, which are a small part of all.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -70,7 +71,7 @@ coverage: $(STAMP)
 check: $(STAMP) monitoring-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 
 # Every name in dashboards and alerts is one of the server's metrics, and the files are those of the source.
 monitoring-check: $(STAMP)

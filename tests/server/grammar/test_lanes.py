@@ -122,6 +122,8 @@ def test_grammars_that_never_return_hold_up_no_other_tenant_and_leave_one_lane(
         hostile = [users.begin(f"hostile-{n % 2}", endless(n)) for n in range(8)]
         await users.until_late(2)
         await users.assert_drawn(drawings, tokens)
+        # On a busy machine an honest call may have been one of the two late ones before.
+        await users.until_late(2)
         assert sum(not lane.on_time.is_set() for lane in users.lanes.lanes) == 2
         assert not any(task.done() for task in hostile)
         await users.lanes.close()

@@ -51,8 +51,10 @@ def demo(
             print(stages.score_table(scores, deltas))
             print()
             print(stages.cold_start_table(cold, full))
-            print(f"\nThe server is at {client.url}. Try:\n")
-            print("\n".join(stages.curl_lines(client.url, models)))
             if keep:
+                print(f"\nThe server is at {client.url}. Try:\n")
+                print("\n".join(stages.curl_lines(client.url, models)))
                 progress("running until Ctrl-C")
                 signal.pause()
+            else:
+                print("\n`peraxis demo --keep` leaves the server running, and prints requests to try.")

@@ -55,7 +55,7 @@ def test_nothing_of_another_project_is_made_by_default() -> None:
     assert not {each["kind"] for each in objects_of("defaults")} & {*KINDS, "Ingress", "ConfigMap", "Job"}
 
 
-def test_prometheus_finds_the_admin_service_and_sends_the_admin_key() -> None:
+def test_prometheus_finds_the_admin_service_and_sends_its_own_key() -> None:
     objects = objects_of("everything")
     monitor = the(objects, "ServiceMonitor")["spec"]
     service = the(objects, "Service", f"{NAME}-admin")
@@ -65,7 +65,7 @@ def test_prometheus_finds_the_admin_service_and_sends_the_admin_key() -> None:
     assert endpoint["path"] == "/metrics"
     assert endpoint["authorization"] == {
         "type": "Bearer",
-        "credentials": {"name": "admin-key", "key": "key"},
+        "credentials": {"name": "metrics-key", "key": "key"},
     }
     # The public Service shows no metrics.
     public = the(objects, "Service")["metadata"]["labels"]

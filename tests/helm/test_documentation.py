@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 import kubernetes_validate
+import pytest
 import yaml
 from typer.main import get_command
 
@@ -118,9 +119,11 @@ def test_the_guide_s_pod_fits_a_restricted_namespace_and_mounts_the_claim_of_the
     assert {"runAsNonRoot", "seccompProfile"} <= pod["spec"]["securityContext"].keys()
 
 
-def test_the_first_key_of_the_guide_is_the_secret_of_the_examples() -> None:
-    secrets = {configurations()[path.stem].get("adminKey", {}).get("secretName") for path in EXAMPLES}
+@pytest.mark.parametrize(("value", "role"), [("adminKey", "admin"), ("metricsKey", "metrics")])
+def test_the_first_keys_of_the_guide_are_the_secrets_of_the_examples(value: str, role: str) -> None:
+    secrets = {configurations()[path.stem].get(value, {}).get("secretName") for path in EXAMPLES}
     (named,) = secrets - {None}
     assert (
-        f"create secret generic {named} --from-file={DEFAULTS['adminKey']['secretKey']}=/dev/stdin" in GUIDE
-    )
+        f"--role {role} | tr -d '\\n' \\\n"
+        f"  | kubectl -n llm create secret generic {named} --from-file={DEFAULTS[value]['secretKey']}=/dev/stdin"
+    ) in GUIDE

@@ -1,4 +1,4 @@
-"""The Job of the first key stores a key that the registry knows in one Secret, once, and may do nothing else."""
+"""The Job of the first keys stores keys that the registry knows in Secrets, once, and may do nothing else."""
 
 from __future__ import annotations
 
@@ -21,44 +21,47 @@ from server.tenants.keys import KeyStore
 from tests.helm.helpers.rendering import NAMESPACE, ROOT, Object, environment, of_kind, rendered, the
 
 JOB = "demo-peraxis-first-key"
-SECRET = "demo-peraxis-admin-key"
-OBJECTS = rendered({"adminKey": {"create": True}})
-PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/{SECRET}"
+ADMIN, METRICS = "demo-peraxis-admin-key", "demo-peraxis-metrics-key"
+OBJECTS = rendered({"adminKey": {"create": True}, "monitoring": {"serviceMonitor": {"enabled": True}}})
+PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/"
 
 
 class KubernetesApi(HTTPServer):
-    """One Secret, as the Kubernetes API shows and changes it."""
+    """Two Secrets, as the Kubernetes API shows and changes them."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Calls)
-        self.secret: dict[str, Any] = {"kind": "Secret"}
+        self.secrets: dict[str, dict[str, Any]] = {PATH + name: {"kind": "Secret"} for name in (ADMIN, METRICS)}
         self.refuses_changes = False
 
-    @property
-    def key(self) -> str:
-        return base64.b64decode(self.secret["data"]["key"]).decode()
+    def key(self, name: str) -> str:
+        return base64.b64decode(self.secrets[PATH + name]["data"]["key"]).decode()
+
+    def put(self, name: str, key: str) -> None:
+        self.secrets[PATH + name]["data"] = {"key": base64.b64encode(key.encode()).decode()}
 
 
 class _Calls(BaseHTTPRequestHandler):
     server: KubernetesApi
 
     def do_GET(self) -> None:
-        self._answer(200 if self.path == PATH and self.headers["Authorization"] == "Bearer a-token" else 403)
+        is_allowed = self.path in self.server.secrets and self.headers["Authorization"] == "Bearer a-token"
+        self._answer(200 if is_allowed else 403)
 
     def do_PATCH(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        is_taken = self.headers["Content-Type"] == "application/merge-patch+json" and self.path == PATH
-        if self.server.refuses_changes or not is_taken:
+        is_taken = self.headers["Content-Type"] == "application/merge-patch+json"
+        if self.server.refuses_changes or not is_taken or self.path not in self.server.secrets:
             self._answer(403)
             return
-        self.server.secret |= json.loads(body)
+        self.server.secrets[self.path] |= json.loads(body)
         self._answer(200)
 
     def log_message(self, *_: object) -> None:
         """Write nothing to the output of the tests."""
 
     def _answer(self, status: int) -> None:
-        content = json.dumps(self.server.secret).encode()
+        content = json.dumps(self.server.secrets.get(self.path)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -102,19 +105,22 @@ def run(api: KubernetesApi, directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_key_in_the_secret_is_an_administrator_s(api: KubernetesApi, tmp_path: Path) -> None:
+def test_the_keys_in_the_secrets_are_an_administrator_s_and_one_for_metrics(
+    api: KubernetesApi, tmp_path: Path
+) -> None:
     done = run(api, tmp_path)
     assert done.returncode == 0, done.stderr
-    caller = asyncio.run(KeyStore(tmp_path / "registry").caller(api.key))
-    assert (caller.tenant.name, caller.roles) == ("ops", frozenset({"admin"}))
-    assert api.key not in done.stdout + done.stderr
+    for name, role in ((ADMIN, "admin"), (METRICS, "metrics")):
+        caller = asyncio.run(KeyStore(tmp_path / "registry").caller(api.key(name)))
+        assert (caller.tenant.name, caller.roles) == ("ops", frozenset({role}))
+        assert api.key(name) not in done.stdout + done.stderr
 
 
 def test_a_secret_that_has_a_key_keeps_it(api: KubernetesApi, tmp_path: Path) -> None:
-    api.secret["data"] = {"key": base64.b64encode(b"mine").decode()}
+    api.put(ADMIN, "mine")
     assert run(api, tmp_path).returncode == 0
-    assert api.key == "mine"
-    assert not (tmp_path / "registry").exists()
+    assert api.key(ADMIN) == "mine"
+    assert [record.roles for record in KeyStore(tmp_path / "registry").records().values()] == [("metrics",)]
 
 
 def test_a_key_that_could_not_be_stored_is_revoked(api: KubernetesApi, tmp_path: Path) -> None:
@@ -123,10 +129,22 @@ def test_a_key_that_could_not_be_stored_is_revoked(api: KubernetesApi, tmp_path:
     assert not KeyStore(tmp_path / "registry").records()
 
 
-def test_the_job_may_read_and_change_its_secret_and_nothing_else() -> None:
+def test_without_a_service_monitor_there_is_no_key_for_metrics() -> None:
+    objects = rendered({"adminKey": {"create": True}})
+    assert [each["metadata"]["name"] for each in of_kind(objects, "Secret")] == [ADMIN]
+    (container,) = the(objects, "Job", JOB)["spec"]["template"]["spec"]["containers"]
+    assert json.loads(environment(container)["KEYS"]) == [["admin", ADMIN, "key"]]
+
+
+def test_the_job_may_read_and_change_its_secrets_and_nothing_else() -> None:
     (role,), (binding,) = of_kind(OBJECTS, "Role"), of_kind(OBJECTS, "RoleBinding")
     assert role["rules"] == [
-        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [SECRET], "verbs": ["get", "patch"]}
+        {
+            "apiGroups": [""],
+            "resources": ["secrets"],
+            "resourceNames": [ADMIN, METRICS],
+            "verbs": ["get", "patch"],
+        }
     ]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     (subject,) = binding["subjects"]
@@ -137,9 +155,10 @@ def test_the_job_may_read_and_change_its_secret_and_nothing_else() -> None:
     )
 
 
-def test_the_chart_renders_the_secret_without_content() -> None:
+@pytest.mark.parametrize("name", [ADMIN, METRICS])
+def test_the_chart_renders_a_secret_without_content(name: str) -> None:
     # An upgrade then leaves what the Job stored, and Helm's own records never hold it.
-    secret = the(OBJECTS, "Secret", SECRET)
+    secret = the(OBJECTS, "Secret", name)
     assert not {"data", "stringData", "immutable"} & secret.keys()
     assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 

@@ -196,7 +196,11 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             {"settings": {"auth": "none", "allow_unauthenticated": True}, "adminKey": {"create": True}},
             ["adminKey.create", "settings.auth"],
         ),
-        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, ["adminKey.secretName"]),
+        ({"monitoring": {"serviceMonitor": {"enabled": True}}}, ["metricsKey.secretName"]),
+        (
+            {"adminKey": {"secretName": "key"}, "monitoring": {"serviceMonitor": {"enabled": True}}},
+            ["metricsKey.secretName", "role metrics"],
+        ),
         ({"compressor": {"enabled": True}}, ["compressor.enabled", "adminKey.secretName"]),
         (
             {"adminKey": {"secretName": "key"}, "compressor": {"enabled": True}},
@@ -327,6 +331,7 @@ def test_the_notes_say_what_is_still_to_do() -> None:
     assert "create secret generic demo-peraxis-admin-key" in text
     assert "is empty" not in notes(configurations()["one-gpu"])
     assert "keys create" not in notes(configurations()["llm-d"])
+    assert "--role metrics" in notes(configurations()["one-gpu"])
     made = notes({"adminKey": {"create": True}})
     assert "keys create" not in made
     assert "get secret demo-peraxis-admin-key -o jsonpath='{.data.key}'" in made

@@ -1,6 +1,6 @@
-"""Make an admin key in the registry and store it in a Secret that exists and is empty. Does nothing if it has one.
+"""Make the first keys in the registry and store each in a Secret that exists. A Secret that has a key keeps it.
 
-Runs in a pod whose account may read and change that one Secret and nothing else. The key is never printed.
+Runs in a pod whose account may read and change those Secrets and nothing else. No key is ever printed.
 """
 
 import base64
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import httpx
 
-REGISTRY = os.environ["PERAXIS_REGISTRY"]
-SECRET_KEY = os.environ["SECRET_KEY"]
+REGISTRY, TENANT = os.environ["PERAXIS_REGISTRY"], os.environ["TENANT"]
 ACCOUNT = Path(os.environ["SERVICE_ACCOUNT"])
-SECRET = f"/api/v1/namespaces/{os.environ['NAMESPACE']}/secrets/{os.environ['SECRET_NAME']}"
+SECRETS = f"/api/v1/namespaces/{os.environ['NAMESPACE']}/secrets"
+# A list of [role, name of the Secret, its field].
+KEYS = json.loads(os.environ["KEYS"])
 TIMEOUT_S = 30
 
 
@@ -25,10 +26,26 @@ def peraxis(*arguments: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def store(api: httpx.Client, key: str) -> None:
-    content = {"data": {SECRET_KEY: base64.b64encode(key.encode()).decode()}}
+def store(api: httpx.Client, path: str, field: str, key: str) -> None:
+    content = {"data": {field: base64.b64encode(key.encode()).decode()}}
     headers = {"Content-Type": "application/merge-patch+json"}
-    api.patch(SECRET, content=json.dumps(content), headers=headers).raise_for_status()
+    api.patch(path, content=json.dumps(content), headers=headers).raise_for_status()
+
+
+def fill(api: httpx.Client, role: str, secret: str, field: str) -> None:
+    path = f"{SECRETS}/{secret}"
+    found = api.get(path).raise_for_status().json()
+    if field in (found.get("data") or {}):
+        print(f"the Secret {secret} has a key", file=sys.stderr)
+        return
+    made = json.loads(peraxis("keys", "create", "--tenant", TENANT, "--role", role))
+    try:
+        store(api, path, field, made["key"])
+    except httpx.HTTPStatusError:
+        # The API refused it, so that the key is stored nowhere. After a broken connection it may be stored.
+        peraxis("keys", "revoke", made["id"])
+        raise
+    print(f"stored key {made['id']} with the role {role} in the Secret {secret}", file=sys.stderr)
 
 
 def main() -> None:
@@ -37,18 +54,8 @@ def main() -> None:
     with httpx.Client(
         base_url=os.environ["API_URL"], headers=headers, verify=trusted, timeout=TIMEOUT_S
     ) as api:
-        found = api.get(SECRET).raise_for_status().json()
-        if SECRET_KEY in (found.get("data") or {}):
-            print("the Secret has a key", file=sys.stderr)
-            return
-        made = json.loads(peraxis("keys", "create", "--tenant", os.environ["TENANT"], "--role", "admin"))
-        try:
-            store(api, made["key"])
-        except httpx.HTTPStatusError:
-            # The API refused it, so that the key is stored nowhere. After a broken connection it may be stored.
-            peraxis("keys", "revoke", made["id"])
-            raise
-    print(f"stored key {made['id']}", file=sys.stderr)
+        for role, secret, field in KEYS:
+            fill(api, role, secret, field)
 
 
 if __name__ == "__main__":

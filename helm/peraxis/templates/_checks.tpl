@@ -69,11 +69,11 @@
 {{- if and .Values.autoscaling.enabled (not .Values.monitoring.serviceMonitor.enabled) -}}
 {{- fail "autoscaling.enabled needs monitoring.serviceMonitor.enabled: without it Prometheus has no peraxis_num_requests_waiting to scale by" -}}
 {{- end -}}
-{{- if and (eq .Values.settings.auth "keys") (not (include "peraxis.adminKeySecret" .)) -}}
-{{- if .Values.monitoring.serviceMonitor.enabled -}}
-{{- fail "monitoring.serviceMonitor.enabled needs adminKey.secretName or adminKey.create: with settings.auth keys, /metrics asks for an admin key" -}}
+{{- if eq .Values.settings.auth "keys" -}}
+{{- if and .Values.monitoring.serviceMonitor.enabled (not (include "peraxis.metricsKeySecret" .)) -}}
+{{- fail "monitoring.serviceMonitor.enabled needs metricsKey.secretName or adminKey.create: with settings.auth keys, /metrics asks for a key of the role metrics" -}}
 {{- end -}}
-{{- if .Values.compressor.enabled -}}
+{{- if and .Values.compressor.enabled (not (include "peraxis.adminKeySecret" .)) -}}
 {{- fail "compressor.enabled needs adminKey.secretName or adminKey.create: with settings.auth keys, publishing asks for a key" -}}
 {{- end -}}
 {{- end -}}

@@ -76,6 +76,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with the key that Prometheus sends; empty where there is none. */}}
+{{- define "peraxis.metricsKeySecret" -}}
+{{- if .Values.adminKey.create -}}
+{{- .Values.metricsKey.secretName | default (printf "%s-metrics-key" (include "peraxis.fullname" .)) -}}
+{{- else -}}
+{{- .Values.metricsKey.secretName -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Seconds that a server takes to end after SIGTERM: the drain, 5 s for the last bytes, and 15 s for its processes. */}}
 {{- define "peraxis.shutdownSeconds" -}}
 {{- add (ceil (.Values.settings.shutdown_timeout | default 30) | int) 20 -}}

@@ -25,6 +25,7 @@ EVERYTHING: Values = {
     "base": {"accessModes": ["ReadWriteMany"], "download": {"repository": "org/model"}},
     "registry": {"accessModes": ["ReadWriteMany"]},
     "adminKey": {"create": True, "secretName": "admin-key"},
+    "metricsKey": {"secretName": "metrics-key"},
     "autoscaling": {"enabled": True},
     "ingress": {"enabled": True, "hosts": [{"host": "a.example", "path": "/", "pathType": "Prefix"}]},
     "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from server.errors import Draining, WorkerDied, WorkerTimeout
 from server.workers.fair_limiter import FairLimiter, Share, tenant_of
 from server.workers.limits import NICENESS, Limits
+from server.workers.replacement import Backoff, Replacement
 from server.workers.worker_main import Reply
 from server.workers.worker_process import WorkerProcess, pack_task
 
@@ -28,7 +29,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerPool:
-    """Worker processes, started when they are needed and replaced when they died.
+    """Worker processes, started when they are needed. One that ended is replaced in the background.
 
     Args:
         num_workers: tasks that run at a time. One share has at most half of them.
@@ -57,6 +58,10 @@ class WorkerPool:
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
         self._spawning: set[asyncio.Task[WorkerProcess]] = set()
+        # The most workers that there were at a time: as many are started again, one after the other.
+        self._num_wanted = 0
+        self._backoff = Backoff()
+        self._replacement: Replacement | None = None
         self._ending: set[asyncio.Task[None]] = set()
         # Made for the first worker. A worker that is killed cannot remove its temporary files.
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -131,6 +136,10 @@ class WorkerPool:
         await asyncio.gather(*self._spawning, return_exceptions=True)
         for worker in list(self._workers):
             self._discard(worker)
+        if self._replacement is not None:
+            # It finds the pool closed, or its worker killed.
+            self._replacement.hurry()
+            await asyncio.wait({self._replacement.task})
         await asyncio.gather(*self._ending)
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
@@ -138,8 +147,8 @@ class WorkerPool:
     async def _take(self, share: Share) -> WorkerProcess:
         """Return an idle worker, or a new one."""
         for worker in [worker for worker in self._idle if not worker.is_usable]:
-            self._discard(worker)
-        worker = self._idle_for(share) or await self._start()
+            self._lose(worker)
+        worker = self._idle_for(share) or await self._new()
         if worker in self._idle:
             self._idle.remove(worker)
         self._workers[worker].append(share)
@@ -157,8 +166,29 @@ class WorkerPool:
         for worker in self._idle:
             if all(tenant_of(other) == tenant_of(share) for other in self._workers[worker]):
                 return worker
-        may_start = len(self._workers) + len(self._spawning) < self._num_workers
+        may_start = self._may_claim() or self._num_started() < self._num_workers
         return None if may_start or not self._idle else self._idle[0]
+
+    async def _new(self) -> WorkerProcess:
+        """Return the worker that is being started in the background, or start one."""
+        if self._replacement is None or not self._may_claim():
+            return await self._start()
+        claim = self._replacement.claim()
+        try:
+            return await claim
+        except asyncio.CancelledError:
+            # It came in the same moment.
+            if claim.done() and not claim.cancelled() and claim.exception() is None:
+                self._give_back(claim.result())
+            raise
+
+    def _may_claim(self) -> bool:
+        return self._replacement is not None and not self._replacement.is_claimed
+
+    def _num_started(self) -> int:
+        """Return the number of workers, those included that are being started or are about to be."""
+        is_to_come = self._replacement is not None and self._replacement.is_asleep
+        return len(self._workers) + len(self._spawning) + is_to_come
 
     async def _start(self) -> WorkerProcess:
         self._check_open()
@@ -193,17 +223,42 @@ class WorkerPool:
         self._spawning.discard(spawning)
         if not spawning.cancelled() and spawning.exception() is None:
             self._workers[spawning.result()] = deque(maxlen=MAX_REMEMBERED)
+            self._num_wanted = min(self._num_workers, max(self._num_wanted, len(self._workers)))
 
     def _discard_spawned(self, spawning: asyncio.Task[WorkerProcess]) -> None:
         if not spawning.cancelled() and spawning.exception() is None:
             self._discard(spawning.result())
 
     def _give_back(self, worker: WorkerProcess) -> None:
+        if not worker.is_usable:
+            self._lose(worker)
         # There is one too many if a task came while `warm` started them.
-        if worker.is_usable and not self._closed and len(self._workers) <= self._num_workers:
-            self._idle.append(worker)
-        else:
+        elif self._closed or len(self._workers) > self._num_workers:
             self._discard(worker)
+        else:
+            self._idle.append(worker)
+
+    def _lose(self, worker: WorkerProcess) -> None:
+        """Forget a worker that ended, and start another in the background."""
+        self._discard(worker)
+        self._backoff.lost()
+        self._replace_lost()
+
+    def _replace_lost(self) -> None:
+        """Start a worker in the background if one is missing, and if none is being started so."""
+        if self._closed or self._replacement is not None or self._num_started() >= self._num_wanted:
+            return
+        self._replacement = Replacement(self._start, self._backoff.pause_s)
+        self._replacement.task.add_done_callback(self._on_replaced)
+
+    def _on_replaced(self, ended: asyncio.Task[WorkerProcess]) -> None:
+        replacement, self._replacement = self._replacement, None
+        if replacement is None or ended.cancelled():
+            return
+        if (worker := replacement.hand_over()) is not None:
+            self._give_back(worker)
+        if ended.exception() is None:
+            self._replace_lost()
 
     def _discard(self, worker: WorkerProcess) -> None:
         """Kill a worker and forget it; the event loop collects its exit status."""

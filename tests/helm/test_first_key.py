@@ -31,7 +31,9 @@ class KubernetesApi(HTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Calls)
-        self.secrets: dict[str, dict[str, Any]] = {PATH + name: {"kind": "Secret"} for name in (ADMIN, METRICS)}
+        self.secrets: dict[str, dict[str, Any]] = {
+            PATH + name: {"kind": "Secret"} for name in (ADMIN, METRICS)
+        }
         self.refuses_changes = False
 
     def key(self, name: str) -> str:

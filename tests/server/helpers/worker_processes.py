@@ -1,8 +1,22 @@
-"""Find the worker processes of a process."""
+"""Find the worker processes of a process, and run a test with a pool of them."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import psutil
+
+from server.workers.limits import Limits
+from server.workers.pool import WorkerPool
+
+WAIT_S = 60.0
+LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)
+
+Body = Callable[[WorkerPool], Awaitable[None]]
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
@@ -12,3 +26,23 @@ def workers_of(pid: int) -> list[psutil.Process]:
         for child in psutil.Process(pid).children()
         if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline()
     ]
+
+
+def with_pool(
+    test: Body, num_workers: int = 2, limits: Limits = LIMITS, loop: Any = asyncio.new_event_loop
+) -> None:
+    """Run `test` with a pool of its own, and check that no worker is left."""
+
+    async def body() -> None:
+        pool = WorkerPool(num_workers, limits)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await test(pool)
+        finally:
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(body())
+    assert not workers_of(os.getpid())
+    # A process that was not waited for warns here, and not in a later test.
+    gc.collect()

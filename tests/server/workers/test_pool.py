@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,35 +19,10 @@ import uvloop
 from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
 from server.workers.limits import Limits
 from server.workers.pool import MAX_WAITING, WorkerPool
-from server.workers.worker_process import WorkerProcess
 from tests.server.helpers import worker_tasks as tasks
-from tests.server.helpers.worker_processes import workers_of
+from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, workers_of
 
-WAIT_S = 60.0
-LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)
 ROOT = Path(__file__).resolve().parents[3]
-
-Body = Callable[[WorkerPool], Awaitable[None]]
-
-
-def with_pool(
-    test: Body, num_workers: int = 2, limits: Limits = LIMITS, loop: Any = asyncio.new_event_loop
-) -> None:
-    """Run `test` with a pool of its own, and check that no worker is left."""
-
-    async def body() -> None:
-        pool = WorkerPool(num_workers, limits)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await test(pool)
-        finally:
-            await pool.close()
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(body())
-    assert not workers_of(os.getpid())
-    # A process that was not waited for warns here, and not in a later test.
-    gc.collect()
 
 
 async def until_exists(path: Path) -> None:
@@ -240,95 +213,6 @@ def test_work_that_kills_its_worker_never_takes_that_of_another_tenant() -> None
     with_pool(test)
 
 
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
-    """Return the workers that are started from now on."""
-    started: list[WorkerProcess] = []
-    spawn = WorkerProcess.spawn
-
-    async def counted(*args: Any) -> WorkerProcess:
-        started.append(await spawn(*args))
-        return started[-1]
-
-    monkeypatch.setattr(WorkerProcess, "spawn", counted)
-    return started
-
-
-async def kill_worker(pool: WorkerPool, share: str = "hostile") -> None:
-    with pytest.raises(WorkerTimeout):
-        await pool.run(share, 0.1, tasks.spin)
-
-
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_killed_worker_is_replaced_without_a_task_that_asks_for_it(
-    loop: Any, starts: list[WorkerProcess]
-) -> None:
-    async def test(pool: WorkerPool) -> None:
-        await kill_worker(pool)
-        while not pool.is_running:
-            await asyncio.sleep(0.002)
-        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
-        assert len(starts) == 2
-
-    with_pool(test, loop=loop)
-
-
-def test_workers_that_end_together_are_all_replaced(starts: list[WorkerProcess]) -> None:
-    async def test(pool: WorkerPool) -> None:
-        await pool.warm()
-        await asyncio.gather(*(kill_worker(pool, share) for share in "ab"))
-        while len(starts) < 4:
-            await asyncio.sleep(0.002)
-        assert await pool.run("c", WAIT_S, tasks.add, 2, 3) == 5
-        assert len(starts) == 4
-
-    with_pool(test)
-
-
-def test_work_that_kills_workers_in_a_row_starts_one_for_each(starts: list[WorkerProcess]) -> None:
-    async def test(pool: WorkerPool) -> None:
-        for _ in range(4):
-            await kill_worker(pool)
-        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
-        assert len(starts) == 5
-
-    with_pool(test)
-
-
-def test_a_cancelled_task_leaves_the_worker_that_it_waited_for_to_the_next(
-    starts: list[WorkerProcess],
-) -> None:
-    async def test(pool: WorkerPool) -> None:
-        await kill_worker(pool)
-        waiting = asyncio.create_task(pool.run("a", WAIT_S, tasks.add, 2, 3))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        assert await pool.run("b", WAIT_S, tasks.add, 2, 3) == 5
-        assert len(starts) == 2
-
-    with_pool(test, num_workers=1)
-
-
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("num_kills", [1, 2])
-@pytest.mark.parametrize("is_awaited", [False, True])
-def test_closing_ends_the_start_of_a_replacement(loop: Any, num_kills: int, is_awaited: bool) -> None:
-    """The first replacement starts at once, and the second after a pause or when a task waits for it."""
-
-    async def test(pool: WorkerPool) -> None:
-        for _ in range(num_kills):
-            await kill_worker(pool)
-        waiting = [asyncio.create_task(pool.run("a", WAIT_S, tasks.add, 2, 3)) for _ in range(is_awaited)]
-        await asyncio.sleep(0)
-        await pool.close()
-        assert not workers_of(os.getpid())
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(result) for result in results] == [Draining] * is_awaited
-
-    with_pool(test, num_workers=1, loop=loop)
-
-
 def test_warm_starts_all_workers_ahead() -> None:
     async def test(pool: WorkerPool) -> None:
         await pool.warm()
@@ -442,7 +326,7 @@ import asyncio, pathlib, sys
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 from tests.server.helpers import worker_tasks as tasks
-from tests.server.helpers.worker_processes import workers_of
+from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, workers_of
 
 async def main():
     pool = WorkerPool(2, Limits(256 << 20, 30.0))

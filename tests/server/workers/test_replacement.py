@@ -1,16 +1,22 @@
-"""Replacements of workers: the pause before their start, and the task that does not wait for it."""
+"""Replacements of workers: the pause before their start, the task that does not wait for it, and a pool with them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
-from server.errors import WorkerKilled
+from server.errors import Draining, WorkerKilled, WorkerTimeout
+from server.workers.pool import WorkerPool
 from server.workers.replacement import CALM_S, MAX_PAUSE_S, Backoff, Replacement
 from server.workers.worker_process import WorkerProcess
+from tests.server.helpers import worker_tasks as tasks
+from tests.server.helpers.worker_processes import WAIT_S, with_pool, workers_of
 
 
 class Clock:
@@ -90,3 +96,92 @@ def test_a_start_that_fails_and_was_not_claimed_is_logged(caplog: pytest.LogCapt
 
     asyncio.run(main())
     assert "it did not start" in caplog.text
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
+    """Return the workers that are started from now on."""
+    started: list[WorkerProcess] = []
+    spawn = WorkerProcess.spawn
+
+    async def counted(*args: Any) -> WorkerProcess:
+        started.append(await spawn(*args))
+        return started[-1]
+
+    monkeypatch.setattr(WorkerProcess, "spawn", counted)
+    return started
+
+
+async def kill_worker(pool: WorkerPool, share: str = "hostile") -> None:
+    with pytest.raises(WorkerTimeout):
+        await pool.run(share, 0.1, tasks.spin)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_killed_worker_is_replaced_without_a_task_that_asks_for_it(
+    loop: Any, starts: list[WorkerProcess]
+) -> None:
+    async def test(pool: WorkerPool) -> None:
+        await kill_worker(pool)
+        while not pool.is_running:
+            await asyncio.sleep(0.002)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+        assert len(starts) == 2
+
+    with_pool(test, loop=loop)
+
+
+def test_workers_that_end_together_are_all_replaced(starts: list[WorkerProcess]) -> None:
+    async def test(pool: WorkerPool) -> None:
+        await pool.warm()
+        await asyncio.gather(*(kill_worker(pool, share) for share in "ab"))
+        while len(starts) < 4:
+            await asyncio.sleep(0.002)
+        assert await pool.run("c", WAIT_S, tasks.add, 2, 3) == 5
+        assert len(starts) == 4
+
+    with_pool(test)
+
+
+def test_work_that_kills_workers_in_a_row_starts_one_for_each(starts: list[WorkerProcess]) -> None:
+    async def test(pool: WorkerPool) -> None:
+        for _ in range(4):
+            await kill_worker(pool)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+        assert len(starts) == 5
+
+    with_pool(test)
+
+
+def test_a_cancelled_task_leaves_the_worker_that_it_waited_for_to_the_next(
+    starts: list[WorkerProcess],
+) -> None:
+    async def test(pool: WorkerPool) -> None:
+        await kill_worker(pool)
+        waiting = asyncio.create_task(pool.run("a", WAIT_S, tasks.add, 2, 3))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert await pool.run("b", WAIT_S, tasks.add, 2, 3) == 5
+        assert len(starts) == 2
+
+    with_pool(test, num_workers=1)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("num_kills", [1, 2])
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_closing_ends_the_start_of_a_replacement(loop: Any, num_kills: int, is_awaited: bool) -> None:
+    """The first replacement starts at once, and the second after a pause or when a task waits for it."""
+
+    async def test(pool: WorkerPool) -> None:
+        for _ in range(num_kills):
+            await kill_worker(pool)
+        waiting = [asyncio.create_task(pool.run("a", WAIT_S, tasks.add, 2, 3)) for _ in range(is_awaited)]
+        await asyncio.sleep(0)
+        await pool.close()
+        assert not workers_of(os.getpid())
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [Draining] * is_awaited
+
+    with_pool(test, num_workers=1, loop=loop)

@@ -137,6 +137,7 @@ def test_a_value_of_another_type_is_named(path: str) -> None:
         ("fullnameOverride", "a" * 41),
         ("image.repository", "registry.example.com/peraxis:0.1.0"),
         ("adminKey.secretKey", "a/b"),
+        ("metricsKey.secretKey", "a/b"),
         ("cache.storageClassName", "Fast SSD"),
         ("ingress.hosts", [{"host": "https://a.example", "path": "/", "pathType": "Prefix"}]),
         ("ingress.tls", [{"secret": "certificate"}]),

@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist workstea
 help:
 	@echo 'make demo      train a small base and three fine-tunes, compress, serve and compare them'
 	@echo 'make test      check, then every test'
-	@echo 'make test-deploy  tests of deployments that take minutes'
+	@echo 'make test-deploy  tests that take minutes: of deployments, and of whole benches'
 	@echo 'make check     formatting, lint and types'
 	@echo 'make hooks     let every commit run the checks'
 	@echo 'make coverage  every test, with the share of branches that they reach'

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.http.__main__ import main
+from bench.http.__main__ import SMALL_SCOPE, main, tiny_model
+from bench.http.subjects import BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, OPEN, SECURED, Sample, Subject
+from bench.http.tables import cpu_table, goal_table, goals, rate_table, results
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def test_streams_of_a_tiny_model_are_measured_over_http(tmp_path: Path) -> None:
+    subjects = tiny_model(tmp_path, SMALL_SCOPE, baseline=None, repeats=1)
+    (found,) = results(subjects)
+    assert (found["who"], found["streams"], found["variants"]) == ("over HTTP", SMALL_SCOPE.num_tiny, 0)
+    (sample,) = found["samples"]
+    assert sample["tokens_per_s"] > 0
+    assert "over HTTP" in rate_table(subjects)
+    assert "µs per token" in cpu_table(subjects)
+
+
+def test_goals_compare_figures_with_their_peers_and_a_missing_baseline_is_not_measured() -> None:
+    names = [
+        (ENGINE, 4),
+        (HTTP, 4),
+        (HTTP, 12),
+        (FREE, 4),
+        (CONSTRAINED, 4),
+        (BESIDE, 4),
+        (OPEN, 4),
+        (SECURED, 4),
+    ]
+    sample = Sample(tokens_per_s=100.0, p50_gap_s=0.1, p99_gap_s=0.1, first_token_s=0.1, cpu_s={})
+    halved = replace(sample, tokens_per_s=50.0)
+    subjects = [
+        Subject(name, streams, 0, lambda: sample, [halved if name == SECURED else sample])
+        for name, streams in names
+    ]
+    assert [(goal["reached"], goal["met"]) for goal in goals(subjects)] == [
+        (1.0, True),
+        (1.0, True),
+        (None, None),
+        (1.0, True),
+        (1.0, True),
+        (0.5, False),
+    ]
+    assert goal_table(subjects).count("not measured") == 1
+
+
+@pytest.mark.deploy
 def test_a_small_run_fills_its_tables_beside_a_baseline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from tests.server.helpers.live_server import live_server
 pytestmark = pytest.mark.timeout(900)
 
 PROMPT = "def main(arguments):"
-# Error of a token's log probability in nats, from rounding to bfloat16 over 22 layers.
+# Error of a token's log probability in nats, from rounding to bfloat16 over 16 layers.
 TOLERANCE = 0.1
 
 
@@ -35,7 +35,8 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) -> None:
-    model = RealModel.of("tinyllama-1.1b")
+    # Of the models of this size, the one whose vocabulary of 128,256 tokens is tied to its head.
+    model = RealModel.of("llama-3.2-1b")
     assert model.num_weights > 1_000_000_000
     base = model.write_base(large / "base")
     flags = [
@@ -64,6 +65,7 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
     assert (found - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.deploy
 def test_the_bench_of_real_models_runs_with_fewer_layers(
     large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,6 @@ from tests.server.helpers.served import Served, generate, make_delta, merged, sa
 NUM_VARIANTS, NUM_REQUESTS = 8, 200
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedFamily:
-    """A base, the artifacts of its variants, and the merged models: the base first, then one per artifact."""
-
-    base: Path
-    artifacts: list[Path]
-    models: list[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request."""
@@ -36,6 +27,22 @@ class Ask:
     variant: int  # 0 is the base
     prompt: tuple[int, ...]
     num_new: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedFamily:
+    """A base, the artifacts of its variants, and the merged models: the base first, then one per artifact."""
+
+    base: Path
+    artifacts: list[Path]
+    models: list[Any]
+    _expected: dict[Ask, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+    def expected(self, ask: Ask) -> tuple[list[int], list[float]]:
+        """Return what `generate` does on the merged model, computed once for the engines of both modes."""
+        if ask not in self._expected:
+            self._expected[ask] = generate(self.models[ask.variant], list(ask.prompt), ask.num_new)
+        return self._expected[ask]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def start_all(served: Served, records: list[VersionRecord | None], requests: lis
 
 
 def check(family: MergedFamily, ask: Ask, got: list[int]) -> None:
-    tokens, margins = generate(family.models[ask.variant], list(ask.prompt), ask.num_new)
+    tokens, margins = family.expected(ask)
     assert same_up_to_a_tie(got, tokens, margins), ask
 
 

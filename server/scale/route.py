@@ -22,6 +22,10 @@ class InvalidReport(PeraxisError):
     """A replica sent routing statistics that are no report: its version differs from the router's."""
 
 
+class PinnedReplicaGone(PeraxisError):
+    """The replica that a call must reach has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The routing of one call.

@@ -14,7 +14,6 @@ slot is free. The offset is the same in every router, so that few replicas cache
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -57,7 +56,7 @@ class _Replica:
     num_others: int  # open requests that other routers sent, at the last report
     num_own: int
     # Variants of requests that were sent since the last report.
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: set[str] = field(default_factory=set)
 
     def num_open(self) -> int:
         return self.num_others + self.num_own
@@ -67,10 +66,10 @@ class _Replica:
 
     def num_loads(self) -> int:
         """Return the loads that are to come, with those that this router's requests have caused."""
-        return self.report.num_loads + len(self.sent.keys() - self.report.resident)
+        return self.report.num_loads + len(self.sent - self.report.resident)
 
     def num_free_slots(self) -> int:
-        return self.report.num_slots - len(self.report.resident | self.sent.keys())
+        return self.report.num_slots - len(self.report.resident | self.sent)
 
 
 class VariantRouter:
@@ -115,7 +114,12 @@ class VariantRouter:
         if known := self._replicas.get(replica):
             known.num_own += 1
             if variant:
-                known.sent[variant] += 1
+                known.sent.add(variant)
+
+    def expect(self, replica: str, variant: str) -> None:
+        """Count a variant as held by a replica until its next report, because a request for it is on its way there."""
+        if known := self._replicas.get(replica):
+            known.sent.add(variant)
 
     def ended(self, replica: str) -> None:
         """Count the end of a request; a replica that is gone is ignored."""

@@ -74,6 +74,15 @@ def test_a_burst_for_one_cold_variant_loads_it_on_one_replica() -> None:
     assert chosen.ranked("v")[0] == first
 
 
+def test_a_variant_that_is_on_its_way_draws_others_until_the_next_report() -> None:
+    chosen = router(*(report(name) for name in "abcd"))
+    last = chosen.ranked("v")[-1]
+    chosen.expect(last, "v")
+    assert chosen.ranked("v")[0] == last
+    chosen.observe(report(last))
+    assert chosen.ranked("v")[-1] == last
+
+
 def test_two_routers_choose_the_same_replica_for_a_cold_variant_and_spread_many() -> None:
     names = [f"replica-{number}" for number in range(8)]
     one, other = (router(*(report(name) for name in names)) for _ in range(2))

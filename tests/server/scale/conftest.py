@@ -1,0 +1,29 @@
+"""One local Ray for all tests of this folder, because it takes seconds to start."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+# Before ray is imported.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_AUTH_MODE"] = "disabled"
+# Seconds between what handles and replicas tell the autoscaler, so that its tests need not wait.
+os.environ["RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"
+os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"
+
+
+@pytest.fixture(scope="session")
+def serve_port() -> Iterator[int]:
+    """Yield the port of Serve's proxy in a Ray of its own."""
+    pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'")
+    from tests.server.scale.helpers.local_ray import local_ray
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    with local_ray(port):
+        yield port

@@ -156,7 +156,7 @@ class HostCache:
             buffer.copy = HostCopy(record, layout, buffer.memory)
             self._kept[record.digest] = buffer
             self._num_kept_bytes += buffer.num_bytes
-            self._metrics.arrived(record, "host")
+            self._metrics.arrived(record.digest, "host")
             self._publish()
 
     def drop(self, digest: str, reason: str) -> None:
@@ -166,7 +166,7 @@ class HostCache:
                 return
             assert buffer.copy is not None
             self._num_kept_bytes -= buffer.num_bytes
-            self._metrics.evicted(buffer.copy.record, "host", reason)
+            self._metrics.evicted(digest, "host", reason)
             self._publish()
             buffer.copy = None
             self._free_if_unused(buffer)

@@ -12,7 +12,7 @@ middle of a step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -20,8 +20,9 @@ from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
 from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import Fetcher
-from server.deltas.residency_metrics import ResidencyMetrics
+from server.deltas.residency_metrics import ResidencyMetrics, WantingVersion
 from server.deltas.resident import ResidentDelta, Slot
+from server.deltas.wanted import WantedDeltas
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.messages import Level
 
@@ -69,8 +70,7 @@ class Residency:
         self._free = list(reversed(slots))
         self._entries: OrderedDict[str, _SlotEntry] = OrderedDict()  # by digest, least recently used first
         self._records: dict[str, _RetainedRecord] = {}
-        # Labels of the versions that want a delta, by its digest.
-        self._wanted: dict[str, set[str]] = {}
+        self._wanted = WantedDeltas(metrics)
         self._fetcher = fetcher
         self._cache = fetcher.cache
         self._metrics = metrics
@@ -84,7 +84,7 @@ class Residency:
         The scheduler asks for deltas by digest alone. Each request and each call for a delta retains its record while
         it waits or runs. The bytes of the delta are not kept by this. From now on the version wants its delta.
         """
-        self._wanted.setdefault(record.digest, set()).add(record.label)
+        self._wanted.add(record)
         self._records.setdefault(record.digest, _RetainedRecord(record)).num_users += 1
 
     def forget(self, digest: str) -> None:
@@ -139,7 +139,7 @@ class Residency:
         ended = [e for e in self._entries.values() if e.delta is None and e.fetch.done()]
         if ended:
             # A load drives other deltas out of slots and, on its thread, out of the host cache.
-            for digest in list(self._wanted):
+            for digest in self._wanted.digests():
                 self._forget_absent(digest)
         for entry in ended:
             error = entry.fetch.exception()
@@ -170,13 +170,12 @@ class Residency:
 
         Return False if the delta is in use, loading or waited for, and nothing was changed: call again.
         """
-        wanting = self._wanted.get(record.digest, set())
-        if wanting - {record.label}:
-            wanting.discard(record.label)
+        if self._wanted.is_wanted_besides(record.digest, record.label):
+            self._wanted.remove(record.digest, record.label)
             return True
         if record.digest in self._records or not self.evict(record.digest, "unload"):
             return False
-        self._wanted.pop(record.digest, None)
+        self._wanted.forget(record.digest)
         return True
 
     def pin(self, record: VersionRecord) -> None:
@@ -216,7 +215,7 @@ class Residency:
 
     def is_wanted(self, digest: str, label: str) -> bool:
         """Return whether the version of this label wants its delta."""
-        return label in self._wanted.get(digest, ())
+        return self._wanted.is_wanted_by(digest, label)
 
     def has_pin(self, digest: str, label: str) -> bool:
         """Return whether the version of this label pins its delta."""
@@ -229,6 +228,10 @@ class Residency:
         copies = [record for record in self._cache.records() if record.digest not in self._resident]
         return (*copies, *resident)
 
+    def wanting(self, digest: str) -> Mapping[str, WantingVersion]:
+        """Return versions that want a delta, by label: one if any does, and others within a bound over all deltas."""
+        return self._wanted.listed(digest)
+
     def pinned_records(self) -> tuple[VersionRecord, ...]:
         """Return every version that pins its delta, in the order of the deltas' last use."""
         return tuple(record for entry in self._entries.values() for record in entry.pins.values())
@@ -240,7 +243,7 @@ class Residency:
     def _forget_absent(self, digest: str) -> None:
         """Forget which versions want a delta that has left memory and that nothing waits for."""
         if digest not in self._entries and digest not in self._records and not self._cache.holds(digest):
-            self._wanted.pop(digest, None)
+            self._wanted.forget(digest)
 
     def _take_slot(self) -> Slot | None:
         if not self._free:
@@ -254,7 +257,7 @@ class Residency:
 
     def _evict_from_slot(self, entry: _SlotEntry, reason: str) -> None:
         self._free_slot(entry)
-        self._metrics.evicted(entry.record, "device", reason)
+        self._metrics.evicted(entry.record.digest, "device", reason)
 
     def _free_slot(self, entry: _SlotEntry) -> None:
         del self._entries[entry.record.digest]
@@ -270,4 +273,6 @@ class Residency:
         )
         self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pins)
         self._metrics.slots(len(self._entries), len(self._pinned), len(self._resident))
-        self._metrics.pinned(self._pinned)
+        self._metrics.pinned(
+            (digest, record.name) for digest, entry in self._entries.items() for record in entry.pins.values()
+        )

@@ -33,18 +33,22 @@ def states_of(
 
 
 def residents(residency: Residency, in_use: Iterable[VersionRecord]) -> tuple[Resident, ...]:
-    """Return the deltas in memory with the pins and requests of all their versions, least recently used first."""
-    counts = Counter(record.digest for record in in_use)
+    """Return the versions that want a delta in memory, by the delta's last use, the least recent first.
+
+    Each delta has one at least; `Residency.wanting` bounds the number of all.
+    """
+    counts = Counter(record.label for record in in_use)
     return tuple(
         Resident(
-            record.tenant,
-            record.name,
-            record.version,
+            version.tenant,
+            version.name,
+            version.version,
             record.digest,
             record.device_bytes,
             DeltaState(
-                residency.level_of(record.digest), residency.is_pinned(record.digest), counts[record.digest]
+                residency.level_of(record.digest), residency.has_pin(record.digest, label), counts[label]
             ),
         )
         for record in residency.records()
+        for label, version in residency.wanting(record.digest).items()
     )

@@ -45,7 +45,7 @@ class Statistics:
 
         Args:
             snapshot: the metrics of the whole server.
-            residents: the deltas in memory.
+            residents: the versions that want a delta in memory.
             monotonic_s: the time on a clock that never goes back.
             at: the time in seconds since 1970.
         """

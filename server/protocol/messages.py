@@ -93,7 +93,7 @@ class MetricsQuery(Struct, frozen=True, tag=True):
 
 
 class ResidentsQuery(Struct, frozen=True, tag=True):
-    """Ask for the deltas in memory. Answered by a ResidentsAnswer."""
+    """Ask for the versions that want a delta in memory. Answered by a ResidentsAnswer."""
 
     call_id: int
 
@@ -159,7 +159,7 @@ class CallDone(Struct, frozen=True, tag=True):
 
 
 class DeltaState(Struct, frozen=True, array_like=True):
-    """The place of one delta, and its users: those of one version in a ResidencyAnswer, of all in a Resident."""
+    """The level of a version's delta, and the version's pin and requests."""
 
     level: Level  # of one version: "disk" unless that version wants its delta
     is_pinned: bool
@@ -174,7 +174,7 @@ class ResidencyAnswer(Struct, frozen=True, tag=True):
 
 
 class Resident(Struct, frozen=True, array_like=True):
-    """A delta in a slot or in the host cache, and one version that has it."""
+    """A version that wants its delta, which is in a slot or in the host cache; others may want the same one."""
 
     tenant: str
     name: str

@@ -6,9 +6,10 @@ from msgspec import Struct
 
 
 class VariantStats(Struct, frozen=True, kw_only=True):
-    """A delta in device or host memory. Its rates are those of all versions of its variant.
+    """A version that wants its delta, which is in device or host memory; versions of one digest share its bytes.
 
-    `level` is ``device`` or ``host``; `num_requests` are admitted and not answered in full.
+    `level` is ``device`` or ``host``; `num_requests` are admitted and not answered in full. `pinned` and
+    `num_requests` are the version's own, and the rates those of all versions of its variant.
     """
 
     tenant: str

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, InvalidRequest
+from server.metrics.labels import MAX_LABEL_VALUES
 from tests.server.helpers.residency import WAIT_S, ResidencyHarness, block_disk, running_residency
 
 
@@ -291,6 +294,60 @@ def test_routers_see_each_adapter_in_memory_once_at_its_best_level(harness: Resi
     for record in records[:2]:
         harness.residency.evict(record.digest, "unload")
     assert loaded_adapters(harness) == on_gpu
+
+
+def same_bytes(record: VersionRecord, name: str, tenant: str = "default") -> VersionRecord:
+    return dataclasses.replace(record, name=name, tenant=tenant)
+
+
+def test_each_variant_that_wants_a_delta_is_shown_and_not_only_the_one_that_began_its_load(
+    harness: ResidencyHarness,
+) -> None:
+    first = harness.publish("first", seed=1)
+    second = same_bytes(first, "second", "acme")
+    harness.load(first)
+    harness.residency.retain(second)
+    series = [{"variant": label, "level": "device"} for label in ("default/first", "acme/second")]
+    assert [harness.metric("variant_resident", **labels) for labels in series] == [1, 1]
+    harness.residency.pin(second)
+    assert loaded_adapters(harness) == {("first", "gpu", "false"), ("second", "gpu", "true")}
+    assert harness.residency.unload(first)
+    assert [harness.metric("variant_resident", **labels) for labels in series] == [None, 1]
+    assert loaded_adapters(harness) == {("second", "gpu", "true")}
+    assert harness.metric("variants_resident", level="device") == 1
+
+
+def test_versions_of_one_variant_with_the_same_bytes_are_one_series(harness: ResidencyHarness) -> None:
+    first = harness.publish("v", seed=1)
+    second = dataclasses.replace(first, version=2)
+    harness.load(first)
+    harness.residency.retain(second)
+    assert [version.version for version in harness.residency.wanting(first.digest).values()] == [1, 2]
+    assert harness.residency.unload(first)
+    assert harness.metric("variant_resident", variant="default/v", level="device") == 1
+    assert loaded_adapters(harness) == {("v", "gpu", "false")}
+
+
+def test_a_delta_that_thousands_of_versions_want_does_not_flood_what_is_shown(
+    harness: ResidencyHarness,
+) -> None:
+    shared, other = harness.publish("shared", seed=1), harness.publish("another", seed=2)
+    harness.load(shared, other)
+    records = [same_bytes(shared, f"v{number}") for number in range(2000)]
+    for record in records:
+        harness.residency.retain(record)
+    # Each delta shows one variant, and all deltas together so many more.
+    assert len(loaded_adapters(harness)) == MAX_LABEL_VALUES + 2
+    assert len(harness.residency.wanting(shared.digest)) == MAX_LABEL_VALUES + 1
+    harness.residency.retain(same_bytes(other, "late"))
+    assert [version.name for version in harness.residency.wanting(other.digest).values()] == ["another"]
+    assert all(harness.residency.is_wanted(record.digest, record.label) for record in records)
+    # One that was not shown takes the place of one that was.
+    assert harness.residency.unload(records[0])
+    assert len(harness.residency.wanting(shared.digest)) == MAX_LABEL_VALUES + 1
+    for record in (shared, *records[1:]):
+        assert harness.residency.unload(record) or record is records[-1]
+    assert list(harness.residency.wanting(shared.digest)) == [records[-1].label]
 
 
 def test_closing_lets_the_running_load_end_and_leaves_no_thread(

@@ -213,9 +213,9 @@ def test_every_http_process_lists_what_one_of_them_has_loaded(lora: LoraServer) 
 
 
 def test_routers_read_what_is_loaded_from_vllms_metrics(lora: LoraServer) -> None:
-    # The series names the version that began the load, also for others of the same bytes.
-    lora.server.unload_all()
-    lora.load("measured", "plain.safetensors")
+    # Of the same bytes.
+    for name in ("loader", "measured"):
+        lora.load(name, "plain.safetensors")
     lines = lora.server.client.get("/metrics").text.splitlines()
     loaded = next(
         line for line in lines if line.startswith("vllm:lora_adapter_loaded{") and "measured" in line
@@ -223,9 +223,11 @@ def test_routers_read_what_is_loaded_from_vllms_metrics(lora: LoraServer) -> Non
     assert 'level="gpu"' in loaded
     assert loaded.endswith(" 1.0")
     assert any(line.startswith("vllm:lora_requests_info{") and 'max_lora="2"' in line for line in lines)
+    assert any(line.startswith("vllm:lora_adapter_loaded{") and "loader" in line for line in lines)
     sizes = next(line for line in lines if line.startswith("vllm:cache_config_info{"))
     assert 'block_size="16"' in sizes
-    lora.unload("measured")
+    for name in ("loader", "measured"):
+        lora.unload(name)
 
 
 def test_without_the_setting_the_calls_do_not_exist_and_all_variants_are_listed(

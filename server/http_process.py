@@ -94,7 +94,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     ProcessCollector(registry=metrics.registry)
     engine = EngineClient(config.identity)
-    registry = Registry(settings.registry)
+    registry = Registry(settings.registry, make=False)
     service = Service(settings, registry, metrics, engine, supervisor)
     obeying = asyncio.create_task(supervisor.obey(service))
     obeying.add_done_callback(lambda _: stopped.set())

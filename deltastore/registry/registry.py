@@ -49,19 +49,22 @@ class Registry:
     may be retried.
     """
 
-    def __init__(self, place: Path | Backend, storage: Storage | None = None) -> None:
-        """Open a registry and create what it lacks.
+    def __init__(self, place: Path | Backend, storage: Storage | None = None, *, make: bool = True) -> None:
+        """Open a registry.
 
         Args:
             place: Its directory, or another store.
             storage: Changes the files of a directory.
+            make: Create what is missing. Without it, nothing is read or written now: a process that another one has
+                started must neither wait for a volume that hangs, nor make a registry where a volume is gone.
         """
         backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
         self._backend: Backend = backend
         self._files = backend.files
         self._claims = Claims(self._files)
         self._listing = Listing(self._files)
-        backend.prepare()
+        if make:
+            backend.prepare()
 
     @property
     def root(self) -> Path:

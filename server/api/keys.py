@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 
 from server.api.bodies import json_body
 from server.api.json_replies import JsonReply
@@ -24,7 +24,7 @@ async def create_key(
     body: Annotated[KeyBody, Depends(json_body(KeyBody))], service: ServiceDep, auditor: AuditorDep
 ) -> Response:
     """Make a key: 201 with its text, which is never shown again."""
-    made = await run_in_threadpool(_create, service.keys, auditor, body)
+    made = await service.volume.run_long(partial(_create, service.keys, auditor, body))
     reply = {"key": made.text, **key_document(made.id, made.record)}
     return JsonReply(reply, 201, headers={"Cache-Control": "no-store"})
 
@@ -32,14 +32,14 @@ async def create_key(
 @router.get("")
 async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> dict[str, Any]:
     """List every key, or one tenant's, oldest first, without its text."""
-    records = await run_in_threadpool(service.keys.records, query.tenant)
+    records = await service.volume.run_long(partial(service.keys.records, query.tenant))
     return {"keys": [key_document(key_id, record) for key_id, record in records.items()]}
 
 
 @router.delete("/{key_id}")
 async def revoke_key(key_id: str, service: ServiceDep, auditor: AuditorDep) -> dict[str, Any]:
     """Revoke a key. Every server on the registry refuses it within a second."""
-    await run_in_threadpool(service.keys.revoke, auditor, key_id)
+    await service.volume.run_long(partial(service.keys.revoke, auditor, key_id))
     return {"id": key_id, "revoked": True}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry.records import VersionRecord
 from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/models")
 @router.get("")
 async def list_models(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`."""
-    records = await run_in_threadpool(_usable, service, tenant)
+    records = await service.volume.run_long(partial(_usable, service, tenant))
     if service.settings.compat == "vllm-lora":
         cards = [_loaded_card(service, loaded) for loaded in await loaded_versions(service, tenant, records)]
     else:
@@ -36,9 +36,7 @@ async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> d
     reference = Reference.parse(model_id)
     record = None
     if reference.name is not None:
-        record = await run_in_threadpool(
-            service.registry.resolve, tenant.name, reference.name, reference.version
-        )
+        record = await service.resolutions.resolve(tenant.name, reference.name, reference.version)
     return _card(service, model_id, record)
 
 

@@ -17,9 +17,9 @@ from typing import Annotated, ParamSpec, Protocol, TypeVar
 from fastapi import Depends, Request
 
 from deltastore.base.base import Base
-from deltastore.errors import PeraxisError, shown
+from deltastore.errors import BaseMismatch, PeraxisError, shown
 from deltastore.registry import Registry
-from deltastore.registry.records import is_name
+from deltastore.registry.records import VersionRecord, is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
 from server.api.artifacts.source_jobs import SourceJobs
@@ -43,6 +43,7 @@ from server.text.service import TextService, text_pool
 from server.tracing.opening import open_spans
 from server.volume.calls import RegistryCalls
 from server.volume.probe import probe
+from server.volume.resolutions import Resolutions
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Service:
         self.settings = settings
         self.registry = registry
         self.volume = RegistryCalls(str(registry.root), partial(probe, registry))
+        self.resolutions = Resolutions(registry, self.volume, self._is_in_memory)
         self.keys = KeyStore(registry.root, calls=self.volume)
         self.audit_log = AuditLog(registry.root)
         self.metrics = metrics
@@ -128,7 +130,7 @@ class Service:
         pool, embedding = self._text_workers, base.embedding
         num_embeddings = base.shapes[embedding or ""][0]
         self._text = await asyncio.to_thread(
-            TextService, self.settings.base, self.registry, pool, embedding, num_embeddings
+            TextService, self.settings.base, self.registry, self.volume, pool, embedding, num_embeddings
         )
         self._warming = asyncio.create_task(self._warm())
         await self._remove_abandoned_uploads()
@@ -159,6 +161,19 @@ class Service:
         self.check_admitting()
         self.engine.check_ready()
         _ = self.text
+
+    def check_base(self, record: VersionRecord) -> None:
+        """Raise BaseMismatch if a version was made from another base than this server runs."""
+        base = self.engine.facts.base
+        if record.base_fingerprint != base.fingerprint:
+            raise BaseMismatch(
+                f"version {record.version} of {record.name!r} was made from another base than {base.id}, which this "
+                "server runs: send the request to a server with its base, or compress it again from this one"
+            )
+
+    async def _is_in_memory(self, record: VersionRecord) -> bool:
+        (state,) = await self.engine.residency_of((record,))
+        return state.level != "disk"
 
     async def _remove_abandoned_uploads(self) -> None:
         """Remove what processes that were killed had received, of this server or of another one."""

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
-
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.api.outputs.request_events import RequestEvents
@@ -126,7 +124,8 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
 
     Raises:
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
-        VariantNotFound, VariantQuarantined: the version cannot be served.
+        VariantNotFound, VariantQuarantined, BaseMismatch: the version cannot be served.
+        RegistryUnavailable: the registry cannot be asked, and the version is not in memory.
         RateLimited: the tenant is over a limit.
         InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
             its output cannot be used.
@@ -213,10 +212,17 @@ def _traceparent() -> str | None:
 
 
 async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:
-    """Return the version that a client names, or None for the base; raises VariantNotFound."""
+    """Return the version that a client names, or None for the base.
+
+    Raises:
+        VariantNotFound, VariantQuarantined, RegistryUnavailable: as `Resolutions.resolve` does.
+        BaseMismatch: it was made from another base.
+    """
     if reference.name is None:
         return None
-    return await run_in_threadpool(service.registry.resolve, tenant.name, reference.name, reference.version)
+    record = await service.resolutions.resolve(tenant.name, reference.name, reference.version)
+    service.check_base(record)
+    return record
 
 
 def version_headers(variant: str, record: VersionRecord | None) -> dict[str, str]:

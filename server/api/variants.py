@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import Variant
@@ -52,14 +51,16 @@ async def upload(
 @router.get("")
 async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List every variant of the tenant."""
-    variants = await run_in_threadpool(service.registry.variants, tenant.name)
+    variants = await service.volume.run_long(partial(service.registry.variants, tenant.name))
     return {"variants": await _documents(service, variants)}
 
 
 @router.get("/{name}")
 async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """Show one variant: its versions and the level of each."""
-    return await _document(service, await run_in_threadpool(service.registry.variant, tenant.name, name))
+    return await _document(
+        service, await service.volume.run_long(partial(service.registry.variant, tenant.name, name))
+    )
 
 
 @router.patch("/{name}")
@@ -71,10 +72,10 @@ async def change_variant(
 ) -> dict[str, Any]:
     """Promote or roll back, or make the variant public or private. Running requests keep their digest."""
     if body.active is not None:
-        await run_in_threadpool(changes.promote, name, body.active)
+        await service.volume.run_long(partial(changes.promote, name, body.active))
     if body.visibility is not None:
-        await run_in_threadpool(changes.set_visibility, name, body.visibility)
-    variant = await run_in_threadpool(service.registry.variant, changes.tenant.name, name)
+        await service.volume.run_long(partial(changes.set_visibility, name, body.visibility))
+    variant = await service.volume.run_long(partial(service.registry.variant, changes.tenant.name, name))
     return await _document(service, variant)
 
 
@@ -83,7 +84,7 @@ async def delete(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    deleted = await run_in_threadpool(changes.delete, name, query.version)
+    deleted = await service.volume.run_long(partial(changes.delete, name, query.version))
     for record in deleted.records:
         _log_failure(service.engine.load("unload", record), "unload", record)
     return {"name": name, "deleted": deleted.versions}
@@ -95,6 +96,7 @@ async def load(
 ) -> dict[str, Any]:
     """Load a version into a slot before a request needs it."""
     record = await _resolve(service, tenant, name, query)
+    service.check_base(record)
     return await _status_after(service, record, "load")
 
 
@@ -113,8 +115,9 @@ async def pin(
 ) -> dict[str, Any]:
     """Load a version and never evict it."""
     record = await _resolve(service, changes.tenant, name, query)
+    service.check_base(record)
     status = await _status_after(service, record, "pin")
-    await run_in_threadpool(changes.note, "pin", record)
+    await service.volume.run_long(partial(changes.note, "pin", record))
     return status
 
 
@@ -125,7 +128,7 @@ async def unpin(
     """Allow eviction of a pinned version again, unless another variant of the same bytes is pinned."""
     record = await _resolve(service, changes.tenant, name, query)
     status = await _status_after(service, record, "unpin")
-    await run_in_threadpool(changes.note, "unpin", record)
+    await service.volume.run_long(partial(changes.note, "unpin", record))
     return status
 
 
@@ -147,8 +150,7 @@ async def download(
 
 async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:
     """Return a version of the tenant's own variant: another tenant's public one is as absent here as a private one."""
-    resolve = partial(service.registry.resolve, tenant.name, name, query.version, owned=True)
-    return await run_in_threadpool(resolve)
+    return await service.resolutions.resolve(tenant.name, name, query.version, owned=True)
 
 
 async def _status_after(service: Service, record: VersionRecord, action: LoadAction) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
         # Deferred, because it imports torch and transformers: clients can already connect.
         with without_collection():
             from server.engine.build import build_engine
-        engine = build_engine(settings, Registry(settings.registry), metrics, socket, stopping)
+        engine = build_engine(settings, Registry(settings.registry, make=False), metrics, socket, stopping)
         freeze_startup_objects()
         engine.run(stopping)
     except Draining:

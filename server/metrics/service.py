@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from typing import NamedTuple
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.reports import Usage
 from deltastore.registry.variants import Variant
@@ -26,11 +26,13 @@ class RegistryState(NamedTuple):
 
 
 def read_registry(registry: Registry) -> RegistryState | None:
-    """Return the registry's state; None, with a line in the log, if it cannot be read. Reads files."""
+    """Return the registry's state; None if it cannot be read. Reads files."""
     try:
         return RegistryState(registry.usage(), tuple(registry.variants()))
     except PeraxisError as error:
-        log.error("metrics without the registry: %s", error)
+        # The watch of the registry's calls logs a volume that fails.
+        if not isinstance(error, RegistryUnavailable):
+            log.error("metrics without the registry: %s", error)
         return None
 
 

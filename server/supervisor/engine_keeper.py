@@ -9,10 +9,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.frontend.engine_client import EngineClient
@@ -21,6 +22,7 @@ from server.settings import Settings
 from server.supervisor.child_process import ChildProcess
 from server.supervisor.restarts import Restarts
 from server.supervisor.signals import first_of
+from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +42,14 @@ class EngineKeeper:
         self,
         settings: Settings,
         registry: Registry,
+        calls: RegistryCalls,
         directory: Path,
         on_engine: Callable[[str | None], None],
     ) -> None:
         self.client = EngineClient("supervisor")
         self._settings = settings
         self._registry = registry
+        self._calls = calls
         self._directory = directory
         self._on_engine = on_engine
         self._restarts = Restarts("the engine", settings.max_restarts)
@@ -131,15 +135,22 @@ class EngineKeeper:
 
     async def _unpin_deleted(self) -> None:
         """Unload, and so unpin, versions that were deleted, by this server or by another one on the same registry."""
-        pinned = self.client.pinned
         try:
-            exist = await asyncio.to_thread(lambda: [self._registry.is_live(record) for record in pinned])
+            deleted = await self._calls.run(partial(_deleted, self._registry, self.client.pinned))
+            # Again, because the volume may have vanished in the middle of the first look. Then the second one fails.
+            deleted = await self._calls.run(partial(_deleted, self._registry, deleted))
+        except RegistryUnavailable:
+            # The calls' watch logs it. The pins stay.
+            return
         except PeraxisError as error:
             log.warning("pinned versions are not checked: %s", error)
             return
-        for record, exists in zip(pinned, exist, strict=True):
-            if not exists:
-                self.client.load("unload", record).add_done_callback(_log_failure)
+        for record in deleted:
+            self.client.load("unload", record).add_done_callback(_log_failure)
+
+
+def _deleted(registry: Registry, records: Collection[VersionRecord]) -> list[VersionRecord]:
+    return [record for record in records if not registry.is_live(record)]
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

@@ -7,10 +7,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, RegistryUnavailable
 from deltastore.registry import Registry
 from server.frontend.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
@@ -20,6 +21,7 @@ from server.metrics.snapshot import Snapshot, take_snapshot
 from server.metrics.stats import Statistics
 from server.protocol.messages import Resident
 from server.protocol.stats import ServerStats
+from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,11 @@ ENGINE, SUPERVISOR = "engine", "supervisor"
 class ProcessMetrics:
     """The metrics of a server whose processes come and go."""
 
-    def __init__(self, registry: Registry, engine: EngineClient) -> None:
+    def __init__(self, registry: Registry, calls: RegistryCalls, engine: EngineClient) -> None:
         self.aggregator = Aggregator()
         self._registry = registry
+        self._calls = calls
+        self._has_answered = True
         self._reading: asyncio.Task[RegistryState | None] | None = None
         self._engine = engine
         self._own = CollectorRegistry()
@@ -89,11 +93,19 @@ class ProcessMetrics:
         """Read the registry; None if it cannot be read, or if its file system does not answer within `COLLECT_S`."""
         # At most one thread waits for a file system that hangs.
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(asyncio.to_thread(read_registry, self._registry))
+            self._reading = asyncio.create_task(self._read_registry())
             await asyncio.wait([self._reading], timeout=COLLECT_S)
             if self._reading.done():
+                self._has_answered = True
                 return self._reading.result()
-        log.error("metrics without the registry: it does not answer within %g s", COLLECT_S)
+        if self._has_answered:
+            log.error("metrics without the registry: it does not answer within %g s", COLLECT_S)
+        self._has_answered = False
+        return None
+
+    async def _read_registry(self) -> RegistryState | None:
+        with contextlib.suppress(RegistryUnavailable):
+            return await self._calls.run_long(partial(read_registry, self._registry))
         return None
 
     async def _residents(self) -> tuple[Resident, ...]:

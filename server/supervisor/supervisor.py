@@ -76,9 +76,9 @@ class Supervisor:
         self._url = url_of(sockets[0])
         self._is_announced = False
         registry = Registry(settings.registry)
-        self._engine = EngineKeeper(settings, registry, runtime, self._on_engine)
-        self._metrics = ProcessMetrics(registry, self._engine.client)
         calls = RegistryCalls(str(registry.root), partial(probe, registry))
+        self._engine = EngineKeeper(settings, registry, calls, runtime, self._on_engine)
+        self._metrics = ProcessMetrics(registry, calls, self._engine.client)
         limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
         shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
         self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)

@@ -20,6 +20,7 @@ from server.text.staging import StagedVersion, Staging
 from server.text.variant_text import TextFacts, VariantText
 from server.text.variant_work import WORK_LIMITS, VariantWork
 from server.text.worker_tasks import WORKER_MODULES, Generation, probe, read_generation, with_tokenizer
+from server.volume.calls import RegistryCalls
 from server.workers.pool import WorkerPool
 
 # Of chat templates and other facts of variants.
@@ -39,6 +40,7 @@ class TextService:
 
     Args:
         base_dir: the base's checkpoint, whose files are trusted.
+        calls: reads files of variants.
         pool: a pool of `text_pool`.
         embedding: the name of the base's input embedding.
         num_embeddings: its rows.
@@ -51,6 +53,7 @@ class TextService:
         self,
         base_dir: Path,
         registry: Registry,
+        calls: RegistryCalls,
         pool: WorkerPool,
         embedding: str | None,
         num_embeddings: int,
@@ -65,7 +68,7 @@ class TextService:
             raise NotServable(str(error)) from error
         self._base = LocalTokenizer(loaded)
         self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_template)
-        self._staging = Staging(base_dir, registry)
+        self._staging = Staging(base_dir, registry, calls)
         self._facts: OrderedDict[str, TextFacts] = OrderedDict()
         self._reading: SingleFlight[TextFacts] = SingleFlight()
         self._works: OrderedDict[tuple[str, str], VariantWork] = OrderedDict()

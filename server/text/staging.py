@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deltastore.format.manifest import GENERATION_FILE
@@ -25,6 +26,7 @@ from server.text.files import (
     without_template,
     write_tokenizer,
 )
+from server.volume.calls import RegistryCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,10 @@ class Staging:
         OSError: the base's tokenizer files cannot be read.
     """
 
-    def __init__(self, base_dir: Path, registry: Registry) -> None:
+    def __init__(self, base_dir: Path, registry: Registry, calls: RegistryCalls) -> None:
         self.base_dir = base_dir
         self._registry = registry
+        self._calls = calls
         self._base_files = read_tokenizer_files(base_dir)
         # By label, not by digest: errors name the version, and another tenant may have the same bytes.
         self._tasks: dict[str, asyncio.Task[StagedVersion]] = {}
@@ -75,10 +78,11 @@ class Staging:
             VariantNotFound: the object is gone.
             VariantQuarantined: the object is corrupt; it was quarantined.
             ArtifactError: a file is too large.
+            RegistryUnavailable: the registry cannot be read.
         """
         label = record.label
         if label not in self._tasks:
-            self._tasks[label] = asyncio.create_task(asyncio.to_thread(self._stage, record))
+            self._tasks[label] = asyncio.create_task(self._calls.run_long(partial(self._stage, record)))
             self._num_users[label] = 0
         task = self._tasks[label]
         self._num_users[label] += 1

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryUnavailable
 from server.volume.threads import DaemonThreads
@@ -58,7 +58,8 @@ class RegistryCalls:
         self._probes = DaemonThreads(NUM_PROBES, "registry-probe")
         self._late: dict[DaemonThreads, int] = {self._short: 0, self._long: 0}
         self._late_keys: dict[Hashable, float] = {}  # with the time since which they are late
-        self._is_hanging = False
+        self._hang = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: RegistryUnavailable | None = None
         # Set when a call gives a reason to probe.
         self._is_in_doubt = asyncio.Event()
@@ -82,6 +83,33 @@ class RegistryCalls:
     async def run_long(self, function: Callable[[], R], key: Hashable = None) -> R:
         """Make a call that may read or write thousands of files; otherwise as `run`."""
         return await self._run(self._long, max(LONG_CALL_S, self._deadline_s), function, key)
+
+    async def unless_hanging(self, work: Coroutine[Any, Any, R]) -> R:
+        """Await work that uses threads of its own, such as an upload. Leave it to end by itself if the volume hangs.
+
+        Raises:
+            RegistryUnavailable: the volume hangs. The work was cancelled, and cleans up when the volume answers.
+        """
+        if self._hang.is_set():
+            work.close()
+            raise self._hanging()
+        task, hanging = asyncio.create_task(work), asyncio.create_task(self._hang.wait())
+        # A task that nothing refers to may be collected.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait({task, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            hanging.cancel()
+        task.add_done_callback(_retrieved)
+        task.cancel()
+        raise self._hanging()
 
     def check(self) -> None:
         """Raise RegistryUnavailable if the registry cannot be read now. Makes no call."""
@@ -107,7 +135,7 @@ class RegistryCalls:
         try:
             while True:
                 is_last = len(probes) == NUM_PROBES
-                timeout = self._deadline_s if len(probes) == 1 and not self._is_hanging else NEW_PROBE_S
+                timeout = self._deadline_s if len(probes) == 1 and not self._hang.is_set() else NEW_PROBE_S
                 done, _ = await asyncio.wait(
                     probes, timeout=None if is_last else timeout, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -134,12 +162,17 @@ class RegistryCalls:
     async def _run(
         self, threads: DaemonThreads, deadline_s: float, function: Callable[[], R], key: Hashable
     ) -> R:
-        if self._is_hanging or self._late[threads] == MAX_LATE or not self._may_call(key):
+        if self._hang.is_set() or self._late[threads] == MAX_LATE or not self._may_call(key):
             raise self._hanging()
         call = threads.submit(function)
         waiting = asyncio.wrap_future(call)
         waiting.add_done_callback(_retrieved)
-        await asyncio.wait({waiting}, timeout=deadline_s)
+        end = time.monotonic() + deadline_s
+        while not waiting.done() and (left_s := end - time.monotonic()) > 0:
+            await asyncio.wait({waiting}, timeout=min(left_s, self._deadline_s))
+            if self._hang.is_set():
+                # Others have found out meanwhile.
+                break
         if not waiting.done():
             # A call that waits for a thread behind others says nothing about the volume.
             if call.running():
@@ -186,7 +219,7 @@ class RegistryCalls:
         )
 
     def _hangs(self) -> None:
-        self._is_hanging = True
+        self._hang.set()
         self._is_in_doubt.set()
         self._fails(self._hanging())
 
@@ -198,7 +231,8 @@ class RegistryCalls:
     def _works(self) -> None:
         if self._failure is not None:
             log.warning("the registry can be read again: %s", self._where)
-        self._failure, self._is_hanging = None, False
+        self._failure = None
+        self._hang.clear()
 
 
 def _retrieved(done: asyncio.Future[R]) -> None:

@@ -7,7 +7,7 @@ HTTP nor the origin of the bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,11 +44,14 @@ class Destination:
         return self.changes.tenant
 
 
-async def counted(service: Service, publishing: Awaitable[Publication]) -> Publication:
-    """Await a publication and count its outcome: ``failed`` is the server's fault, which operators are told of."""
+async def counted(service: Service, publishing: Coroutine[Any, Any, Publication]) -> Publication:
+    """Await a publication and count its outcome: ``failed`` is the server's fault, which operators are told of.
+
+    It ends with RegistryUnavailable if the volume hangs.
+    """
     outcomes = service.metrics.uploads_total
     try:
-        publication = await publishing
+        publication = await service.volume.unless_hanging(publishing)
     except BaseException as error:
         outcomes.labels(result="rejected" if is_the_clients(error) else "failed").inc()
         raise

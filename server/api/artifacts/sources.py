@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import ArtifactTooLarge, PeraxisError, VariantNotFound
 from deltastore.registry import Publication
@@ -72,7 +71,9 @@ async def start_source(request: Request, service: Service, destination: Destinat
     body = await _source_body(request)
     check_names(destination.tenant.name, destination.name)
     if destination.visibility == "public":
-        await run_in_threadpool(service.registry.check_name_free, destination.tenant.name, destination.name)
+        await service.volume.run_long(
+            partial(service.registry.check_name_free, destination.tenant.name, destination.name)
+        )
     reference = _reference(service, body.source)
     # Refuse while no base was ever loaded: without one, no artifact can be checked.
     _ = service.engine.facts

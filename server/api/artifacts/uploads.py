@@ -10,10 +10,10 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry import Publication
@@ -58,7 +58,9 @@ async def _receive(request: Request, service: Service, destination: Destination)
     """Write, check and publish the body. Leaving early removes what was written."""
     check_names(destination.tenant.name, destination.name)
     if destination.visibility == "public":
-        await run_in_threadpool(service.registry.check_name_free, destination.tenant.name, destination.name)
+        await service.volume.run_long(
+            partial(service.registry.check_name_free, destination.tenant.name, destination.name)
+        )
     expected = expected_sha256(request)
     max_bytes = service.settings.max_upload_bytes
     _check_headers(request, max_bytes)

@@ -153,9 +153,11 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
 async def _registered(service: Service, tenant: Tenant, name: str) -> VersionRecord | None:
     """Return the active version of the tenant's own variant, or None if there is none."""
     try:
-        return await run_in_threadpool(partial(service.registry.resolve, tenant.name, name, owned=True))
+        record = await service.resolutions.resolve(tenant.name, name, owned=True)
     except VariantNotFound:
         return None
+    service.check_base(record)
+    return record
 
 
 async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBody) -> VersionRecord | None:
@@ -170,7 +172,7 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
     record = publication.record
     if publication.active_version != record.version:
         # The variant had these bytes, and another version was active.
-        await run_in_threadpool(changes.promote, record.name, record.version)
+        await service.volume.run_long(partial(changes.promote, record.name, record.version))
     return record
 
 
@@ -210,7 +212,7 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
 async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[VersionRecord]:
     """Return the versions of a tenant's own variant whose deltas are in memory; those of public ones serve others."""
     try:
-        variant = await run_in_threadpool(service.registry.variant, tenant.name, name)
+        variant = await service.volume.run_long(partial(service.registry.variant, tenant.name, name))
     except VariantNotFound:
         return []
     states = await service.engine.residency_of(variant.versions)

@@ -20,9 +20,14 @@ async def health(service: AnyService) -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(service: AnyService) -> dict[str, str]:
-    """Answer 200 if requests for tokens are admitted: the base is loaded and the server is not shutting down."""
+    """Answer 200 if requests for tokens are admitted: the base is loaded and the server is not shutting down.
+
+    A registry that cannot be read does not make it 503: all replicas would be taken out of service at once, although
+    they serve what is in memory. The field `registry` says it.
+    """
     service.check_ready()
-    return {"status": "ready"}
+    failure = service.volume.failure
+    return {"status": "ready", "registry": "ok" if failure is None else failure.public}
 
 
 @metrics_router.get("/metrics")

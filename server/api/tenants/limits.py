@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-
-from starlette.concurrency import run_in_threadpool
+from functools import partial
 
 from deltastore.registry import Registry
 from server.api.service import Service
@@ -64,7 +63,7 @@ async def _check_stored_bytes(
             "Content-Length",
         )
     # After the bytes were reserved: an upload that ends meanwhile counts twice rather than not at all.
-    stored = await run_in_threadpool(stored_objects, service.registry, tenant.name)
+    stored = await service.volume.run_long(partial(stored_objects, service.registry, tenant.name))
     num_bytes = sum(stored.values()) + seat.reserved_bytes
     if digest not in stored and num_bytes + size_bytes > most:
         raise RateLimited(

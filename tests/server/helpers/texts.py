@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.text.files import read_tokenizer_files
 from server.text.service import TextService, text_pool
+from server.volume.calls import RegistryCalls
+from server.volume.probe import probe
 from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import EMBEDDING, ROWS, publish_file, write_stored
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
@@ -54,7 +57,8 @@ class Texts:
 
         async def body() -> None:
             pool = text_pool(num_workers)
-            service = TextService(self.base_dir, self.registry, pool, EMBEDDING, 300)
+            calls = RegistryCalls(str(self.registry.root), partial(probe, self.registry))
+            service = TextService(self.base_dir, self.registry, calls, pool, EMBEDDING, 300)
             try:
                 async with asyncio.timeout(WAIT_S):
                     await test(service, pool)

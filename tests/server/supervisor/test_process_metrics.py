@@ -16,6 +16,7 @@ from server.frontend.engine_client import EngineClient
 from server.metrics.snapshot import Snapshot
 from server.supervisor import process_metrics
 from server.supervisor.process_metrics import ProcessMetrics
+from server.volume.calls import RegistryCalls
 
 
 class HangingRegistry(Registry):
@@ -55,7 +56,7 @@ def test_a_registry_that_hangs_delays_scrapes_shortly_and_takes_one_thread(
         return {}
 
     async def scrapes() -> None:
-        metrics = ProcessMetrics(registry, AbsentEngine())
+        metrics = ProcessMetrics(registry, RegistryCalls("registry", registry.usage), AbsentEngine())
         for _ in range(3):
             assert b"peraxis_registry_up 0.0" in await metrics.exposition(no_http, True)
         assert registry.num_asked == 1

@@ -1,0 +1,110 @@
+"""The versions that names mean: as the registry says, or while it cannot be asked, as it said last. Knows no engine."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from deltastore.errors import RegistryUnavailable, VariantNotFound, VariantQuarantined
+from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
+from server.volume.calls import RegistryCalls
+
+MAX_REMEMBERED = 10_000
+# Of all records that are remembered, about.
+MAX_BYTES = 64 << 20
+RECORD_BYTES = 2 << 10
+CHUNK_BYTES = 120
+
+Key = tuple[str, str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """An answer of the registry."""
+
+    record: VersionRecord
+    at: float
+    num_bytes: int
+
+
+class Resolutions:
+    """Resolves names for one process. Event loop only.
+
+    Args:
+        is_in_memory: tells whether the engine can serve a version without the registry.
+        max_age_s: the age until which an answer is given again without asking the registry. 0 for a directory, where
+            asking takes microseconds; above 0, changes by other servers are seen later by so much.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        calls: RegistryCalls,
+        is_in_memory: Callable[[VersionRecord], Awaitable[bool]],
+        max_age_s: float = 0.0,
+    ) -> None:
+        self._registry = registry
+        self._calls = calls
+        self._is_in_memory = is_in_memory
+        self._max_age_s = max_age_s
+        self._remembered: OrderedDict[Key, Remembered] = OrderedDict()
+        self._num_bytes = 0
+
+    async def resolve(
+        self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
+    ) -> VersionRecord:
+        """Return the version that a request means; the arguments are those of `Registry.resolve`.
+
+        Raises:
+            VariantNotFound, VariantQuarantined: as `Registry.resolve` does.
+            RegistryUnavailable: the registry cannot be asked, and the version is unknown or not in memory.
+        """
+        key = (tenant, name, version)
+        known = self._known(key, owned)
+        if known is not None and time.monotonic() - known.at < self._max_age_s:
+            return known.record
+        asked = time.monotonic()
+        resolve = partial(self._registry.resolve, tenant, name, version, owned=owned)
+        try:
+            record = await self._calls.run(resolve, key=("resolve", *key, owned))
+        except (VariantNotFound, VariantQuarantined):
+            self._forget(key)
+            raise
+        except RegistryUnavailable:
+            if known is None or not await self._is_in_memory(known.record):
+                raise
+            return known.record
+        self._remember(key, record, asked)
+        return record
+
+    def _known(self, key: Key, owned: bool) -> Remembered | None:
+        known = self._remembered.get(key)
+        # A tenant's own variant hides public ones, so its answer holds for both kinds of questions.
+        return known if known is None or not owned or known.record.tenant == key[0] else None
+
+    def _remember(self, key: Key, record: VersionRecord, asked: float) -> None:
+        known = self._remembered.get(key)
+        is_same = known is not None and (known.record.label, known.record.digest) == (
+            record.label,
+            record.digest,
+        )
+        num_bytes = known.num_bytes if known is not None and is_same else _num_bytes(record)
+        self._forget(key)
+        self._remembered[key] = Remembered(record, asked, num_bytes)
+        self._num_bytes += num_bytes
+        while len(self._remembered) > MAX_REMEMBERED or self._num_bytes > MAX_BYTES:
+            self._forget(next(iter(self._remembered)))
+
+    def _forget(self, key: Key) -> None:
+        known = self._remembered.pop(key, None)
+        if known is not None:
+            self._num_bytes -= known.num_bytes
+
+
+def _num_bytes(record: VersionRecord) -> int:
+    # The report is the only part that a tenant makes long. In memory it takes a few times its text.
+    return RECORD_BYTES + CHUNK_BYTES * len(record.chunk_sha256) + 4 * len(repr(record.fidelity))

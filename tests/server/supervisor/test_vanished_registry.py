@@ -1,0 +1,197 @@
+"""A server whose registry's volume vanishes, hangs or cannot be written while it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deltastore.registry.records import PUBLIC
+from server.volume.probe import NAME
+from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
+
+
+@pytest.fixture(scope="module")
+def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("volume")
+
+
+@pytest.fixture(scope="module")
+def server(artifacts: Artifacts, volume: Path) -> Iterator[LiveServer]:
+    """Start a server with two slots, in which `resident` is pinned, and which has never read `cold`."""
+    with live_server(artifacts.base, volume / "registry", "--max-gpu-deltas", 2) as running:
+        assert running.upload("resident", artifacts.chatty).status_code == 201
+        assert running.upload("cold", artifacts.third).status_code == 201
+        assert running.client.post("/variants/resident/pin").status_code == 202
+        yield running
+
+
+@contextlib.contextmanager
+def gone(registry: Path, way: str) -> Iterator[None]:
+    """Take the registry's directory away inside the block, as an unmount does."""
+    away = registry.with_name("away")
+    registry.rename(away)
+    if way == "empty":
+        registry.mkdir()
+    try:
+        yield
+    finally:
+        if way == "empty":
+            # Nothing was written below the mount point.
+            assert not list(registry.iterdir())
+            registry.rmdir()
+        away.rename(registry)
+
+
+def registry_of(server: LiveServer) -> str:
+    reply = server.client.get("/ready")
+    assert reply.status_code == 200, reply.text
+    said: str = reply.json()["registry"]
+    return said
+
+
+def check_unavailable(reply: httpx.Response, way_out: str) -> None:
+    assert reply.status_code == 503, reply.text
+    error = reply.json()["error"]
+    assert error["code"] == "registry_unavailable"
+    assert way_out in error["message"]
+    assert "Retry-After" in reply.headers
+
+
+@pytest.mark.parametrize("way", ["moved", "empty"])
+def test_a_volume_that_vanishes_leaves_residents_served_and_everything_else_a_clear_error(
+    artifacts: Artifacts, server: LiveServer, way: str
+) -> None:
+    expected, base = server.token_ids("resident"), server.token_ids()
+    assert server.token_ids("resident@1") == expected
+    server.generate("cold", max_new_tokens=1)
+    server.client.post("/variants/cold/unload")
+    with gone(server.registry, way):
+        for name in ("resident", "resident@1"):
+            assert server.token_ids(name) == expected
+        assert server.token_ids() == base
+        assert eventually(lambda: "mount it again" in registry_of(server))
+        assert server.metric("registry_up") == 0
+        for call in (
+            server.generate("never-asked"),
+            server.upload("new", artifacts.third),
+            server.client.patch("/variants/resident", json={"active": 1}),
+            server.client.delete("/variants/cold"),
+            server.client.get("/variants"),
+            server.client.get("/v1/models"),
+        ):
+            assert call.status_code == 503, call.text
+            assert call.json()["error"]["code"] == "registry_unavailable"
+        check_unavailable(server.client.get("/variants"), "mount it again")
+        assert server.client.get("/health").status_code == 200
+        assert server.token_ids("resident") == expected
+    assert eventually(lambda: registry_of(server) == "ok")
+    assert server.token_ids("resident") == expected
+    assert server.metric("registry_up") == 1
+    assert server.generate("cold", max_new_tokens=1).status_code == 200
+    assert [each["name"] for each in server.client.get("/variants").json()["variants"]] == [
+        "cold",
+        "resident",
+    ]
+    assert server.client.get("/variants/resident").json()["versions"][0]["pinned"] is True
+
+
+def test_what_others_changed_meanwhile_is_served_when_the_volume_is_back(
+    artifacts: Artifacts, server: LiveServer
+) -> None:
+    assert server.upload("moving", artifacts.plain).status_code == 201
+    assert server.upload("ending", artifacts.plain).status_code == 201
+    for name in ("moving", "ending"):
+        assert server.generate(name, max_new_tokens=1).headers["X-Peraxis-Version"] == "1"
+    with live_server(artifacts.base, server.registry) as other:
+        with gone(server.registry, "moved"):
+            assert server.generate("moving", max_new_tokens=1).headers["X-Peraxis-Version"] == "1"
+        assert other.upload("moving", artifacts.third).status_code == 201
+        assert other.client.delete("/variants/ending").status_code == 200
+    assert server.generate("moving", max_new_tokens=1).headers["X-Peraxis-Version"] == "2"
+    assert server.generate("ending").status_code == 404
+    assert server.client.delete("/variants/moving").status_code == 200
+
+
+@contextlib.contextmanager
+def hanging(registry: Path, name: str) -> Iterator[None]:
+    """Make every reading of a variant hang, and that of probes: a pipe without a writer stands for the newest entry."""
+    (variant,) = registry.glob(f"variants/*/{name}")
+    probed = registry / "variants" / PUBLIC / NAME
+    pipes = [directory / "state-999999.json" for directory in (variant, probed)]
+    for pipe in pipes:
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(pipe)
+    try:
+        yield
+    finally:
+        for pipe in pipes:
+            aside = pipe.with_suffix(".pipe")
+            pipe.rename(aside)
+            # A reader that waits gets an end of file.
+            with contextlib.suppress(OSError):
+                os.close(os.open(aside, os.O_WRONLY | os.O_NONBLOCK))
+            aside.unlink()
+        shutil.rmtree(probed)
+
+
+def test_a_volume_that_hangs_delays_the_first_requests_and_holds_nothing_that_others_need(
+    artifacts: Artifacts, server: LiveServer
+) -> None:
+    expected, base = server.token_ids("resident"), server.token_ids()
+    prompt = "hello " * 500
+    with hanging(server.registry, "resident"):
+        # More at once than the threads that requests share.
+        asked = [threading.Thread(target=server.generate, args=("resident",)) for _ in range(60)]
+        for thread in asked:
+            thread.start()
+        assert server.token_ids() == base
+        assert server.generate(prompt=prompt, max_new_tokens=1).status_code == 200
+        for thread in asked:
+            thread.join()
+        assert server.token_ids("resident") == expected
+        assert "does not answer" in registry_of(server)
+        check_unavailable(server.upload("new", artifacts.third), "does not answer")
+        check_unavailable(server.generate("cold@7"), "does not answer")
+        check_unavailable(server.client.delete("/variants/cold"), "does not answer")
+        assert server.metric("registry_up") == 0
+        assert server.client.get("/docs").status_code == 200
+    assert eventually(lambda: registry_of(server) == "ok")
+    assert server.token_ids("resident") == expected
+    assert server.upload("new", artifacts.third).status_code == 201
+    assert server.client.delete("/variants/new").status_code == 200
+
+
+@pytest.fixture
+def read_only(volume: Path, server: LiveServer) -> Iterator[None]:
+    """Mount the registry over itself, read-only; it skips where mounts are not allowed."""
+    registry = server.registry
+    made = subprocess.run(
+        ["mount", "--bind", registry, registry], check=False, capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", registry], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", registry], check=True)
+
+
+def test_a_volume_that_becomes_read_only_serves_all_requests_and_refuses_changes(
+    artifacts: Artifacts, server: LiveServer, read_only: None
+) -> None:
+    assert server.generate("cold", max_new_tokens=1).status_code == 200
+    for reply in (
+        server.upload("new", artifacts.third),
+        server.client.patch("/variants/resident", json={"visibility": "public"}),
+        server.client.delete("/variants/cold"),
+    ):
+        check_unavailable(reply, "Read-only file system")

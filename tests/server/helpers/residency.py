@@ -13,14 +13,15 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from bench.serving import publish
 from deltastore.errors import PeraxisError
-from deltastore.format.artifact import Artifact, ArtifactWriter
+from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
 from deltastore.loader import Loader
 from deltastore.registry import Registry
-from deltastore.registry.records import ArtifactFacts, VersionRecord
+from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import Fetcher
 from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
@@ -131,22 +132,6 @@ def block_disk(monkeypatch: pytest.MonkeyPatch) -> BlockedDisk:
 
     monkeypatch.setattr(os, "preadv", wait)
     return disk
-
-
-def publish(registry: Registry, artifact: Path, name: str, tenant: str = "default") -> VersionRecord:
-    """Publish an artifact as an upload does after its checks."""
-    with Artifact.open(artifact) as opened:
-        manifest = opened.manifest
-        facts = ArtifactFacts(
-            opened.header.data_start,
-            manifest.device_bytes,
-            manifest.base_fingerprint,
-            manifest.method,
-            manifest.fidelity,
-        )
-    with registry.open_upload(None) as upload:
-        upload.write(artifact.read_bytes())
-        return registry.publish(upload.seal(), facts, tenant=tenant, name=name).record
 
 
 def write_artifact(path: Path, seed: int, norm_length: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.blocking_engine import BlockingEngine, Mode, running_engine
+from bench.serving import publish
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
@@ -31,7 +32,6 @@ from server.settings import Settings
 from server.text.generation_config import base_generation_config, eos_token_ids
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.helpers.forked_engine import forked_engine
-from tests.server.helpers.residency import publish
 
 WAIT_S = 60.0
 

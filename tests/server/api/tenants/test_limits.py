@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.serving import publish
 from server.api import generate as generate_route
 from server.api.submission import GenerationCall
 from server.protocol.limits import (
@@ -35,7 +36,6 @@ from server.text.variant_text import VariantText
 from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
-from tests.server.helpers.residency import publish
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
 

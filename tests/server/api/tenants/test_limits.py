@@ -27,6 +27,7 @@ from server.protocol.limits import (
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import limiter as limiter_module
+from server.tenants.limits import windows
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.limiter import Limiter
@@ -38,6 +39,12 @@ from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
+
+
+@pytest.fixture(autouse=True)
+def no_turn_of_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count over decades: just after the turn of a minute, what came before counts as a little less."""
+    monkeypatch.setattr(windows, "WINDOW_S", 10**9)
 
 
 def serve(

@@ -44,7 +44,7 @@ class ObjectCache:
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
-        """Make the directory.
+        """Make the directory. It is made again if it is removed later.
 
         Raises:
             RegistryError: It cannot be made or written.
@@ -53,9 +53,6 @@ class ObjectCache:
         self.max_bytes = max_bytes
         self._objects = directory / "objects"
         self._fetches = directory / "fetches"
-        with self._explained():
-            for each in (self._objects, self._fetches):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._space():
             self._remove_dead_fetches()
 
@@ -151,6 +148,9 @@ class ObjectCache:
     def _locked(self, path: Path) -> Iterator[int]:
         """Open a file, made if it is missing, and lock it until the end of the block."""
         with self._explained():
+            # Again, as an operator or a cleaner of temporary files may have removed them.
+            for each in (self._objects, self._fetches):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with self._explained():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -188,6 +189,12 @@ def test_a_disk_that_others_fill_is_an_error_with_a_way_out(small_disk: SmallDis
         put(cache, A, 3 << 19)
     (disk / "other").unlink()
     assert put(cache, A, 3 << 19).read_bytes() == content(A, 3 << 19)
+
+
+def test_a_directory_that_was_removed_is_made_again(cache: ObjectCache) -> None:
+    put(cache, A)
+    shutil.rmtree(cache.directory)
+    assert put(cache, A).read_bytes() == content(A, SIZE)
 
 
 def test_an_upload_becomes_the_copy_of_its_object(cache: ObjectCache) -> None:

@@ -96,7 +96,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     engine = EngineClient(config.identity)
     registry = Registry(settings.registry, make=False)
     service = Service(settings, registry, metrics, engine, supervisor)
-    obeying = asyncio.create_task(supervisor.obey(service))
+    obeying = asyncio.create_task(supervisor.obey(service, engine))
     obeying.add_done_callback(lambda _: stopped.set())
     starting = asyncio.create_task(supervisor.start(service))
     await serve(service, [inherited(descriptor) for descriptor in config.listening], stopped)
@@ -178,15 +178,15 @@ class SupervisorLink:
         if answer is not None and not answer.done():
             answer.set_result(result)
 
-    async def obey(self, service: Service) -> None:
+    async def obey(self, service: Service, engine: EngineClient) -> None:
         """Do what the supervisor says until it ends."""
         while (message := await self._link.receive()) is not None:
             match message:
                 case EngineStarted(address):
-                    service.engine.connect(address)
-                    service.engine.welcomed.add_done_callback(self._on_welcomed)
+                    engine.connect(address)
+                    engine.welcomed.add_done_callback(self._on_welcomed)
                 case EngineLost():
-                    service.engine.disconnect()
+                    engine.disconnect()
                 case Ping():
                     self._link.send(Pong())
                 case MetricsWanted(call_id):

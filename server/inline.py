@@ -104,7 +104,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
     serving = asyncio.create_task(serve(service, sockets, stopped))
-    starting = asyncio.create_task(_start(service, url_of(sockets[0])))
+    starting = asyncio.create_task(_start(service, client, url_of(sockets[0])))
     await first_of(signalled, engine, starting)
     error = starting.exception() if starting.done() else None
     if error is None:
@@ -125,8 +125,8 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     return signalled.result()
 
 
-async def _start(service: Service, url: str) -> None:
+async def _start(service: Service, client: EngineClient, url: str) -> None:
     """Wait until the service can serve, and print one line."""
-    facts = await service.engine.welcomed
+    facts = await client.welcomed
     await service.start(facts.base)
     print(f"{facts.base.id} is served at {url}", flush=True)

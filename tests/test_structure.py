@@ -25,7 +25,7 @@ ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
 HTTP_LAYERS = ["workers", "text", "frontend", "grammar", "api"]
 LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 # Parts that know layers of both, or all of one.
-ABOVE_LAYERS = {"app", "cli", "doctor", "http_process", "inline", "supervisor"}
+ABOVE_LAYERS = {"app", "cli", "doctor", "http_process", "inline", "scale", "supervisor"}
 MAX_LINES = 400
 MAX_FILES = 16  # Python files of one folder, without its __init__.py
 ROOMS = (

@@ -26,7 +26,7 @@ from server.api.artifacts.source_jobs import SourceJobs
 from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
-from server.frontend.engine_client import EngineClient
+from server.frontend.engine_link import EngineLink
 from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.adapters import AdapterChange, LoadedAdapter
@@ -89,7 +89,7 @@ class Service:
         settings: Settings,
         registry: Registry,
         metrics: FrontendMetrics,
-        engine: EngineClient,
+        engine: EngineLink,
         whole: WholeServer,
     ) -> None:
         self.settings = settings

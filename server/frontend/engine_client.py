@@ -18,6 +18,7 @@ import zmq
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineRestarted, QueueFull
+from server.frontend.engine_link import OnEvent
 from server.metrics.snapshot import Snapshot
 from server.protocol.codec import decode_engine_message, encode
 from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishReason
@@ -58,8 +59,6 @@ log = logging.getLogger(__name__)
 # Messages that wait for an engine that does not read, as during a long step.
 MAX_WAITING_MESSAGES = 10_000
 RETRY_S = 0.1
-
-OnEvent = Callable[[Event], None]
 
 
 class EngineClient:
@@ -189,7 +188,7 @@ class EngineClient:
         slim = replace(record, fidelity={})
         return self._call(lambda call_id: LoadCall(call_id, action, slim, max_pinned))
 
-    async def residency_of(self, records: Sequence[VersionRecord]) -> tuple[DeltaState, ...]:
+    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
         """Return the state of each version; without a ready engine all are on disk."""
         if not records or not self._is_welcomed:
             return (DeltaState("disk", False, 0),) * len(records)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
-from server.frontend.engine_client import EngineClient
+from server.frontend.engine_link import EngineLink
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Place
 from server.grammar.matching import NewSampled, NextMasks
@@ -37,7 +37,7 @@ class MaskFeed:
         opening: the masks at the beginning of the grammar.
     """
 
-    def __init__(self, engine: EngineClient, place: Place, grammar: Grammar, opening: NextMasks) -> None:
+    def __init__(self, engine: EngineLink, place: Place, grammar: Grammar, opening: NextMasks) -> None:
         self._engine = engine
         self._place = place
         self._grammar = grammar

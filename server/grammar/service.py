@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from server.errors import InvalidRequest
-from server.frontend.engine_client import EngineClient
+from server.frontend.engine_link import EngineLink
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Lanes
 from server.grammar.mask_feed import MaskFeed
@@ -38,7 +38,7 @@ class GrammarService:
         pool: where new grammars are tried; its owner closes it.
     """
 
-    def __init__(self, engine: EngineClient, pool: WorkerPool) -> None:
+    def __init__(self, engine: EngineLink, pool: WorkerPool) -> None:
         self._engine = engine
         self._pool = pool
         self._standing = Standing()
@@ -110,7 +110,7 @@ class Constraint:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineLink,
         lanes: Lanes,
         text: VariantText,
         rule: tuple[Vocabulary, Grammar],

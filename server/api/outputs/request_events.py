@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.errors import EngineRestarted, QueueFull, RequestTimeout
-from server.frontend.engine_client import EngineClient
+from server.frontend.engine_link import EngineLink
 from server.grammar.mask_feed import MaskFeed
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.events import DoneEvent, ErrorEvent, Event, Timings, TokenEvent
@@ -43,7 +43,7 @@ class RequestEvents:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineLink,
         metrics: FrontendMetrics,
         http_request_id: str,
         spans: RequestSpans | None = None,
@@ -91,7 +91,7 @@ class RequestEvents:
 
         Raises:
             ClientDisconnect: `cancel` was called.
-            PeraxisError: as `EngineClient.submit` does.
+            PeraxisError: as `EngineLink.submit` does.
         """
         if masks is not None:
             self._feeds.append(masks)

@@ -80,7 +80,7 @@ def test_requests_of_a_lost_engine_end_with_an_error(family: Family, tmp_path: P
         async with app.engine():
             body = {"prompt": "a", "max_new_tokens": 200, "n": 100, "temperature": 2.0, "seed": 1}
             asking = asyncio.create_task(app.client.post("/generate", json=body))
-            while not app.service.engine.num_open:
+            while not app.engine_client.num_open:
                 await asyncio.sleep(0.01)
             app.service.engine.disconnect()
             assert is_refused(await asking, "engine_restarted")
@@ -96,7 +96,7 @@ def test_requests_of_a_lost_engine_end_with_an_error(family: Family, tmp_path: P
 def test_a_call_that_waits_for_a_lost_engine_raises(family: Family, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
         async with app.engine():
-            asking = asyncio.create_task(app.service.engine.metrics())
+            asking = asyncio.create_task(app.engine_client.metrics())
             await asyncio.sleep(0)
             app.service.engine.disconnect()
             with pytest.raises(EngineRestarted):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.frontend.engine_client import EngineClient, OnEvent
+from server.frontend.engine_client import EngineClient
+from server.frontend.engine_link import OnEvent
 from server.protocol.request import Request
 from server.text.variant_text import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine
@@ -65,7 +66,7 @@ def test_a_client_that_leaves_before_its_prompt_is_tokenized_is_never_submitted(
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert app.service.engine.num_open == 0
+        assert app.engine_client.num_open == 0
         assert app.service.num_in_flight == 0
 
     with_engine(family.base, tmp_path / "registry", talk)
@@ -75,7 +76,7 @@ def test_a_client_that_leaves_after_submission_ends_its_request(family: Family, 
     async def talk(app: HttpApp) -> None:
         body = {"prompt": "a", **LONG}
         asking = asyncio.create_task(app.client.post("/generate", json=body))
-        while not app.service.engine.num_open:
+        while not app.engine_client.num_open:
             await asyncio.sleep(0.001)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

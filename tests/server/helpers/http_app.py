@@ -29,10 +29,12 @@ WAIT_S = 60.0
 _numbers = itertools.count()
 
 
-def make_service(settings: Settings, metrics: LocalMetrics | None = None) -> Service:
+def make_service(
+    settings: Settings, metrics: LocalMetrics | None = None, client: EngineClient | None = None
+) -> Service:
     """Make a service whose engine is not connected; needs a running event loop."""
     registry, local = Registry(settings.registry), metrics or LocalMetrics()
-    engine = EngineClient("test")
+    engine = client or EngineClient("test")
     limits = LimitsDirectory(settings.registry, settings.default_limits)
     whole = OneProcess(registry, local, engine, Ledger(limits.of))
     return Service(settings, registry, local.frontend, engine, whole)
@@ -46,6 +48,7 @@ class HttpApp:
     client: httpx.AsyncClient
     metrics: LocalMetrics
     settings: Settings
+    engine_client: EngineClient
     is_started: bool = False
 
     @asynccontextmanager
@@ -55,16 +58,16 @@ class HttpApp:
         serving = asyncio.create_task(
             asyncio.to_thread(serve_engine, self.settings, address, self.metrics.engine, stopping)
         )
-        self.service.engine.connect(address)
+        self.engine_client.connect(address)
         try:
-            facts = await self.service.engine.welcomed
+            facts = await self.engine_client.welcomed
             # Once, as an HTTP process does, whatever the number of engines.
             if not self.is_started:
                 await self.service.start(facts.base)
                 self.is_started = True
             yield
         finally:
-            self.service.engine.disconnect()
+            self.engine_client.disconnect()
             stopping.set()
             await serving
             gc.unfreeze()
@@ -73,12 +76,12 @@ class HttpApp:
 @asynccontextmanager
 async def running_app(settings: Settings) -> AsyncIterator[HttpApp]:
     """Serve the public application, without an engine at first."""
-    metrics = LocalMetrics()
-    service = make_service(settings, metrics)
+    metrics, engine = LocalMetrics(), EngineClient("test")
+    service = make_service(settings, metrics, engine)
     transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         try:
-            yield HttpApp(service, client, metrics, settings)
+            yield HttpApp(service, client, metrics, settings, engine)
         finally:
             await service.close()
 

@@ -28,7 +28,7 @@ async def ended(app: HttpApp, count: int) -> None:
     series = f'peraxis_variant_requests_total{{finish_reason="cancelled",variant="base"}} {count}.0'
     while series not in (await app.client.get("/metrics")).text:
         await asyncio.sleep(0.02)
-    assert app.service.engine.num_open == 0
+    assert app.engine_client.num_open == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -37,7 +37,7 @@ def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(
 ) -> None:
     async def talk(app: HttpApp) -> None:
         asking = asyncio.create_task(app.client.post("/v1/completions", json={**LONG, "stream": stream}))
-        while app.service.engine.num_open < len(PROMPTS):
+        while app.engine_client.num_open < len(PROMPTS):
             await asyncio.sleep(0.001)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -338,7 +338,7 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
         reply = await generate(app)
         assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
         assert "Retry-After" in reply.headers
-        assert app.service.engine.num_open == 0
+        assert app.engine_client.num_open == 0
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 

@@ -1,0 +1,52 @@
+"""Ray is needed by `server.scale` alone, and settings that mean nothing under Ray Serve are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltastore.errors import SettingsError
+from server.scale.app import app
+
+ROOT = Path(__file__).resolve().parents[3]
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+import server.app, server.engine.build, server.http_process, server.inline, server.supervisor.supervisor
+from deltastore.errors import SettingsError
+try:
+    import server.scale.app
+except SettingsError as error:
+    print(error)
+"""
+
+
+def test_only_the_application_for_ray_needs_ray() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "pip install 'peraxis[ray]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"admin_port": 9090, "auth": "keys"}, "admin_port is set"),
+        ({"http_workers": 2, "auth": "keys"}, "num_replicas of the deployment Ingress"),
+        ({}, "auth is none"),
+        ({"port": "high", "auth": "keys"}, "port"),
+    ],
+)
+def test_a_setting_without_a_meaning_is_refused(
+    given: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        app({"base": str(tmp_path), "registry": str(tmp_path), **given})
+
+
+def test_the_deployments_are_named(tmp_path: Path) -> None:
+    built = app({"base": str(tmp_path), "registry": str(tmp_path), "auth": "keys"})
+    assert built._bound_deployment.name == "Ingress"

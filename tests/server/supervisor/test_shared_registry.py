@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from deltastore.registry import Registry
+from tests.deltastore.helpers.stored import publish_file
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server
 
 
@@ -52,3 +54,22 @@ def test_a_server_that_was_killed_serves_after_its_restart_what_others_changed(
     with live_server(artifacts.base, server.registry) as restarted:
         assert served_version(restarted, "survives") == "2"
         assert restarted.generate("deleted").status_code == 404
+
+
+def test_a_version_that_a_server_of_another_base_published_is_refused_and_harms_no_other(
+    artifacts: Artifacts, server: LiveServer
+) -> None:
+    # As that server does: its own checks have passed.
+    publish_file(Registry(server.registry), artifacts.foreign, "foreign")
+    expected = server.token_ids()
+    for reply in (
+        server.generate("foreign"),
+        server.client.post("/variants/foreign/load"),
+        server.client.post("/variants/foreign/pin"),
+    ):
+        assert reply.status_code == 409, reply.text
+        assert reply.json()["error"]["code"] == "base_mismatch"
+        assert "another base" in reply.json()["error"]["message"]
+    assert server.token_ids() == expected
+    assert server.client.get("/variants/foreign/artifact").content == artifacts.foreign.read_bytes()
+    assert server.client.delete("/variants/foreign").status_code == 200

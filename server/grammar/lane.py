@@ -52,7 +52,7 @@ class Lane:
     """One worker with matchers. Tenants have it in turn, and so do the variants of a tenant.
 
     Args:
-        heavy: the seats of heavy calls, which lanes share.
+        heavy: the permits of heavy calls, which lanes share.
     """
 
     def __init__(self, heavy: FairLimiter, standing: Standing) -> None:
@@ -138,7 +138,7 @@ class Lane:
             async with asyncio.timeout(None) as waiting:
                 self._waiting[waiting] = tenant
                 try:
-                    await held.enter_async_context(self._turns.seat(work.share))
+                    await held.enter_async_context(self._turns.permit(work.share))
                 finally:
                     del self._waiting[waiting]
         except TimeoutError:
@@ -184,7 +184,7 @@ class LaneShare:
             again = NewSampled(new.matcher, new.grammar, 0, tuple(history))
             # A grammar that has worked must not wait for calls with grammars that may be slow.
             is_new = not standing.has_worked(rule)
-            result = await self._heavy(new.grammar, partial(self._make, again), needs_seat=is_new)
+            result = await self._heavy(new.grammar, partial(self._make, again), needs_permit=is_new)
         if isinstance(result, PeraxisError):
             if isinstance(result, InvalidRequest):
                 standing.failed(rule, str(result), has_killed=False)
@@ -194,7 +194,7 @@ class LaneShare:
 
     async def load(self, grammar: Grammar) -> None:
         """Have the worker read the vocabulary for a grammar; raises as `advance`."""
-        await self._heavy(grammar, self._load, needs_seat=self._vocabulary.key != BASE_KEY)
+        await self._heavy(grammar, self._load, needs_permit=self._vocabulary.key != BASE_KEY)
 
     def forget(self, matcher: str) -> None:
         """Have the worker drop the matcher of a sequence that has ended, with the next call."""
@@ -240,12 +240,12 @@ class LaneShare:
                 return [error] * len(all_new)
             return [None] * len(all_new)
 
-    async def _heavy(self, grammar: Grammar, function: Callable[[], Awaitable[T]], needs_seat: bool) -> T:
-        """Call `function` when it has the lane and, if it needs one, a seat of heavy calls."""
+    async def _heavy(self, grammar: Grammar, function: Callable[[], Awaitable[T]], needs_permit: bool) -> T:
+        """Call `function` when it has the lane and, if it needs one, a permit of heavy calls."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # A task of its own: the sequence may end meanwhile, and a call that is cancelled kills the worker.
-        seat = self.lane.heavy.seat(self.tenant) if needs_seat else nullcontext()
-        task = asyncio.create_task(self._answer(answer, seat, partial(self._alone, grammar, function)))
+        permit = self.lane.heavy.permit(self.tenant) if needs_permit else nullcontext()
+        task = asyncio.create_task(self._answer(answer, permit, partial(self._alone, grammar, function)))
         self._heavy_calls.add(task)
         task.add_done_callback(self._heavy_calls.discard)
         return await answer
@@ -253,11 +253,11 @@ class LaneShare:
     async def _answer(
         self,
         answer: asyncio.Future[T],
-        seat: AbstractAsyncContextManager[None],
+        permit: AbstractAsyncContextManager[None],
         function: Callable[[], Awaitable[T]],
     ) -> None:
         try:
-            async with seat, self.lane.turn(self._work):
+            async with permit, self.lane.turn(self._work):
                 if answer.done():
                     return
                 result = await function()

@@ -5,7 +5,7 @@ for making its matcher again:
 
 - Light calls end after a slice of processor time, a step that takes long ends its grammar, and tenants have a lane in
   turn. A tenant's new requests share no lane with other tenants while there is another, and stay in all lanes but one.
-- Calls that read a variant's own vocabulary, or compile a grammar that has not worked in a lane, need a seat. A tenant
+- Calls that read a variant's own vocabulary, or compile a grammar that has not worked in a lane, need a permit. A tenant
   has one, and all tenants together have one less than there are lanes.
 - When a call takes longer than `PATIENCE_S`, sequences of other tenants go on in another lane that has read their
   vocabulary, and so do those whose worker died. `Lanes` keeps such a lane for each vocabulary in use.
@@ -39,7 +39,7 @@ class Lanes:
     """All lanes; places of requests in them are taken with `enter`."""
 
     def __init__(self, standing: Standing) -> None:
-        heavy = FairLimiter(NUM_LANES - 1, 1, MAX_MATCHERS, seats_per_tenant=1)
+        heavy = FairLimiter(NUM_LANES - 1, 1, MAX_MATCHERS, permits_per_tenant=1)
         self.lanes = [Lane(heavy, standing) for _ in range(NUM_LANES)]
         self._spares: dict[Vocabulary, asyncio.Task[None]] = {}
 

@@ -44,7 +44,7 @@ class LocalTokenizer:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled, and keeps its seat until it is done.
+            # A thread cannot be cancelled, and keeps its permit until it is done.
             if not started.is_set():
                 work.cancel()
             # Read, so that asyncio does not log an error whose client has left.
@@ -52,7 +52,7 @@ class LocalTokenizer:
             raise
 
     async def _run_on_thread(self, started: asyncio.Event, share: Share, call: Callable[[], T]) -> T:
-        async with self._limiter.seat(share):
+        async with self._limiter.permit(share):
             started.set()
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 

@@ -1,4 +1,4 @@
-"""Divides the seats of a pool among tenants and their shares in turn. Event loop only; knows no process and no task."""
+"""Divides the permits of a pool among tenants and their shares in turn. Event loop only; knows no process and no task."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ def tenant_of(share: Share) -> str:
 
 
 class FairLimiter:
-    """Gives each task a seat. Tenants with waiting tasks get free seats in turn, and so do the shares of a tenant.
+    """Gives each task a permit. Tenants with waiting tasks get free permits in turn, and so do the shares of a tenant.
 
     Args:
-        num_seats: tasks that run at a time.
-        seats_per_share: seats that one share may have.
+        num_permits: tasks that run at a time.
+        permits_per_share: permits that one share may have.
         max_waiting: waiting tasks of one share; further ones are refused.
-        seats_per_tenant: seats that all shares of one tenant may have; None is all.
+        permits_per_tenant: permits that all shares of one tenant may have; None is all.
     """
 
     def __init__(
-        self, num_seats: int, seats_per_share: int, max_waiting: int, seats_per_tenant: int | None = None
+        self,
+        num_permits: int,
+        permits_per_share: int,
+        max_waiting: int,
+        permits_per_tenant: int | None = None,
     ) -> None:
-        self._num_free = num_seats
-        self._seats_per_share = seats_per_share
-        self._seats_per_tenant = num_seats if seats_per_tenant is None else seats_per_tenant
+        self._num_free = num_permits
+        self._permits_per_share = permits_per_share
+        self._permits_per_tenant = num_permits if permits_per_tenant is None else permits_per_tenant
         self._max_waiting = max_waiting
         self._taken: Counter[Share] = Counter()
         self._taken_by_tenant: Counter[str] = Counter()
@@ -42,8 +46,8 @@ class FairLimiter:
         self._waiting: OrderedDict[str, OrderedDict[Share, Queue]] = OrderedDict()
 
     @asynccontextmanager
-    async def seat(self, share: Share) -> AsyncIterator[None]:
-        """Wait for a seat and hold it inside the `async with` block.
+    async def permit(self, share: Share) -> AsyncIterator[None]:
+        """Wait for a permit and hold it inside the `async with` block.
 
         Raises:
             QueueFull: `max_waiting` tasks of the share wait already.
@@ -55,8 +59,8 @@ class FairLimiter:
             self._release(share)
 
     async def _acquire(self, share: Share) -> None:
-        # A waiting share or its tenant has all its seats, or none is free: a new task cannot pass it.
-        if self._has_seat_for(share):
+        # A waiting share or its tenant has all its permits, or none is free: a new task cannot pass it.
+        if self._has_permit_for(share):
             self._take(share)
             return
         turn = self._join(share)
@@ -69,11 +73,11 @@ class FairLimiter:
                 self._leave(share, turn)
             raise
 
-    def _has_seat_for(self, share: Share) -> bool:
+    def _has_permit_for(self, share: Share) -> bool:
         return (
             self._num_free > 0
-            and self._taken[share] < self._seats_per_share
-            and self._taken_by_tenant[tenant_of(share)] < self._seats_per_tenant
+            and self._taken[share] < self._permits_per_share
+            and self._taken_by_tenant[tenant_of(share)] < self._permits_per_tenant
         )
 
     def _take(self, share: Share) -> None:
@@ -93,9 +97,9 @@ class FairLimiter:
         self._serve_next()
 
     def _serve_next(self) -> None:
-        """Give a free seat to the first tenant with a share that may have one more; both are last in the next turn."""
+        """Give a free permit to the first tenant with a share that may have one more; both are last in the next turn."""
         waiting = (share for shares in self._waiting.values() for share in shares)
-        share = next(filter(self._has_seat_for, waiting), None)
+        share = next(filter(self._has_permit_for, waiting), None)
         if share is None:
             return
         shares = self._waiting[tenant_of(share)]

@@ -51,8 +51,8 @@ class WorkerPool:
         self._limits = limits
         self._modules = modules
         self._niceness = niceness
-        seats_per_tenant = max(1, num_workers - 1) if several_tenants else None
-        self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING, seats_per_tenant)
+        permits_per_tenant = max(1, num_workers - 1) if several_tenants else None
+        self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING, permits_per_tenant)
         # The shares that each worker served lately: it may have their tokenizers loaded.
         self._workers: dict[WorkerProcess, deque[Share]] = {}
         # The longest idle one comes first.
@@ -95,7 +95,7 @@ class WorkerPool:
         """
         limits = limits or self._limits
         task = pack_task(function, args, limits)
-        async with self._limiter.seat(share):
+        async with self._limiter.permit(share):
             if check is not None:
                 check()
             worker = await self._take(share)

@@ -1,4 +1,4 @@
-"""Seats of a pool: turns of shares, bounded queues, cancelled waiters."""
+"""Permits of a pool: turns of shares, bounded queues, cancelled waiters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.workers.fair_limiter import FairLimiter
 
 
 class Tasks:
-    """Tasks that hold a seat until they are told to end."""
+    """Tasks that hold a permit until they are told to end."""
 
     def __init__(self, limiter: FairLimiter) -> None:
         self.order: list[str] = []
@@ -35,7 +35,7 @@ class Tasks:
         await settle()
 
     async def _hold(self, name: str) -> None:
-        async with self._limiter.seat((name[0], name[2]) if "." in name else name[0]):
+        async with self._limiter.permit((name[0], name[2]) if "." in name else name[0]):
             self.order.append(name)
             self.ends[name] = asyncio.Event()
             await self.ends[name].wait()
@@ -50,9 +50,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
-def test_a_share_that_fills_its_seats_leaves_a_seat_to_another() -> None:
+def test_a_share_that_fills_its_permits_leaves_a_permit_to_another() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=2, seats_per_share=1, max_waiting=8))
+        tasks = Tasks(FairLimiter(num_permits=2, permits_per_share=1, max_waiting=8))
         for name in ("a1", "a2", "a3", "b1"):
             await tasks.start(name)
         assert tasks.order == ["a1", "b1"]
@@ -66,7 +66,7 @@ def test_a_share_that_fills_its_seats_leaves_a_seat_to_another() -> None:
 
 def test_waiting_shares_are_served_in_turn() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        tasks = Tasks(FairLimiter(num_permits=1, permits_per_share=1, max_waiting=8))
         for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
             await tasks.start(name)
         for name in ("a1", "a2", "b1", "c1", "a3", "b2"):
@@ -78,7 +78,7 @@ def test_waiting_shares_are_served_in_turn() -> None:
 
 def test_a_tenant_with_many_waiting_shares_has_one_turn_like_another() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        tasks = Tasks(FairLimiter(num_permits=1, permits_per_share=1, max_waiting=8))
         for name in ("a.u1", "a.v1", "a.v2", "a.w1", "b.x1", "b.x2"):
             await tasks.start(name)
         for name in ("a.u1", "a.v1", "b.x1", "a.w1", "b.x2", "a.v2"):
@@ -88,9 +88,9 @@ def test_a_tenant_with_many_waiting_shares_has_one_turn_like_another() -> None:
     run(test())
 
 
-def test_a_tenant_with_many_shares_leaves_a_seat_to_another() -> None:
+def test_a_tenant_with_many_shares_leaves_a_permit_to_another() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=3, seats_per_share=1, max_waiting=8, seats_per_tenant=2))
+        tasks = Tasks(FairLimiter(num_permits=3, permits_per_share=1, max_waiting=8, permits_per_tenant=2))
         for name in ("a.u1", "a.v1", "a.w1", "b.x1"):
             await tasks.start(name)
         assert tasks.order == ["a.u1", "a.v1", "b.x1"]
@@ -104,9 +104,9 @@ def test_a_tenant_with_many_shares_leaves_a_seat_to_another() -> None:
     run(test())
 
 
-def test_shares_of_the_only_tenant_may_have_all_seats() -> None:
+def test_shares_of_the_only_tenant_may_have_all_permits() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=2, seats_per_share=1, max_waiting=8))
+        tasks = Tasks(FairLimiter(num_permits=2, permits_per_share=1, max_waiting=8))
         for name in ("a.u1", "a.u2", "a.v1"):
             await tasks.start(name)
         assert tasks.order == ["a.u1", "a.v1"]
@@ -118,12 +118,12 @@ def test_shares_of_the_only_tenant_may_have_all_seats() -> None:
 
 def test_a_share_with_too_many_waiting_tasks_is_refused_and_others_are_not() -> None:
     async def test() -> None:
-        limiter = FairLimiter(num_seats=1, seats_per_share=1, max_waiting=1)
+        limiter = FairLimiter(num_permits=1, permits_per_share=1, max_waiting=1)
         tasks = Tasks(limiter)
         for name in ("a1", "a2"):
             await tasks.start(name)
         with pytest.raises(QueueFull, match="1 tasks of the same"):
-            async with limiter.seat("a"):
+            async with limiter.permit("a"):
                 pass
         await tasks.start("b1")
         for name in ("a1", "a2", "b1"):
@@ -135,7 +135,7 @@ def test_a_share_with_too_many_waiting_tasks_is_refused_and_others_are_not() -> 
 
 def test_a_cancelled_waiter_gives_its_turn_to_the_next() -> None:
     async def test() -> None:
-        tasks = Tasks(FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8))
+        tasks = Tasks(FairLimiter(num_permits=1, permits_per_share=1, max_waiting=8))
         for name in ("a1", "a2", "a3"):
             await tasks.start(name)
         await tasks.cancel("a2")
@@ -146,14 +146,14 @@ def test_a_cancelled_waiter_gives_its_turn_to_the_next() -> None:
     run(test())
 
 
-def test_a_waiter_that_is_cancelled_as_it_gets_a_seat_passes_it_on() -> None:
+def test_a_waiter_that_is_cancelled_as_it_gets_a_permit_passes_it_on() -> None:
     async def test() -> None:
-        limiter = FairLimiter(num_seats=1, seats_per_share=1, max_waiting=8)
+        limiter = FairLimiter(num_permits=1, permits_per_share=1, max_waiting=8)
         tasks = Tasks(limiter)
         for name in ("a1", "a2", "a3"):
             await tasks.start(name)
         tasks.ends["a1"].set()
-        # The seat passes to the second task in the first turn of the loop, which it runs in the next one.
+        # The permit passes to the second task in the first turn of the loop, which it runs in the next one.
         await asyncio.sleep(0)
         await tasks.cancel("a2")
         assert tasks.order[-1] == "a3"

@@ -136,7 +136,7 @@ def test_what_a_task_prints_does_not_reach_the_parent() -> None:
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_cancelled_call_kills_its_worker_and_frees_the_seat(loop: Any, tmp_path: Path) -> None:
+def test_a_cancelled_call_kills_its_worker_and_frees_the_permit(loop: Any, tmp_path: Path) -> None:
     async def test(pool: WorkerPool) -> None:
         call = asyncio.create_task(pool.run("a", WAIT_S, tasks.spin, tmp_path / "started"))
         await until_exists(tmp_path / "started")
@@ -147,7 +147,7 @@ def test_a_cancelled_call_kills_its_worker_and_frees_the_seat(loop: Any, tmp_pat
     with_pool(test, num_workers=1, loop=loop)
 
 
-def test_a_share_that_fills_its_seats_does_not_delay_another() -> None:
+def test_a_share_that_fills_its_permits_does_not_delay_another() -> None:
     async def test(pool: WorkerPool) -> None:
         slow = [asyncio.create_task(pool.run("slow", WAIT_S, tasks.spin)) for _ in range(8)]
         assert await pool.run("other", WAIT_S, tasks.add, 2, 3) == 5

@@ -5,8 +5,8 @@ for making its matcher again:
 
 - Light calls end after a slice of processor time, a step that takes long ends its grammar, and tenants have a lane in
   turn. A tenant's new requests share no lane with other tenants while there is another, and stay in all lanes but one.
-- Calls that read a variant's own vocabulary, or compile a grammar that has not worked in a lane, need a permit. A tenant
-  has one, and all tenants together have one less than there are lanes.
+- Calls that read a variant's own vocabulary, or compile a grammar that has not worked in a lane, need a permit. A
+  tenant has one, and all tenants together have one less than there are lanes.
 - When a call takes longer than `PATIENCE_S`, sequences of other tenants go on in another lane that has read their
   vocabulary, and so do those whose worker died. `Lanes` keeps such a lane for each vocabulary in use.
 - A grammar that failed in a lane is refused, and so are new grammars of a tenant whose grammars kill workers, for a

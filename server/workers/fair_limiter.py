@@ -1,4 +1,4 @@
-"""Divides the permits of a pool among tenants and their shares in turn. Event loop only; knows no process and no task."""
+"""Divides the permits of a pool among tenants and their shares in turn. Event loop only; knows no process or task."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class FairLimiter:
         self._serve_next()
 
     def _serve_next(self) -> None:
-        """Give a free permit to the first tenant with a share that may have one more; both are last in the next turn."""
+        """Give a permit to the first tenant with a share that may have one more; both are last in the next turn."""
         waiting = (share for shares in self._waiting.values() for share in shares)
         share = next(filter(self._has_permit_for, waiting), None)
         if share is None:

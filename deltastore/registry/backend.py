@@ -11,9 +11,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from deltastore.errors import UsageError
+from deltastore.registry.directory.backend import DirectoryBackend
 from deltastore.registry.files import SmallFiles
+from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import is_bucket, is_registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.reports import CheckReport, GcReport, Usage
+from deltastore.registry.storage import Storage
 from deltastore.registry.uploads import SealedUpload, Upload
 
 
@@ -88,3 +93,33 @@ class Backend(Protocol):
 
     def check(self) -> CheckReport:
         """Read and check every file."""
+
+
+def open_backend(location: str, cache: ObjectCache | None, *, is_made: bool) -> Backend:
+    """Return the store that a location names: a directory, or a bucket as `s3://BUCKET/PREFIX`.
+
+    Args:
+        location: The value of `--registry`.
+        cache: This machine's copies of a bucket's objects; a directory needs none.
+        is_made: A registry that is missing will be made.
+
+    Raises:
+        UsageError: The location is malformed or no registry, or a bucket's cache or library is missing.
+        RegistryUnavailable: The bucket is no registry, or cannot be reached.
+    """
+    if not is_bucket(location):
+        if not is_made and not is_registry(Path(location)):
+            raise UsageError(
+                f"{location} is not a registry: give the directory that `peraxis serve --registry` was given"
+            )
+        return DirectoryBackend(Path(location), Storage())
+    if cache is None:
+        raise UsageError(f"{location} needs a cache on a local disk: give --registry-cache a directory")
+    try:
+        from deltastore.registry.bucket.backend import BucketBackend
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{location} needs obstore: run `pip install 'peraxis[s3]'`") from error
+    backend = BucketBackend.open(location, cache)
+    if not is_made:
+        backend.check_present()
+    return backend

@@ -1,57 +1,67 @@
-"""The commands `peraxis registry ls|gc|check`. They work on the registry's directory and need no server."""
+"""The commands `peraxis registry ls|gc|check`. They work on a directory or a bucket and need no server."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from deltastore.errors import UsageError
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
+from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import is_bucket
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.reports import CheckReport, GcReport
 from deltastore.registry.variants import Variant
 from deltastore.tables import mark, print_table, short, to_second
 
-app = typer.Typer(help="List, clean and check a registry on disk.", no_args_is_help=True)
+app = typer.Typer(help="List, clean and check a registry.", no_args_is_help=True)
 
 # The columns of `ls`. `peraxis ls` and `peraxis show` have the same titles for the same things.
 LISTED = ("NAME", "OWNER", "ACTIVE", "VERSION", "SIZE", "METHOD", "VISIBILITY", "DIGEST", "CREATED", "STATE")
 
-Directory = Annotated[
-    Path,
-    typer.Option("--registry", envvar="PERAXIS_REGISTRY", metavar="DIR", help="The registry's directory."),
+Location = Annotated[
+    str,
+    typer.Option(
+        "--registry",
+        envvar="PERAXIS_REGISTRY",
+        metavar="DIR|s3://BUCKET/PREFIX",
+        help="The registry: a directory or a bucket.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 
 @app.command()
-def ls(registry: Directory, as_json: Json = False) -> None:
+def ls(registry: Location, as_json: Json = False) -> None:
     """List every version of every variant."""
-    opened = _open(registry)
-    variants = opened.variants()
-    if as_json:
-        _print_json([_variant_json(opened, variant) for variant in variants])
-        return
-    if not variants:
-        print("no variants", file=sys.stderr)
-    rows = [_row(opened, variant, record) for variant in variants for record in variant.versions]
+    with _opened(registry) as opened:
+        variants = opened.variants()
+        if as_json:
+            _print_json([_variant_json(opened, variant) for variant in variants])
+            return
+        if not variants:
+            print("no variants", file=sys.stderr)
+        rows = [_row(opened, variant, record) for variant in variants for record in variant.versions]
     print_table(LISTED, rows)
 
 
 @app.command()
 def gc(
-    registry: Directory,
+    registry: Location,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove objects that no version refers to, and leftovers of crashes."""
-    report = _open(registry).gc(dry_run=dry_run)
+    with _opened(registry) as opened:
+        report = opened.gc(dry_run=dry_run)
     if as_json:
         _print_json(asdict(report))
     else:
@@ -59,9 +69,10 @@ def gc(
 
 
 @app.command()
-def check(registry: Directory, as_json: Json = False) -> None:
+def check(registry: Location, as_json: Json = False) -> None:
     """Read and verify every file; exit with 1 if something is wrong."""
-    report = _open(registry).check()
+    with _opened(registry) as opened:
+        report = opened.check()
     if as_json:
         _print_json(_check_json(report))
     else:
@@ -70,13 +81,13 @@ def check(registry: Directory, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _open(path: Path) -> Registry:
-    # Registry() would create a missing directory, so that a mistyped path would look like an empty registry.
-    if not (path / "variants").is_dir():
-        raise UsageError(
-            f"{path} is not a registry: give the directory that `peraxis serve --registry` was given"
-        )
-    return Registry(path)
+@contextmanager
+def _opened(location: str) -> Iterator[Registry]:
+    """Open a registry that must exist: a mistyped location must not look like an empty one."""
+    with tempfile.TemporaryDirectory(prefix="peraxis-registry-") as directory:
+        # These commands fetch no object.
+        cache = ObjectCache(Path(directory), 0) if is_bucket(location) else None
+        yield Registry.open(location, cache, is_made=False)
 
 
 def _row(registry: Registry, variant: Variant, record: VersionRecord) -> tuple[str, ...]:

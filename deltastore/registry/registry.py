@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from deltastore.errors import UsageError, VariantNotFound, VariantQuarantined
-from deltastore.registry.backend import Backend, ObjectWriter
+from deltastore.registry.backend import Backend, ObjectWriter, open_backend
 from deltastore.registry.claims import Claims, taken
 from deltastore.registry.directory.backend import DirectoryBackend
 from deltastore.registry.listing import Listing
+from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.records import (
     PUBLIC,
     ArtifactFacts,
@@ -60,24 +62,23 @@ class Registry:
         """
         backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
         self._backend: Backend = backend
-        self._files = backend.files
-        self._claims = Claims(self._files)
-        self._listing = Listing(self._files)
+        self.files = backend.files
+        self._claims = Claims(self.files)
+        self._listing = Listing(self.files)
         if make:
             backend.prepare()
 
     @property
     def root(self) -> Path:
-        """The directory of a registry in a directory.
-
-        Raises:
-            UsageError: It is kept in another store.
-        """
+        """The directory of a registry in a directory. Raises UsageError for a bucket."""
         if not isinstance(self._backend, DirectoryBackend):
-            raise UsageError(
-                f"{self._backend.location} is no directory: give --registry a directory for this"
-            )
+            raise UsageError(f"{self._backend.location} is no directory: give --registry one for this")
         return self._backend.root
+
+    @classmethod
+    def open(cls, location: str, cache: ObjectCache | None = None, *, is_made: bool = True) -> Self:
+        """Open the registry of `--registry`; arguments and errors are those of `open_backend`."""
+        return cls(open_backend(location, cache, is_made=is_made))
 
     def open_upload(self, max_bytes: int | None) -> Upload:
         """Begin an upload. Use it as a context manager; write, seal and publish it inside the block."""
@@ -387,7 +388,7 @@ class Registry:
         return directory
 
     def _directory(self, tenant: str, name: str) -> VariantDirectory:
-        return VariantDirectory(self._files, tenant, name)
+        return VariantDirectory(self.files, tenant, name)
 
 
 def _nothing(directory: VariantDirectory, history: History) -> VariantState:

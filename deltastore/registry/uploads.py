@@ -74,6 +74,18 @@ class ChunkedDigest:
         return (*self._chunks, *rest)
 
 
+def hash_file(path: Path) -> ChunkedDigest:
+    """Return the digests of a file's bytes, read with pread."""
+    found = ChunkedDigest()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while block := os.pread(fd, CHUNK_BYTES, found.num_bytes):
+            found.update(memoryview(block))
+    finally:
+        os.close(fd)
+    return found
+
+
 class Upload:
     """A context manager around one upload: write, seal, publish. Leaving it removes an unpublished file."""
 

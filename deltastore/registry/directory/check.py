@@ -11,26 +11,23 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from deltastore.errors import RegistryError
-from deltastore.registry.claims import Claims
+from deltastore.registry.checker import Checker
 from deltastore.registry.directory.collect import temporaries
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
 from deltastore.registry.directory.objects import ASIDE, DIGEST, MARK, Objects, digest_of
 from deltastore.registry.directory.reserve import DIRECTORY, FILE
-from deltastore.registry.records import NAME, VersionRecord, is_name
-from deltastore.registry.reports import CheckReport, Finding
+from deltastore.registry.records import NAME, is_name
+from deltastore.registry.reports import CheckReport
 from deltastore.registry.storage import TEMPORARY
-from deltastore.registry.uploads import CHUNK_BYTES, PARTIAL, ChunkedDigest, abandoned
+from deltastore.registry.uploads import PARTIAL, ChunkedDigest, abandoned, hash_file
 from deltastore.registry.variants import (
     OLD_LOCK,
     OLD_STATE,
     RECORD,
     STATE,
-    History,
-    VariantDirectory,
     directories,
 )
 
@@ -49,29 +46,22 @@ FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
 def check(files: DirectoryFiles, objects: Objects) -> CheckReport:
     """Read and check every file of a registry. Takes seconds per gigabyte."""
-    checker = _Checker(files, objects)
+    checker = _DirectoryChecker(files, objects)
     checker.check_names()
     checker.check_variants()
     checker.check_claims()
     checker.check_objects()
     checker.check_missing()
     checker.check_leftovers()
-    return CheckReport(
-        tuple(checker.findings), tuple(checker.notes), checker.num_objects, len(checker.versions)
-    )
+    return checker.report()
 
 
-class _Checker:
+class _DirectoryChecker(Checker):
     def __init__(self, files: DirectoryFiles, objects: Objects) -> None:
+        super().__init__(files)
         self._root = files.root
-        self._files = files
         self._objects = objects
-        self._claims = Claims(files)
         self._seen: set[str] = set()
-        self.findings: list[Finding] = []
-        self.notes: list[Finding] = []
-        self.versions: list[tuple[VariantDirectory, VersionRecord]] = []
-        self.num_objects = 0
 
     def check_names(self) -> None:
         """Report files that the registry's layout has no place for."""
@@ -97,27 +87,6 @@ class _Checker:
             self._check_folder(variants / tenant, _is_named_directory)
         for directory in directories(self._files):
             self._check_folder(Path(directory.path), lambda entry: _is_file(entry, VARIANT_FILE))
-
-    def check_variants(self) -> None:
-        """Report records and states that cannot be read or contradict each other."""
-        for directory in directories(self._files):
-            try:
-                history = directory.history()
-            except RegistryError as error:
-                history = directory.history(ignore_damage=True)
-                self._find(_state_path(directory, history), error)
-            self._check_state(directory, history)
-            for number in history.numbers:
-                self._check_record(directory, number, history.state.is_live(number))
-
-    def check_claims(self) -> None:
-        """Report claims of public names that cannot be read."""
-        for name in self._claims.names():
-            try:
-                self._claims.owner(name)
-            except RegistryError as error:
-                entries = self._claims.entries(name)
-                self._find(entries.path(entries.newest().number), error)
 
     def check_objects(self) -> None:
         """Report objects whose bytes do not match their name or the records that refer to them."""
@@ -166,28 +135,6 @@ class _Checker:
                 if not is_known(entry) and not FOREIGN.fullmatch(entry.name):
                     self._find(folder / entry.name, "not a file of the registry: move it away")
 
-    def _check_state(self, directory: VariantDirectory, history: History) -> None:
-        state, numbers = history.state, set(history.numbers)
-        for number in range(1, history.newest + 1):
-            if number not in numbers and state.is_live(number):
-                self._find(directory.record_path(number), "this version's record is missing: restore it")
-        if state.active is not None and not state.is_live(state.active):
-            self._find(
-                _state_path(directory, history),
-                f"its active version {state.active} is deleted: promote another",
-            )
-
-    def _check_record(self, directory: VariantDirectory, number: int, is_live: bool) -> None:
-        try:
-            record = directory.record(number)
-        except RegistryError as error:
-            # A deleted version's record is never read.
-            report = self._find if is_live else self._note
-            report(directory.record_path(number), error)
-        else:
-            if is_live:
-                self.versions.append((directory, record))
-
     def _check_object(self, path: Path, digest: str, found: ChunkedDigest) -> None:
         if found.digest() != digest and self._objects.mark_path(digest).exists():
             self._note(path, "found corrupt, but its quarantine was cut short: the next read ends it")
@@ -204,35 +151,6 @@ class _Checker:
                 self._find(
                     directory.record_path(record.version), "its size or chunk digests are not its object's"
                 )
-
-    def _is_live(self, directory: VariantDirectory, number: int) -> bool:
-        try:
-            return directory.state().is_live(number)
-        except RegistryError:
-            # The damaged state is a finding of its own.
-            return False
-
-    def _find(self, path: PurePath, problem: object) -> None:
-        self.findings.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
-
-    def _note(self, path: PurePath, problem: object) -> None:
-        self.notes.append(Finding(path, str(problem).removeprefix(f"{path}: ")))
-
-
-def _state_path(directory: VariantDirectory, history: History) -> PurePath:
-    return directory.entries.path(history.entry.number)
-
-
-def hash_file(path: Path) -> ChunkedDigest:
-    """The digests of a file's bytes, read with pread."""
-    found = ChunkedDigest()
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while block := os.pread(fd, CHUNK_BYTES, found.num_bytes):
-            found.update(memoryview(block))
-    finally:
-        os.close(fd)
-    return found
 
 
 def _is_file(entry: os.DirEntry[str], pattern: re.Pattern[str]) -> bool:

@@ -52,14 +52,21 @@ def check_format(root: Path) -> None:
     """
     path = root / FORMAT_FILE
     try:
-        found = json.loads(path.read_bytes())["format"]
+        raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return
+    parse_format(raw, str(path))
+
+
+def parse_format(raw: bytes, where: str) -> None:
+    """Check the contents of `format.json`; raises as `check_format` does."""
+    try:
+        found = json.loads(raw)["format"]
     except (ValueError, LookupError, TypeError) as error:
-        raise RegistryError(f'{path} is damaged: write {{"format": {FORMAT}}} to it') from error
+        raise RegistryError(f'{where} is damaged: write {{"format": {FORMAT}}} to it') from error
     if found not in (1, FORMAT):
         raise RegistryError(
-            f"{root} has format {found!r}, written by a newer version of Peraxis, and this one reads up to {FORMAT}: "
+            f"{where} has format {found!r}, written by a newer version of Peraxis, and this one reads up to {FORMAT}: "
             "run the newer version"
         )
 

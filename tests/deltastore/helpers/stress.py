@@ -1,9 +1,10 @@
 """Three processes that change the same variants of one registry while they are killed and stopped at random.
 
-No file is ever locked: `flock` fails in every process. Each process writes a line before a change and another after its
-acknowledgement, from which `run` checks that no acknowledged change was lost.
+No file of a registry is ever locked: `flock` fails in every process. Each process writes a line before a change and
+another after its acknowledgement, from which `run` checks that no acknowledged change was lost.
 
-A program, `python -m tests.deltastore.helpers.stress DIRECTORY SECONDS SEED`, because it forks. It prints JSON.
+A program, `python -m tests.deltastore.helpers.stress DIRECTORY REGISTRY SECONDS SEED`, because it forks; the processes
+keep their logs and caches in the directory. It prints JSON.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 from deltastore.errors import RegistryError, UsageError, VariantNotFound
 from deltastore.registry import Registry, uploads
-from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.storage import Storage
+from deltastore.registry.files import SmallFiles
+from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import is_bucket
 from deltastore.registry.variants import VariantDirectory
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
 
@@ -37,6 +39,7 @@ NUM_PROCESSES = 3
 CHANGES = {"publish": 8, "promote": 4, "delete": 2, "end": 1, "collect": 5, "read": 4}
 # In place of a day, because no lock tells that an upload's process has died.
 ABANDONED_AFTER_S = 2
+CACHE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,11 @@ class Findings:
     problems: list[str]
 
 
-def run(root: Path, seconds: float, seed: int) -> Findings:
+def run(directory: Path, location: str, seconds: float, seed: int) -> Findings:
     """Stress a registry that does not exist yet, then check it against what was acknowledged."""
-    Registry(root)
     draw = random.Random(seed)
-    logs = [root.parent / f"log-{number}" for number in range(NUM_PROCESSES)]
-    processes = [_start(root, log, draw.randrange(1 << 30)) for log in logs]
+    logs = [directory / f"log-{number}" for number in range(NUM_PROCESSES)]
+    processes = [_start(location, log, draw.randrange(1 << 30)) for log in logs]
     end = time.monotonic() + seconds
     num_kills = 0
     while time.monotonic() < end:
@@ -66,20 +68,25 @@ def run(root: Path, seconds: float, seed: int) -> Findings:
             continue
         _kill(processes[index])
         num_kills += 1
-        processes[index] = _start(root, logs[index], draw.randrange(1 << 30))
+        processes[index] = _start(location, logs[index], draw.randrange(1 << 30))
     for process in processes:
         _kill(process)
     lines = [line for log in logs for line in _lines(log)]
     acknowledged = [line for line in lines if line["is_done"]]
     counts = {kind: sum(line["kind"] == kind for line in acknowledged) for kind in CHANGES}
-    return Findings(counts, num_kills, [*_problems(Registry(root), lines)])
+    return Findings(counts, num_kills, [*_problems(_opened(location, directory / "cache"), lines)])
 
 
-def _start(root: Path, log: Path, seed: int) -> int:
+def _start(location: str, log: Path, seed: int) -> int:
+    # The parent makes no call of a bucket before the last fork: obstore's threads do not survive one.
     process = os.fork()
     if process == 0:
-        work(root, log, seed)
+        work(location, log, seed)
     return process
+
+
+def _opened(location: str, cache: Path) -> Registry:
+    return Registry.open(location, ObjectCache(cache, CACHE_BYTES) if is_bucket(location) else None)
 
 
 def _kill(process: int) -> None:
@@ -102,7 +109,7 @@ def _problems(registry: Registry, lines: list[dict[str, Any]]) -> Iterator[str]:
         yield from (f"{finding.path}: {finding.problem}" for finding in report.findings)
     for name in NAMES:
         mine = [line for line in acknowledged if line["name"] == name]
-        directory = VariantDirectory(DirectoryFiles(registry.root, Storage()), "default", name)
+        directory = VariantDirectory(registry.files, "default", name)
         history = directory.history()
         digests: dict[int, str] = {}
         for line in (line for line in mine if line["kind"] == "publish"):
@@ -118,13 +125,15 @@ def _problems(registry: Registry, lines: list[dict[str, Any]]) -> Iterator[str]:
         begun = [line for line in lines if line["name"] == name and line["kind"] in ("delete", "end")]
         if not begun and set(digests) - set(history.live):
             yield f"versions of {name} are missing"
-        yield from _chain_problems(Path(directory.path), mine)
+        yield from _chain_problems(registry.files, directory.path, mine)
 
 
-def _chain_problems(directory: Path, acknowledged: list[dict[str, Any]]) -> Iterator[str]:
+def _chain_problems(
+    files: SmallFiles, directory: PurePath, acknowledged: list[dict[str, Any]]
+) -> Iterator[str]:
     """Yield what is wrong with the order of a variant's changes, of which gc has kept the newest."""
-    paths = sorted(directory.glob("state-*.json"))
-    entries = [(path.read_bytes(), json.loads(path.read_bytes())) for path in paths]
+    paths = [directory / name for name in sorted(files.names(directory)) if name.startswith("state-")]
+    entries = [(raw, json.loads(raw)) for raw in map(files.read, paths)]
     for (raw, before), (_, after), path in zip(entries, entries[1:], paths[1:], strict=False):
         if after["after"] != hashlib.sha256(raw).hexdigest():
             yield f"{path} was not made after the entry before it"
@@ -142,12 +151,14 @@ def _refuse_lock(fd: int, operation: int) -> NoReturn:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
-def work(root: Path, log: Path, seed: int) -> NoReturn:
+def work(location: str, log: Path, seed: int) -> NoReturn:
     """Make changes until this process is killed."""
     uploads.ABANDONED_AFTER_S = ABANDONED_AFTER_S
     draw = random.Random(seed)
-    with patch.object(fcntl, "flock", _refuse_lock), log.open("ab", buffering=0) as lines:
-        registry = Registry(root)
+    # The cache of a bucket is local and may be locked.
+    refusing = nullcontext() if is_bucket(location) else patch.object(fcntl, "flock", _refuse_lock)
+    with refusing, log.open("ab", buffering=0) as lines:
+        registry = _opened(location, log.with_suffix(".cache"))
         while True:
             (kind,) = draw.choices(list(CHANGES), list(CHANGES.values()))
             name = draw.choice(NAMES)
@@ -207,5 +218,5 @@ def _unreadable(registry: Registry, name: str, version: int) -> str:
 
 
 if __name__ == "__main__":
-    directory, seconds, seed = sys.argv[1:]
-    print(json.dumps(asdict(run(Path(directory) / "registry", float(seconds), int(seed)))))
+    directory, location, seconds, seed = sys.argv[1:]
+    print(json.dumps(asdict(run(Path(directory), location, float(seconds), int(seed)))))

@@ -8,12 +8,22 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry import Registry
+from tests.deltastore.helpers.buckets import memory_registry
 from tests.deltastore.helpers.crash_storage import SteppedStorage, artifact, push
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
+def volume(tmp_path: Path) -> Registry:
+    """A registry in a directory, for tests of its files."""
     return Registry(tmp_path / "registry", SteppedStorage())
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Registry:
+    """A registry in a directory, and one in a bucket."""
+    if request.param == "directory":
+        return Registry(tmp_path / "registry", SteppedStorage())
+    return memory_registry(tmp_path)
 
 
 def test_the_previous_version_is_the_one_that_was_active_before(registry: Registry) -> None:
@@ -47,20 +57,20 @@ def test_a_deleted_version_is_no_longer_the_previous_one(registry: Registry) -> 
     assert registry.variant("default", "a").previous is None
 
 
-def test_a_version_with_a_damaged_record_can_be_promoted_away_from(registry: Registry) -> None:
+def test_a_version_with_a_damaged_record_can_be_promoted_away_from(volume: Registry) -> None:
     for seed in (1, 2):
-        push(registry, artifact(seed), "a")
-    (registry.root / "variants" / "default" / "a" / "2.json").write_text("{")
-    assert registry.activate("default", "a", 1).version == 1
-    assert registry.resolve("default", "a").version == 1
+        push(volume, artifact(seed), "a")
+    (volume.root / "variants" / "default" / "a" / "2.json").write_text("{")
+    assert volume.activate("default", "a", 1).version == 1
+    assert volume.resolve("default", "a").version == 1
 
 
-def test_a_state_of_an_older_release_has_no_previous_version(registry: Registry) -> None:
+def test_a_state_of_an_older_release_has_no_previous_version(volume: Registry) -> None:
     for seed in (1, 2):
-        push(registry, artifact(seed), "a")
-    registry.activate("default", "a", 1)
-    state = registry.root / "variants" / "default" / "a" / "state-000001.json"
+        push(volume, artifact(seed), "a")
+    volume.activate("default", "a", 1)
+    state = volume.root / "variants" / "default" / "a" / "state-000001.json"
     document = json.loads(state.read_text())
     assert document.pop("previous") == 2
     state.write_text(json.dumps(document))
-    assert registry.variant("default", "a").previous is None
+    assert volume.variant("default", "a").previous is None

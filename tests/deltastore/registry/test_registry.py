@@ -13,6 +13,7 @@ import pytest
 
 from deltastore.errors import ArtifactError, RegistryError, UsageError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
+from tests.deltastore.helpers.buckets import memory_registry
 from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push, stored
 
 BAD_NAMES = [
@@ -35,8 +36,17 @@ BAD_NAMES = [
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
+def volume(tmp_path: Path) -> Registry:
+    """A registry in a directory, for tests of its files."""
     return Registry(tmp_path / "registry", SteppedStorage())
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Registry:
+    """A registry in a directory, and one in a bucket."""
+    if request.param == "directory":
+        return Registry(tmp_path / "registry", SteppedStorage())
+    return memory_registry(tmp_path)
 
 
 def test_a_published_artifact_is_described_by_its_record(registry: Registry) -> None:
@@ -55,9 +65,9 @@ def test_a_published_artifact_is_described_by_its_record(registry: Registry) -> 
     assert registry.object_path(record).read_bytes() == data
 
 
-def test_another_registry_object_on_the_same_directory_sees_the_same_record(registry: Registry) -> None:
-    record = push(registry, artifact(1), "a").record
-    assert Registry(registry.root).resolve("default", "a") == record
+def test_another_registry_object_on_the_same_directory_sees_the_same_record(volume: Registry) -> None:
+    record = push(volume, artifact(1), "a").record
+    assert Registry(volume.root).resolve("default", "a") == record
 
 
 def test_versions_count_from_one_and_the_newest_becomes_active(registry: Registry) -> None:
@@ -86,11 +96,11 @@ def test_the_same_bytes_again_return_the_same_version_and_do_not_activate_it(reg
     assert len(registry.variant("default", "a").versions) == 2
 
 
-def test_variants_share_an_object_when_their_bytes_are_equal(registry: Registry) -> None:
-    first, second = push(registry, artifact(1), "a"), push(registry, artifact(1), "b")
+def test_variants_share_an_object_when_their_bytes_are_equal(volume: Registry) -> None:
+    first, second = push(volume, artifact(1), "a"), push(volume, artifact(1), "b")
     assert first.record.digest == second.record.digest
     assert (first.created, second.created) == (True, True)
-    assert registry.usage()[:2] == (1, len(artifact(1)))
+    assert volume.usage()[:2] == (1, len(artifact(1)))
 
 
 def test_rolling_back_holds_until_the_next_publication(registry: Registry) -> None:
@@ -134,16 +144,16 @@ def test_a_deleted_variant_is_gone_until_it_is_published_anew(registry: Registry
     assert (back.record.version, back.created, back.active_version) == (3, True, 3)
 
 
-def test_a_record_is_live_until_its_version_or_variant_is_deleted_by_any_server(registry: Registry) -> None:
-    first, second = (push(registry, artifact(seed), "a").record for seed in (1, 2))
-    assert registry.is_live(first)
-    there = Registry(registry.root)
+def test_a_record_is_live_until_its_version_or_variant_is_deleted_by_any_server(volume: Registry) -> None:
+    first, second = (push(volume, artifact(seed), "a").record for seed in (1, 2))
+    assert volume.is_live(first)
+    there = Registry(volume.root)
     there.delete("default", "a", 1)
-    assert (registry.is_live(first), registry.is_live(second)) == (False, True)
+    assert (volume.is_live(first), volume.is_live(second)) == (False, True)
     there.delete("default", "a")
-    assert not registry.is_live(second)
+    assert not volume.is_live(second)
     push(there, artifact(2), "a")
-    assert not registry.is_live(second)
+    assert not volume.is_live(second)
 
 
 def test_a_quarantined_version_is_still_live(registry: Registry) -> None:
@@ -158,21 +168,21 @@ def test_a_record_that_was_never_published_is_not_live(change: dict[str, object]
     assert not registry.is_live(replace(record, **change))  # type: ignore[arg-type]
 
 
-def test_asking_if_a_record_is_live_reads_only_the_variants_state(registry: Registry) -> None:
+def test_asking_if_a_record_is_live_reads_only_the_variants_state(volume: Registry) -> None:
     for seed in (1, 2, 3):
-        push(registry, artifact(seed), "a")
-    registry.delete("default", "a", 1)
-    home = registry.root / "variants" / "default" / "a"
-    to_resolve = files_opened_by(registry, "registry.resolve('default', 'a')")
-    to_do_both = files_opened_by(registry, "registry.is_live(registry.resolve('default', 'a'))")
+        push(volume, artifact(seed), "a")
+    volume.delete("default", "a", 1)
+    home = volume.root / "variants" / "default" / "a"
+    to_resolve = files_opened_by(volume, "registry.resolve('default', 'a')")
+    to_do_both = files_opened_by(volume, "registry.is_live(registry.resolve('default', 'a'))")
     assert to_do_both == [*to_resolve, home, home / "state-000001.json"]
 
 
-def test_a_number_is_not_used_again_even_when_its_deleted_record_is_lost(registry: Registry) -> None:
-    push(registry, artifact(1), "a")
-    registry.delete("default", "a")
-    (registry.root / "variants" / "default" / "a" / "1.json").unlink()
-    assert push(registry, artifact(2), "a").record.version == 2
+def test_a_number_is_not_used_again_even_when_its_deleted_record_is_lost(volume: Registry) -> None:
+    push(volume, artifact(1), "a")
+    volume.delete("default", "a")
+    (volume.root / "variants" / "default" / "a" / "1.json").unlink()
+    assert push(volume, artifact(2), "a").record.version == 2
 
 
 def test_a_tenants_own_variant_hides_a_public_one_and_others_get_the_public_one(registry: Registry) -> None:
@@ -214,13 +224,13 @@ def test_a_list_holds_all_variants_or_one_tenants(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_name_that_could_leave_its_directory_is_refused(name: str, registry: Registry) -> None:
-    before = sorted(registry.root.rglob("*"))
+def test_a_name_that_could_leave_its_directory_is_refused(name: str, volume: Registry) -> None:
+    before = sorted(volume.root.rglob("*"))
     with pytest.raises(UsageError, match=r"variant name .* is not allowed"):
-        push(registry, artifact(1), name)
+        push(volume, artifact(1), name)
     with pytest.raises(UsageError, match=r"tenant name .* is not allowed"):
-        push(registry, artifact(1), "a", tenant=name)
-    assert sorted(registry.root.rglob("*")) == before
+        push(volume, artifact(1), "a", tenant=name)
+    assert sorted(volume.root.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -240,9 +250,9 @@ def test_reserved_names_are_refused(name: str, registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("digest", ["", "../objects.lock", "A" * 64, "sha256:" + "a" * 64, "a" * 64 + "\n"])
-def test_an_object_is_asked_for_by_bare_lowercase_digits_only(digest: str, registry: Registry) -> None:
+def test_an_object_is_asked_for_by_bare_lowercase_digits_only(digest: str, volume: Registry) -> None:
     with pytest.raises(UsageError, match="is not a digest"):
-        registry.object_path(replace(stored(1), digest=digest))
+        volume.object_path(replace(stored(1), digest=digest))
 
 
 def nested(depth: int) -> object:
@@ -266,18 +276,18 @@ def test_a_fidelity_report_that_could_not_be_read_back_is_refused_before_anythin
     assert registry.variants() == []
 
 
-def test_a_quarantined_object_is_not_served_and_kept_as_evidence(registry: Registry) -> None:
-    record = push(registry, artifact(1), "a").record
-    registry.object_path(record).write_bytes(b"rotten")
-    registry.quarantine(record, "chunk 0 differs")
+def test_a_quarantined_object_is_not_served_and_kept_as_evidence(volume: Registry) -> None:
+    record = push(volume, artifact(1), "a").record
+    volume.object_path(record).write_bytes(b"rotten")
+    volume.quarantine(record, "chunk 0 differs")
     with pytest.raises(
         VariantQuarantined, match=r"version 1 of 'a' .*chunk 0 differs.*upload its artifact again"
     ):
-        registry.resolve("default", "a")
-    assert not registry.object_path(record).exists()
-    assert (registry.root / "quarantine" / record.digest).read_bytes() == b"rotten"
-    assert registry.usage().num_quarantined == 1
-    assert registry.check().is_clean
+        volume.resolve("default", "a")
+    assert not volume.object_path(record).exists()
+    assert (volume.root / "quarantine" / record.digest).read_bytes() == b"rotten"
+    assert volume.usage().num_quarantined == 1
+    assert volume.check().is_clean
 
 
 def test_another_version_of_a_quarantined_variant_can_be_promoted_but_not_the_bad_one(
@@ -285,7 +295,7 @@ def test_another_version_of_a_quarantined_variant_can_be_promoted_but_not_the_ba
 ) -> None:
     for seed in (1, 2):
         push(registry, artifact(seed), "a")
-    registry.quarantine(stored(2), "rotten")
+    registry.quarantine(registry.resolve("default", "a", 2), "rotten")
     registry.activate("default", "a", 1)
     assert registry.resolve("default", "a").version == 1
     with pytest.raises(VariantQuarantined):
@@ -294,23 +304,23 @@ def test_another_version_of_a_quarantined_variant_can_be_promoted_but_not_the_ba
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_uploading_the_good_bytes_again_heals_every_variant_that_has_them(
-    name: str, registry: Registry
+    name: str, volume: Registry
 ) -> None:
-    record = push(registry, artifact(1), "a").record
-    registry.object_path(record).write_bytes(b"rotten")
-    registry.quarantine(record, "chunk 0 differs")
-    assert push(registry, artifact(1), name).created == (name == "b")
-    assert registry.resolve("default", "a") == record
-    assert registry.object_path(record).read_bytes() == artifact(1)
-    assert registry.usage().num_quarantined == 0
-    assert os.listdir(registry.root / "quarantine") == []
+    record = push(volume, artifact(1), "a").record
+    volume.object_path(record).write_bytes(b"rotten")
+    volume.quarantine(record, "chunk 0 differs")
+    assert push(volume, artifact(1), name).created == (name == "b")
+    assert volume.resolve("default", "a") == record
+    assert volume.object_path(record).read_bytes() == artifact(1)
+    assert volume.usage().num_quarantined == 0
+    assert os.listdir(volume.root / "quarantine") == []
 
 
-def test_an_upload_repairs_a_corrupt_object_that_was_not_noticed(registry: Registry) -> None:
-    record = push(registry, artifact(1), "a").record
-    registry.object_path(record).write_bytes(b"rotten")
-    push(registry, artifact(1), "a")
-    assert registry.object_path(record).read_bytes() == artifact(1)
+def test_an_upload_repairs_a_corrupt_object_that_was_not_noticed(volume: Registry) -> None:
+    record = push(volume, artifact(1), "a").record
+    volume.object_path(record).write_bytes(b"rotten")
+    push(volume, artifact(1), "a")
+    assert volume.object_path(record).read_bytes() == artifact(1)
 
 
 def test_a_missing_object_can_be_quarantined_too(registry: Registry) -> None:
@@ -333,29 +343,29 @@ def test_a_directory_that_refuses_is_a_registry_error_with_its_path_for_operator
     assert "/" not in caught.value.public
 
 
-def test_a_volume_that_vanished_does_not_look_like_a_registry_without_variants(registry: Registry) -> None:
-    record = push(registry, artifact(1), "a").record
-    registry.root.rename(registry.root.with_name("elsewhere"))
-    registry.root.mkdir()
+def test_a_volume_that_vanished_does_not_look_like_a_registry_without_variants(volume: Registry) -> None:
+    record = push(volume, artifact(1), "a").record
+    volume.root.rename(volume.root.with_name("elsewhere"))
+    volume.root.mkdir()
     for call in (
-        lambda: registry.resolve("default", "a"),
-        lambda: registry.variant("default", "a"),
-        lambda: registry.variants(),
-        lambda: registry.usable("default"),
-        lambda: registry.is_live(record),
-        lambda: registry.activate("default", "a", 1),
-        lambda: registry.delete("default", "a"),
-        lambda: registry.gc(),
+        lambda: volume.resolve("default", "a"),
+        lambda: volume.variant("default", "a"),
+        lambda: volume.variants(),
+        lambda: volume.usable("default"),
+        lambda: volume.is_live(record),
+        lambda: volume.activate("default", "a", 1),
+        lambda: volume.delete("default", "a"),
+        lambda: volume.gc(),
     ):
         with pytest.raises(RegistryError):
             call()
 
 
-def test_resolving_reads_one_variants_files_however_many_there_are(registry: Registry) -> None:
+def test_resolving_reads_one_variants_files_however_many_there_are(volume: Registry) -> None:
     for name in ("a", "b", "c"):
-        push(registry, artifact(1), name)
-    home = registry.root / "variants" / "default" / "a"
-    seen = files_opened_by(registry, "registry.resolve('default', 'a')")
+        push(volume, artifact(1), name)
+    home = volume.root / "variants" / "default" / "a"
+    seen = files_opened_by(volume, "registry.resolve('default', 'a')")
     assert set(seen) == {home, home / "1.json"}
 
 

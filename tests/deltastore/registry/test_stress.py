@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,24 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.s3_server import Bucket
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def stress(directory: Path, seconds: float, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.deltastore.helpers.stress", directory, seconds, seed]
+def stress(directory: Path, seconds: float, seed: int, bucket: Bucket | None = None) -> dict[str, Any]:
+    """Stress a registry in a bucket, or without one in a directory."""
+    location, environment = (
+        (directory / "registry", {}) if bucket is None else (bucket.url, bucket.environment)
+    )
+    command = [sys.executable, "-m", "tests.deltastore.helpers.stress", directory, location, seconds, seed]
     done = subprocess.run(
-        list(map(str, command)), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True
+        list(map(str, command)),
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     findings: dict[str, Any] = json.loads(done.stdout)
     return findings
@@ -27,6 +39,26 @@ def test_processes_that_are_killed_lose_no_acknowledged_change(scratch: Path) ->
     assert findings["problems"] == []
     assert findings["num_kills"] > 3
     assert min(findings["num_acknowledged"][kind] for kind in ("publish", "promote", "collect")) > 3
+
+
+def test_processes_that_are_killed_lose_no_acknowledged_change_in_a_bucket(
+    scratch: Path, bucket: Bucket
+) -> None:
+    findings = stress(scratch, 8.0, 1, bucket)
+    assert findings["problems"] == []
+    assert findings["num_kills"] > 3
+    assert min(findings["num_acknowledged"][kind] for kind in ("publish", "promote", "collect")) > 0
+
+
+@pytest.mark.deploy
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_that_are_killed_for_long_lose_no_acknowledged_change_in_a_bucket(
+    seed: int, scratch: Path, bucket: Bucket
+) -> None:
+    findings = stress(scratch, 60.0, seed, bucket)
+    assert findings["problems"] == []
+    assert findings["num_acknowledged"]["publish"] > 20
 
 
 @pytest.mark.deploy

@@ -14,15 +14,27 @@ from deltastore.errors import PublicNameTaken, RegistryError, UsageError, Varian
 from deltastore.registry import Registry
 from deltastore.registry.records import PublicClaim
 from deltastore.registry.sequence import NUM_KEPT
+from tests.deltastore.helpers.buckets import memory_registry
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@pytest.fixture(params=["directory", "bucket"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Registry:
+    """Tenant acme has the variants `open`, which is public, and `own`, in a directory and in a bucket."""
+    if request.param == "directory":
+        return with_variants(Registry(tmp_path / "registry"))
+    return with_variants(memory_registry(tmp_path))
+
+
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    """Tenant acme has the variants `open`, which is public, and `own`."""
-    registry = Registry(tmp_path / "registry")
+def volume(tmp_path: Path) -> Registry:
+    """The same in a directory, for tests of its files."""
+    return with_variants(Registry(tmp_path / "registry"))
+
+
+def with_variants(registry: Registry) -> Registry:
     push(registry, artifact(1), "open", tenant="acme")
     push(registry, artifact(2), "own", tenant="acme")
     registry.set_visibility("acme", "open", "public")
@@ -202,17 +214,17 @@ def test_of_two_processes_that_claim_names_at_once_each_name_goes_to_one(tmp_pat
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b'{"tenant": "../x", "deleted_through": 0}', b'{"tenant": "acme"}']
 )
-def test_a_damaged_claim_makes_nothing_public_and_is_found(registry: Registry, raw: bytes) -> None:
-    (registry.root / "claims" / "open" / "000001.json").write_bytes(raw)
-    assert registry.variant("acme", "open").visibility == "private"
-    assert registry.resolve("acme", "open").digest == digest_of(1)
-    assert seen_by(registry, "globex") == {}
+def test_a_damaged_claim_makes_nothing_public_and_is_found(volume: Registry, raw: bytes) -> None:
+    (volume.root / "claims" / "open" / "000001.json").write_bytes(raw)
+    assert volume.variant("acme", "open").visibility == "private"
+    assert volume.resolve("acme", "open").digest == digest_of(1)
+    assert seen_by(volume, "globex") == {}
     with pytest.raises(
         RegistryError, match="restore the file, or remove it and older ones to make the variant private"
     ):
-        registry.resolve("globex", "open")
-    (finding,) = registry.check().findings
-    assert finding.path == registry.root / "claims" / "open" / "000001.json"
+        volume.resolve("globex", "open")
+    (finding,) = volume.check().findings
+    assert finding.path == volume.root / "claims" / "open" / "000001.json"
 
 
 def test_a_claim_that_an_older_version_made_holds_until_it_is_changed(tmp_path: Path) -> None:
@@ -231,12 +243,12 @@ def test_a_claim_that_an_older_version_made_holds_until_it_is_changed(tmp_path: 
     assert registry.resolve("initech", "open").tenant == "globex"
 
 
-def test_old_claims_are_collected_and_the_newest_stays(registry: Registry) -> None:
+def test_old_claims_are_collected_and_the_newest_stays(volume: Registry) -> None:
     for _ in range(NUM_KEPT):
-        registry.set_visibility("acme", "open", "private")
-        registry.set_visibility("acme", "open", "public")
-    registry.gc()
-    assert len(os.listdir(registry.root / "claims" / "open")) == NUM_KEPT
-    assert seen_by(registry, "globex") == {"open": "acme"}
+        volume.set_visibility("acme", "open", "private")
+        volume.set_visibility("acme", "open", "public")
+    volume.gc()
+    assert len(os.listdir(volume.root / "claims" / "open")) == NUM_KEPT
+    assert seen_by(volume, "globex") == {"open": "acme"}
     with pytest.raises(PublicNameTaken):
-        registry.check_name_free("globex", "open")
+        volume.check_name_free("globex", "open")

@@ -1,0 +1,128 @@
+"""One prefix of an S3-compatible bucket: its two clients and the errors that they raise. Must not know variants.
+
+Credentials, region and endpoint come from the AWS_* variables that obstore reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Self
+
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import S3Store
+
+from deltastore.errors import PeraxisError, RegistryUnavailable, StorageFull, UsageError
+from deltastore.registry.place import SCHEME
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+LOCATION = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>[A-Za-z0-9._/-]*))?")
+# Of calls for small files: with the retry, a call ends within the deadline of a request's resolution.
+SMALL_TIMEOUT = timedelta(seconds=2)
+SMALL_RETRY_TIMEOUT = timedelta(seconds=3)
+# Of calls for objects: a part of an object may be slow, but not without any byte.
+READ_TIMEOUT = timedelta(seconds=20)
+PART_TIMEOUT = timedelta(minutes=5)
+# Error codes of S3, MinIO and Ceph for a bucket or user that may store no more bytes.
+FULL = re.compile(r"QuotaExceeded|XMinioStorageFull|XMinioAdminBucketQuotaExceeded|InsufficientStorage|507 ")
+GONE = "NoSuchBucket"
+MAX_REASON = 300
+
+
+class Bucket:
+    """A prefix of a bucket. `small` has short deadlines, for small files and lists; `large` is for objects.
+
+    Args:
+        location: `s3://BUCKET/PREFIX`, for messages.
+        small: A store whose keys begin below the prefix.
+        large: Another client of the same keys.
+    """
+
+    def __init__(self, location: str, small: ObjectStore, large: S3Store) -> None:
+        self.location = location.rstrip("/")
+        self.small = small
+        self.large = large
+        # The beginning of all paths: messages show a key as BUCKET/PREFIX/KEY.
+        self.root = PurePosixPath(self.location.removeprefix(SCHEME))
+
+    @classmethod
+    def open(cls, location: str) -> Self:
+        """Open a bucket by its location. Makes no call.
+
+        Raises:
+            UsageError: The location is malformed.
+        """
+        found = LOCATION.fullmatch(location)
+        if found is None:
+            raise UsageError(f"{location!r} is no bucket: give --registry s3://BUCKET/PREFIX")
+        prefix = (found["prefix"] or "").strip("/") or None
+        # obstore reads it, too, but not beside options that are given.
+        allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        small = S3Store(
+            found["bucket"],
+            prefix=prefix,
+            client_options={
+                "allow_http": allow_http,
+                "timeout": SMALL_TIMEOUT,
+                "connect_timeout": SMALL_TIMEOUT,
+            },
+            retry_config={"max_retries": 1, "retry_timeout": SMALL_RETRY_TIMEOUT},
+        )
+        large = S3Store(
+            found["bucket"],
+            prefix=prefix,
+            client_options={
+                "allow_http": allow_http,
+                "timeout": PART_TIMEOUT,
+                "connect_timeout": SMALL_TIMEOUT,
+                "read_timeout": READ_TIMEOUT,
+            },
+            retry_config={"max_retries": 3, "retry_timeout": PART_TIMEOUT},
+        )
+        return cls(location, small, large)
+
+    def key(self, path: PurePosixPath) -> str:
+        """Return the key of a path; "" for the root."""
+        return "/".join(path.relative_to(self.root).parts)
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Turn errors into RegistryUnavailable or StorageFull; FileNotFoundError passes if the bucket exists."""
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except FileNotFoundError as error:
+            if GONE in str(error):
+                raise self.gone() from error
+            raise
+        except (BaseError, ValueError) as error:
+            raise self._explained(str(error)) from error
+
+    def gone(self) -> RegistryUnavailable:
+        """Return the error for a bucket or prefix that does not hold the registry any more."""
+        return RegistryUnavailable(
+            f"{self.location} is gone: restore the bucket, or give --registry another one",
+            public="the registry's bucket is gone: ask its operator to restore it",
+        )
+
+    def _explained(self, text: str) -> PeraxisError:
+        reason = text.partition("\n\nDebug source")[0].replace("\n", " ")[:MAX_REASON]
+        if FULL.search(text):
+            return StorageFull(
+                f"{self.location} takes no more bytes: raise its quota, or run "
+                f"`peraxis registry gc --registry {self.location}`: {reason}",
+                public="the quota of the registry's bucket is used up: ask its operator to raise it, "
+                "or to run `peraxis registry gc`",
+            )
+        return RegistryUnavailable(
+            f"{self.location} did not answer as expected: {reason}: nothing was acknowledged; check the endpoint, the "
+            "credentials and the rights on the bucket, then try again",
+            public="the registry's bucket did not answer as expected: nothing was acknowledged; try again",
+        )

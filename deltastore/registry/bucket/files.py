@@ -1,0 +1,239 @@
+"""The small files of a registry in a bucket: how they are read, listed and created. Must not know what they mean.
+
+A file that was created is never changed, so its bytes are kept in memory by key and ETag: reading a variant that was
+read before costs one listing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePath, PurePosixPath
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+
+from deltastore.errors import RegistryError, StorageFull
+from deltastore.registry.bucket.client import Bucket
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+# A record of a delta of 1 GB has about 20 KB.
+MAX_CACHED_BYTES = 256 << 20
+# Keys that one call of S3 lists.
+PAGE = 1000
+NUM_READERS = 16
+MAX_CREATIONS = 5
+
+
+class FileCache:
+    """The bytes of files that were read last, by key and ETag. For any thread."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._files: OrderedDict[str, tuple[str | None, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes | None:
+        with self._lock:
+            if (found := self._files.get(key)) is None:
+                return None
+            self._files.move_to_end(key)
+            return found[1]
+
+    def put(self, key: str, e_tag: str | None, data: bytes) -> None:
+        with self._lock:
+            self._drop(key)
+            self._files[key] = (e_tag, data)
+            self._num_bytes += len(data)
+            while self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._files)))
+
+    def keep_listed(self, found: Iterable[ObjectMeta]) -> None:
+        """Drop the files that a listing shows with another ETag: their names were used again."""
+        with self._lock:
+            for meta in found:
+                known = self._files.get(meta["path"])
+                if known is not None and known[0] != meta["e_tag"]:
+                    self._drop(meta["path"])
+
+    def drop(self, key: str) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        if (dropped := self._files.pop(key, None)) is not None:
+            self._num_bytes -= len(dropped[1])
+
+
+class BucketFiles:
+    """The small files below one prefix.
+
+    Args:
+        bucket: The prefix.
+        cache: Of files that were read.
+        listed: Names by directory, of directories that have just been listed with all below them.
+    """
+
+    may_be_old = False
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        cache: FileCache | None = None,
+        listed: Mapping[PurePosixPath, Mapping[PurePosixPath, frozenset[str]]] | None = None,
+    ) -> None:
+        self.root = bucket.root
+        self._bucket = bucket
+        self._cache = cache or FileCache()
+        self._listed = listed or {}
+
+    def read(self, path: PurePath) -> bytes:
+        key = self._key(path)
+        if (cached := self._cache.get(key)) is not None:
+            return cached
+        with self._bucket.calls():
+            found = obstore.get(self._bucket.small, key)
+            data = bytes(found.bytes())
+        self._cache.put(key, found.meta["e_tag"], data)
+        return data
+
+    def is_directory(self, path: PurePath) -> bool:
+        return bool(self.names(path))
+
+    def names(self, directory: PurePath, *, is_fresh: bool = False) -> list[str]:
+        if not is_fresh and (found := self._known(directory)) is not None:
+            return sorted(found)
+        files, folders = self._children(directory)
+        return sorted({*files, *folders})
+
+    def subdirectories(self, directory: PurePath) -> list[str]:
+        for tree in self._covering(directory):
+            return sorted(path.name for path in tree if path.parent == PurePosixPath(directory))
+        return sorted(self._children(directory)[1])
+
+    def listed(self, *directories: PurePath) -> BucketFiles:
+        """Return these files with every name below some directories listed, a thousand per call, and read."""
+        roots = [PurePosixPath(directory) for directory in directories]
+        if all(any(True for _ in self._covering(root)) for root in roots):
+            return self
+        trees, keys = {}, []
+        for root in roots:
+            found = self.below(root)
+            trees[root] = _tree(root, (self.root / meta["path"] for meta in found))
+            keys += [meta["path"] for meta in found if self._cache.get(meta["path"]) is None]
+        files = BucketFiles(self._bucket, self._cache, trees)
+        with ThreadPoolExecutor(NUM_READERS, "registry-read") as threads:
+            list(threads.map(files._read_ahead, keys))
+        return files
+
+    def below(self, directory: PurePath) -> list[ObjectMeta]:
+        """List every file below a directory, at any depth."""
+        key = self._key(directory)
+        with self._bucket.calls(), self._expecting_bucket():
+            pages = obstore.list(self._bucket.small, key, chunk_size=PAGE)
+            found = [meta for page in pages for meta in page]
+        self._cache.keep_listed(found)
+        return found
+
+    def make_directory(self, directory: PurePath) -> None:
+        """Do nothing: a bucket has no directories."""
+
+    def make_durable(self, *directories: PurePath) -> None:
+        """Do nothing: a name is durable when the store has answered."""
+
+    def add(self, path: PurePath, data: bytes) -> bool:
+        key = self._key(path)
+        for _ in range(MAX_CREATIONS):
+            try:
+                with self._bucket.calls():
+                    put = obstore.put(self._bucket.small, key, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                with contextlib.suppress(FileNotFoundError):
+                    self._cache.drop(key)
+                    # A client that misses the reply repeats the call, and finds its own file.
+                    return self.read(path) == data
+                # Two creations at once may both be refused (S3's 409), or the file was removed since.
+                continue
+            self._cache.put(key, put["e_tag"], data)
+            return True
+        raise RegistryError(f"{path}: the store refuses to create it, and it is not there: try again")
+
+    def add_or_make_room(
+        self, path: PurePath, data: bytes, dispensable: Callable[[], Iterable[PurePath]]
+    ) -> bool:
+        try:
+            return self.add(path, data)
+        except StorageFull:
+            self.remove(dispensable())
+        return self.add(path, data)
+
+    def replace(self, path: PurePath, data: bytes) -> None:
+        """Write a file that may exist, in one atomic step that is durable on return."""
+        key = self._key(path)
+        with self._bucket.calls():
+            put = obstore.put(self._bucket.small, key, data, use_multipart=False)
+        self._cache.put(key, put["e_tag"], data)
+
+    def remove(self, paths: Iterable[PurePath]) -> None:
+        if keys := [self._key(path) for path in paths]:
+            with contextlib.suppress(RegistryError, StorageFull, FileNotFoundError), self._bucket.calls():
+                obstore.delete(self._bucket.small, keys)
+        for key in keys:
+            self._cache.drop(key)
+
+    def status(self, path: PurePath) -> ObjectMeta:
+        """Return the size, ETag and time of a file. Raises FileNotFoundError."""
+        with self._bucket.calls():
+            return obstore.head(self._bucket.small, self._key(path))
+
+    def _read_ahead(self, key: str) -> None:
+        # A caller that needs the file reads it again, and reports the failure.
+        with contextlib.suppress(RegistryError, FileNotFoundError):
+            self.read(self.root / key)
+
+    def _children(self, directory: PurePath) -> tuple[list[str], list[str]]:
+        """List the files and the subdirectories of a directory."""
+        with self._bucket.calls(), self._expecting_bucket():
+            found = obstore.list_with_delimiter(self._bucket.small, self._key(directory))
+        self._cache.keep_listed(found["objects"])
+        files = [PurePosixPath(meta["path"]).name for meta in found["objects"]]
+        return files, [PurePosixPath(prefix).name for prefix in found["common_prefixes"]]
+
+    @contextlib.contextmanager
+    def _expecting_bucket(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            # A prefix without files is an empty list.
+            raise self._bucket.gone() from error
+
+    def _covering(self, directory: PurePath) -> Iterator[Mapping[PurePosixPath, frozenset[str]]]:
+        """Yield the listing that has a directory."""
+        for root, tree in self._listed.items():
+            if PurePosixPath(directory).is_relative_to(root):
+                yield tree
+
+    def _known(self, directory: PurePath) -> frozenset[str] | None:
+        for tree in self._covering(directory):
+            return tree.get(PurePosixPath(directory), frozenset())
+        return None
+
+    def _key(self, path: PurePath) -> str:
+        return self._bucket.key(PurePosixPath(path))
+
+
+def _tree(root: PurePosixPath, paths: Iterable[PurePosixPath]) -> Mapping[PurePosixPath, frozenset[str]]:
+    """Return the names in every directory of a tree by directory."""
+    names: defaultdict[PurePosixPath, set[str]] = defaultdict(set)
+    for path in paths:
+        while path != root and path.name not in names[path.parent]:
+            names[path.parent].add(path.name)
+            path = path.parent
+    return {directory: frozenset(found) for directory, found in names.items()}

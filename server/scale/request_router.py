@@ -4,12 +4,14 @@ Serve makes one router in each process that holds a handle of the engines' deplo
 gives it the replicas with their latest routing statistics. Knows nothing of engines, requests' contents or HTTP.
 
 Ray marks `RequestRouter`, `PendingRequest` and `RunningReplica` as public and alpha, so the extra `ray` allows 2.60
-alone. Two members beyond the documented ones are used: `routing_context`, without which Serve asks again without a
-pause when no replica is free, and `_remove_pending_request_from_indices`, without which it keeps a call that failed.
+alone. Three members beyond the documented ones are used:
 
-Calls of one handle that are open together need contexts of their own (`contextvars.Context().run`). Serve 2.60 gives
-all calls from one HTTP request the same internal id, and assigns one of those that are pending at a time. Serve also
-copies this module's contents into the class that it makes routers of: what others import is in other modules.
+- `routing_context`: without it, Serve asks again without a pause when no replica is free;
+- `_remove_pending_request_from_indices`: without it, Serve keeps a call that has failed;
+- `_pending_requests_by_id`, where Serve finds the call to assign by an id that all calls of one HTTP request share.
+  It never assigns the second of two that are pending together, so this router does.
+
+Serve copies this module's contents into the class that it makes routers of: what others import is in other modules.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class VariantRequestRouter(RequestRouter):
         unknown = sorted(by_name.keys() - set(ranked), key=lambda name: (self._open[name], name))
         order = [*ranked, *unknown]
         self._watch(pending_request, order[0], route.digest)
+        if self._is_shadowed(pending_request):
+            pending_request.future.set_result(by_name[order[0]])
         return [[by_name[name]] for name in order]
 
     def ranked(self, digest: str | None) -> list[str]:
@@ -105,6 +109,11 @@ class VariantRequestRouter(RequestRouter):
             self._remove_pending_request_from_indices(pending)
         # Serve looks whether the future is done only where there is a candidate.
         return [list(by_name.values())]
+
+    def _is_shadowed(self, pending: PendingRequest) -> bool:
+        """Return whether Serve cannot find the call, because another of the same HTTP request has its id."""
+        indexed = self._pending_requests_by_id.get(pending.metadata.internal_request_id)
+        return indexed is not pending and not pending.future.done()
 
     def _refresh(self, by_name: Mapping[str, RunningReplica]) -> None:
         """Give the router each report that has changed.

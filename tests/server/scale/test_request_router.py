@@ -17,6 +17,7 @@ from server.scale.route import PinnedReplicaGone, Route
 from tests.server.scale.helpers.fake_engines import (
     CAPACITY,
     ENGINES,
+    INGRESS,
     NUM_SLOTS,
     Handle,
     generating,
@@ -77,3 +78,9 @@ def test_a_replica_whose_reports_stand_still_gets_no_more_than_its_turn(engines:
     engines.broadcast("freeze").results(timeout_s=30)
     held = [generating(engines, None, is_held=True) for _ in range(2 * CAPACITY)]
     assert sorted(Counter(next(one) for one in held).values()) == [CAPACITY, CAPACITY]
+
+
+def test_calls_of_one_http_request_are_all_assigned(serve_port: int) -> None:
+    handle = serve.run(INGRESS.bind(ENGINES.bind()), name="several", route_prefix=None)
+    assert len(handle.ask.remote(16).result(timeout_s=60)) == 16
+    serve.delete("several")

@@ -78,6 +78,21 @@ class FakeEngine:
         self._slots = [*self._slots, digest][-NUM_SLOTS:]
 
 
+class FakeIngress:
+    """Makes several calls from one request, as a call with several prompts does."""
+
+    def __init__(self, engines: Handle) -> None:
+        self._engines = engines
+
+    async def ask(self, num_calls: int) -> list[str]:
+        """Return the replica of each call."""
+        return await asyncio.gather(*(self._one() for _ in range(num_calls)))
+
+    async def _one(self) -> str:
+        sent: Any = self._engines.options(stream=True).generate.remote(route=Route("v"))
+        return [name async for name in sent][-1]
+
+
 # Two of them, until options say otherwise.
 ENGINES: Any = serve.deployment(
     FakeEngine,
@@ -90,6 +105,11 @@ ENGINES: Any = serve.deployment(
         "request_router_class": WatchedRouter,
         "request_routing_stats_period_s": STATS_PERIOD_S,
     },
+)
+
+
+INGRESS: Any = serve.deployment(
+    FakeIngress, ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=1
 )
 
 

@@ -157,6 +157,40 @@ def test_ray_s_arguments_override_the_settings_and_large_numbers_stay_whole() ->
     assert (args["max_host_cache_gb"], args["log_format"], args["auth"]) == (0, "text", "keys")
 
 
+def test_ray_serve_accepts_the_configuration() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="needs the extra ray: pip install -e '.[ray]'")
+    for values in (None, configurations()["ray-and-download"]):
+        _, config = ray_service(values)
+        (application,) = schema.ServeDeploySchema.model_validate(config).applications
+        assert [each.name for each in application.deployments] == ["Engine", "Ingress"]
+
+
+def test_ray_scales_engines_by_the_requests_that_one_runs_at_a_time() -> None:
+    def engines(ray: dict[str, Any], settings: dict[str, Any]) -> Any:
+        values = {
+            **configurations()["ray-and-download"],
+            "ray": {"enabled": True, **ray},
+            "settings": settings,
+        }
+        _, config = ray_service(values)
+        return config["applications"][0]["deployments"][0]["autoscaling_config"]
+
+    default = Settings.model_fields["max_num_seqs"].default
+    assert engines({}, {})["target_ongoing_requests"] == default
+    assert engines({}, {"max_num_seqs": 16})["target_ongoing_requests"] == 16
+    given = engines({"targetOngoingRequests": 5, "minWorkers": 2, "maxWorkers": 6}, {"max_num_seqs": 16})
+    assert (given["target_ongoing_requests"], given["min_replicas"], given["max_replicas"]) == (5, 2, 6)
+
+
+def test_a_deployment_of_the_operator_takes_the_place_of_the_chart_s() -> None:
+    own = {"name": "Engine", "num_replicas": 3}
+    values = {**configurations()["ray-and-download"], "ray": {"enabled": True, "deployments": [own]}}
+    _, config = ray_service(values)
+    names = {each["name"]: each for each in config["applications"][0]["deployments"]}
+    assert names["Engine"] == own
+    assert sorted(names) == ["Engine", "Ingress"]
+
+
 def test_ray_takes_the_place_of_the_stateful_set_under_the_same_name_and_port() -> None:
     objects = objects_of("ray")
     kinds = {each["kind"] for each in objects}

@@ -102,7 +102,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Serve's configuration file: the application, and the settings that it is built from. */}}
+{{/* Serve's configuration file: the application, the settings that it is built from, and its deployments. */}}
 {{- define "peraxis.serveConfig" -}}
 {{- $args := dict "base" "/base" "registry" "/registry" "device" (ternary "cuda" "cpu" .Values.gpu.enabled) -}}
 {{- /* Not `merge`, which takes 0 and false for values that are missing. */}}
@@ -123,8 +123,40 @@ applications:
       {{- $value := get $args $name }}
       {{ $name }}: {{ if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ int64 $value }}{{ else }}{{ toJson $value }}{{ end }}
       {{- end }}
-    {{- with .Values.ray.deployments }}
     deployments:
+      {{- $given := list }}
+      {{- range .Values.ray.deployments }}
+      {{- $given = append $given .name }}
+      {{- end }}
+      {{- range $own := include "peraxis.serveDeployments" . | fromYamlArray }}
+      {{- if not (has $own.name $given) }}
+      - {{- toYaml $own | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      {{- with .Values.ray.deployments }}
       {{- toYaml . | nindent 6 }}
-    {{- end }}
+      {{- end }}
+{{- end -}}
+
+{{/* The application's deployments, as far as the chart knows better: one engine for each pod, and how many pods. */}}
+{{- define "peraxis.serveDeployments" -}}
+{{- $target := .Values.ray.targetOngoingRequests | int }}
+- name: Engine
+  num_replicas: auto
+  max_replicas_per_node: 1
+  ray_actor_options:
+    num_cpus: 1
+    num_gpus: {{ ternary 1 0 .Values.gpu.enabled }}
+  autoscaling_config:
+    min_replicas: {{ .Values.ray.minWorkers | int }}
+    max_replicas: {{ .Values.ray.maxWorkers | int }}
+    # Requests above what an engine runs at a time are those that wait.
+    target_ongoing_requests: {{ if $target }}{{ $target }}{{ else }}{{ .Values.settings.max_num_seqs | default 64 | int }}{{ end }}
+    upscale_delay_s: {{ .Values.ray.scaleUpSeconds | int }}
+    downscale_delay_s: {{ .Values.ray.scaleDownSeconds | int }}
+  request_router_config:
+    request_router_class: server.scale.request_router.VariantRequestRouter
+    request_routing_stats_period_s: 0.25
+- name: Ingress
+  num_replicas: {{ .Values.ray.ingressReplicas | int }}
 {{- end -}}

@@ -90,7 +90,7 @@ class FakeIngress:
 
     async def _one(self) -> str:
         sent: Any = self._engines.options(stream=True).generate.remote(route=Route("v"))
-        return [name async for name in sent][-1]
+        return str([name async for name in sent][-1])
 
 
 # Two of them, until options say otherwise.

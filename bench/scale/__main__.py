@@ -1,0 +1,315 @@
+"""Measure replicas behind Ray Serve: where variants are resident, the price of the way there, and a killed replica.
+
+Everything runs on one machine, so replicas share its cores and more of them answer no more requests: throughput is
+compared between one replica and a plain server alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import torch
+
+from bench.process import serve_command, serving
+from bench.report import RESULTS, describe, versions, write_result
+from bench.scale.clients import StreamEnd, Traffic, ask, cold_starts, latencies_s, stream_until, tokens_per_s
+from bench.scale.ray_cluster import RANDOM_ROUTER, ROUTER, Node, application, num_running, ray_node
+from bench.serving import SMALL, publish_variants, write_base
+from deltastore.registry import Registry
+from demo.table import table
+
+CPU = torch.device("cpu")
+MIN_RESIDENT = 0.9
+# After which no request may fail any more.
+MAX_FAILING_S = 5.0
+REPLACED_S = 60.0
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleScope:
+    """Sizes of a run."""
+
+    replicas: tuple[int, ...] = (1, 2, 3)
+    num_slots: int = 8
+    num_variants: int = 20
+    num_seqs: int = 8
+    requests: int = 600  # counted, for each number of replicas
+    latency_requests: int = 60  # of each round
+    rate_requests: int = 64  # of each round
+    rate_tokens: int = 32
+    rounds: int = 3
+    before_kill_s: float = 3.0
+    after_kill_s: float = 12.0
+    stream_tokens: int = 200
+
+    def args(self) -> dict[str, Any]:
+        """Return the settings of every engine."""
+        return {
+            "device": "cpu",
+            "max_gpu_deltas": self.num_slots,
+            "max_num_seqs": self.num_seqs,
+            "max_host_cache_gb": 0,
+        }
+
+
+SMALL_SCOPE = ScaleScope(
+    replicas=(2,),
+    num_slots=4,
+    num_variants=6,
+    requests=48,
+    latency_requests=5,
+    rate_requests=8,
+    rate_tokens=8,
+    rounds=1,
+    before_kill_s=1.0,
+    after_kill_s=7.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentShare:
+    """How often the variant of a request had to be loaded."""
+
+    router: str
+    replicas: int
+    requests: int
+    cold: int
+
+    @property
+    def resident_share(self) -> float:
+        return 1 - self.cold / self.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One replica behind Ray Serve beside a plain server, in turns; medians."""
+
+    plain_ms: float
+    ray_ms: float
+    plain_tokens_per_s: float
+    ray_tokens_per_s: float
+
+    @property
+    def throughput_cost(self) -> float:
+        return 1 - self.ray_tokens_per_s / self.plain_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Streams around the SIGKILL of one replica, by how they ended."""
+
+    streams: int
+    running: int  # at the kill
+    outcomes: dict[str, int]
+    failed_begun: int  # that had begun to stream before the kill, and ended with an error event
+    failed_otherwise: int
+    last_failure_s: float  # after the kill
+    replaced_s: float  # until as many replicas run as before
+
+
+@dataclass(slots=True)
+class Measured:
+    """All figures of a run."""
+
+    residency: list[ResidentShare] = field(default_factory=list)
+    hop: Hop | None = None
+    kill: Kill | None = None
+
+    def goals(self) -> dict[str, bool]:
+        """Return what the design promises, and whether it was reached."""
+        most = max(one.replicas for one in self.residency)
+        ours, other = (
+            next(one for one in self.residency if one.router == router and one.replicas == most)
+            for router in (ROUTER, RANDOM_ROUTER)
+        )
+        found = {
+            f"resident at {most} replicas >= {MIN_RESIDENT:.0%}": ours.resident_share >= MIN_RESIDENT,
+            "fewer cold loads than random routing": ours.cold < other.cold,
+        }
+        if self.kill is not None:
+            found["only streams that had begun fail, with an error event"] = self.kill.failed_otherwise == 0
+            found[f"none fails {MAX_FAILING_S:g} s after a kill"] = self.kill.last_failure_s <= MAX_FAILING_S
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "residency": [{**asdict(one), "resident_share": one.resident_share} for one in self.residency],
+            "hop": None
+            if self.hop is None
+            else {**asdict(self.hop), "throughput_cost": self.hop.throughput_cost},
+            "kill": None if self.kill is None else asdict(self.kill),
+            "goals": self.goals(),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 1 when a goal was missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="a short run, for tests")
+    parser.add_argument("--dir", type=Path, help="for the base, the registry and Ray's files")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scale.json")
+    args = parser.parse_args(argv)
+    scope = SMALL_SCOPE if args.small else ScaleScope()
+    # A short name: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="s") as name:
+        found = measure(Path(name), scope)
+    print(f"{describe(CPU)}\n\n{tables(found)}")
+    figures = {"settings": asdict(scope), "results": found.as_json()}
+    write_result(args.out, "scale", CPU, {"versions": {**versions(), "ray": version("ray")}, **figures})
+    return 0 if all(found.goals().values()) else 1
+
+
+def measure(directory: Path, scope: ScaleScope) -> Measured:
+    """Run all parts on one Ray node, one application after the other."""
+    base, registry = write_base(directory / "base", SMALL), directory / "registry"
+    records = publish_variants(Registry(registry), directory, SMALL, scope.num_variants)
+    traffic = Traffic([record.name for record in records])
+    args = {
+        **scope.args(),
+        "base": str(base),
+        "registry": str(registry),
+        "auth": "none",
+        "allow_unauthenticated": True,
+    }
+    found, most = Measured(), max(scope.replicas)
+    with ray_node(directory / "ray") as node:
+        with application(node, directory, args, num_replicas=1) as url:
+            found.hop = hop(url, serve_plain(base, registry, scope), scope)
+        for num_replicas in scope.replicas:
+            with application(node, directory, args, num_replicas) as url:
+                found.residency.append(residency(url, traffic, scope, num_replicas, ROUTER))
+                if num_replicas == most:
+                    found.kill = kill(node, url, traffic, scope)
+        with application(node, directory, args, most, RANDOM_ROUTER) as url:
+            found.residency.append(residency(url, traffic, scope, most, RANDOM_ROUTER))
+    return found
+
+
+def serve_plain(base: Path, registry: Path, scope: ScaleScope) -> list[object]:
+    """Return the command of a server without Ray and the same settings."""
+    flags = [word for name, value in scope.args().items() for word in (f"--{name.replace('_', '-')}", value)]
+    return serve_command(base, registry, *flags)
+
+
+def residency(url: str, traffic: Traffic, scope: ScaleScope, num_replicas: int, router: str) -> ResidentShare:
+    """Ask for every variant once, then count the cold ones of the requests that follow."""
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for variant in traffic.variants:
+            ask(client, variant, 1, random.Random(0))
+    num_requests = scope.requests // traffic.num_clients * traffic.num_clients
+    return ResidentShare(router, num_replicas, num_requests, cold_starts(url, traffic, num_requests))
+
+
+def hop(url: str, plain: list[object], scope: ScaleScope) -> Hop:
+    """Measure both servers in turns, each while the other is idle."""
+    seconds: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
+    with serving(plain) as server:
+        for each in (url, server.url):
+            latencies_s(each, scope.latency_requests)
+        for _ in range(scope.rounds):
+            for each in (url, server.url):
+                seconds.setdefault(each, []).extend(latencies_s(each, scope.latency_requests))
+                rate = tokens_per_s(each, scope.num_seqs, scope.rate_requests, scope.rate_tokens)
+                rates.setdefault(each, []).append(rate)
+        return Hop(
+            plain_ms=1000 * median(seconds[server.url]),
+            ray_ms=1000 * median(seconds[url]),
+            plain_tokens_per_s=median(rates[server.url]),
+            ray_tokens_per_s=median(rates[url]),
+        )
+
+
+def kill(node: Node, url: str, traffic: Traffic, scope: ScaleScope) -> Kill:
+    """Kill one replica under load.
+
+    Raises:
+        RuntimeError: no other takes its place within `REPLACED_S`.
+    """
+    stopped, num_before = threading.Event(), num_running()
+    load = Traffic(traffic.variants, new_tokens=scope.stream_tokens)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream_until, url, load, stopped)
+        try:
+            time.sleep(scope.before_kill_s)
+            victim = random.Random(0).choice(node.engine_processes())
+            known = {each.pid for each in node.engine_processes()}
+            victim.kill()
+            killed = time.perf_counter()
+            replaced_s = _replaced_s(node, known, num_before, killed)
+            time.sleep(max(0.0, killed + scope.after_kill_s - time.perf_counter()))
+        finally:
+            stopped.set()
+        return judged(running.result(), killed, replaced_s)
+
+
+def judged(streams: Sequence[StreamEnd], killed: float, replaced_s: float) -> Kill:
+    """Count the streams by how they ended."""
+    failed = [one for one in streams if one.outcome != "done"]
+    begun = [
+        one
+        for one in failed
+        if one.outcome == "error" and one.first_token is not None and one.first_token <= killed <= one.ended
+    ]
+    return Kill(
+        streams=len(streams),
+        running=sum(one.began <= killed <= one.ended for one in streams),
+        outcomes=dict(Counter(one.outcome for one in streams)),
+        failed_begun=len(begun),
+        failed_otherwise=len(failed) - len(begun),
+        last_failure_s=max((one.ended - killed for one in failed), default=0.0),
+        replaced_s=replaced_s,
+    )
+
+
+def _replaced_s(node: Node, known: set[int], num_replicas: int, killed: float) -> float:
+    while True:
+        is_new = any(each.pid not in known for each in node.engine_processes())
+        if is_new and num_running() == num_replicas:
+            return time.perf_counter() - killed
+        if time.perf_counter() - killed > REPLACED_S:
+            raise RuntimeError(f"no replica took the place of a killed one within {REPLACED_S:g} s")
+        time.sleep(POLL_S)
+
+
+def tables(found: Measured) -> str:
+    """Return the figures as Markdown."""
+    rows = [
+        [
+            "random" if one.router == RANDOM_ROUTER else "Peraxis",
+            str(one.replicas),
+            f"{one.resident_share:.1%}",
+            str(one.cold),
+        ]
+        for one in found.residency
+    ]
+    parts = [table(["chosen by", "replicas", "variant resident", "cold starts"], rows)]
+    if found.hop is not None:
+        hop_rows = [
+            ["plain server", f"{found.hop.plain_ms:.1f}", f"{found.hop.plain_tokens_per_s:.0f}"],
+            ["Ray Serve, one replica", f"{found.hop.ray_ms:.1f}", f"{found.hop.ray_tokens_per_s:.0f}"],
+        ]
+        parts.append(table(["server", "one token, ms", "tokens/s"], hop_rows))
+    if found.kill is not None:
+        parts.append(f"kill: {asdict(found.kill)}")
+    return "\n\n".join([*parts, f"goals: {found.goals()}"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""Run the bench of replicas with a tiny model, and judge streams around a kill."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'")
+
+from bench.scale.__main__ import Measured, ResidentShare, judged, main
+from bench.scale.clients import StreamEnd
+from bench.scale.ray_cluster import RANDOM_ROUTER, ROUTER
+
+KILLED = 10.0
+DONE = StreamEnd(began=9.0, first_token=9.1, ended=11.0, outcome="done")
+BROKEN = StreamEnd(began=9.0, first_token=9.1, ended=10.5, outcome="error")
+
+
+@pytest.mark.deploy
+def test_a_small_run_reaches_its_goals(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    assert main(["--small", "--dir", str(tmp_path), "--out", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert {(one["router"], one["replicas"]) for one in results["residency"]} == {
+        (ROUTER, 2),
+        (RANDOM_ROUTER, 2),
+    }
+    assert results["kill"]["failed_begun"] > 0
+    assert results["hop"]["ray_tokens_per_s"] > 0
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_a_stream_that_had_begun_may_fail_with_an_error_event() -> None:
+    found = judged([DONE, BROKEN], KILLED, replaced_s=3.0)
+    assert (found.running, found.failed_begun, found.failed_otherwise) == (2, 1, 0)
+    assert found.last_failure_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        StreamEnd(began=9.0, first_token=None, ended=10.5, outcome="error"),
+        StreamEnd(began=9.0, first_token=9.1, ended=10.5, outcome="cut off"),
+        StreamEnd(began=10.2, first_token=10.3, ended=10.5, outcome="error"),
+        StreamEnd(began=10.2, first_token=None, ended=10.3, outcome="refused with 503"),
+    ],
+)
+def test_every_other_failure_misses_the_goal(stream: StreamEnd) -> None:
+    assert judged([DONE, stream], KILLED, replaced_s=3.0).failed_otherwise == 1
+
+
+def test_a_failure_long_after_the_kill_misses_the_goal() -> None:
+    late = StreamEnd(began=9.0, first_token=9.1, ended=16.0, outcome="error")
+    residency = [ResidentShare(ROUTER, 3, 100, 5), ResidentShare(RANDOM_ROUTER, 3, 100, 40)]
+    goals = Measured(residency, kill=judged([late], KILLED, replaced_s=3.0)).goals()
+    assert [name for name, is_met in goals.items() if not is_met] == ["none fails 5 s after a kill"]
+
+
+def test_the_share_of_residents_is_judged_at_most_replicas() -> None:
+    residency = [
+        ResidentShare(ROUTER, 1, 100, 30),
+        ResidentShare(ROUTER, 3, 100, 11),
+        ResidentShare(RANDOM_ROUTER, 3, 100, 40),
+    ]
+    assert Measured(residency).goals() == {
+        "resident at 3 replicas >= 90%": False,
+        "fewer cold loads than random routing": True,
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -44,5 +45,14 @@ def forked_engine(settings: Settings, address: str) -> Iterator[Callable[[], Non
 
 
 def _run(settings: str, address: str) -> None:
+    threading.Thread(target=_end_with_the_tests, name="tests", daemon=True).start()
     # Its parent is the process that it was forked from.
     sys.exit(run_engine(EngineConfig(settings, address, os.getppid())))
+
+
+def _end_with_the_tests() -> None:
+    """End this process when that of the tests is gone, which is not its parent."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os._exit(1)

@@ -15,7 +15,15 @@ import pytest
 
 from deltastore.registry.records import PUBLIC
 from server.volume.probe import NAME
-from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
+from tests.server.helpers.live_server import (
+    ROOT,
+    Artifacts,
+    LiveServer,
+    clean_environment,
+    eventually,
+    live_server,
+    serve_command,
+)
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +203,18 @@ def test_a_volume_that_becomes_read_only_serves_all_requests_and_refuses_changes
         server.client.delete("/variants/cold"),
     ):
         check_unavailable(reply, "Read-only file system")
+
+
+def test_a_server_does_not_start_on_a_registry_of_a_newer_format_and_says_so_in_one_line(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    (tmp_path / "registry/variants").mkdir(parents=True)
+    (tmp_path / "registry/format.json").write_text('{"format": 9}')
+    command = serve_command("--base", artifacts.base, "--registry", tmp_path / "registry", "--port", 0)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(), check=False, capture_output=True, text=True, timeout=90
+    )
+    assert ended.returncode == 1
+    assert "has format 9, written by a newer version of Peraxis" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in ended.stderr

@@ -187,7 +187,7 @@ def serving(
         "load_timeout": 300.0,
         "load_threads": 2,
     }
-    given = Settings(base=base, registry=registry.root, **{**settings, **overrides})
+    given = Settings(base=base, registry=str(registry.root), **{**settings, **overrides})
     with running_engine(given, mode) as engine:
         yield BenchEngine(engine, records)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from deltastore.registry.place import check_place
+from deltastore.registry.place import check_place, is_bucket
 from server.openmp_policy import let_threads_sleep
 from server.settings import DEFAULT_HUB_URL, Settings, load_settings
 
@@ -18,6 +18,7 @@ app = typer.Typer(add_completion=False)
 
 # Defaults that are computed at start, by setting.
 COMPUTED: Mapping[str, str] = {
+    "registry_cache": "peraxis/registry in the user's cache directory",
     "admin_port": "none, they are on --port",
     "max_gpu_deltas": "as many as fit, up to 64",
     "max_host_cache_gb": "an eighth of free host memory, up to 16",
@@ -58,7 +59,17 @@ def serve(
         Path | None, typer.Option(help="Directory of the base's Hugging Face checkpoint.")
     ] = None,
     registry: Annotated[
-        Path | None, typer.Option(help="Directory of the registry; created if missing.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Directory of the registry, created if missing, or s3://BUCKET/PREFIX."
+        ),
+    ] = None,
+    registry_cache: Annotated[
+        Path | None,
+        typer.Option(help="Directory on a local disk for the objects of a bucket, which servers may share."),
+    ] = None,
+    registry_cache_gb: Annotated[
+        float | None, typer.Option(help="Gigabytes of a bucket's objects that this directory holds at most.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
@@ -178,7 +189,8 @@ def serve(
         print(loaded.describe())
         return
     # Before a server makes a registry there.
-    check_place(loaded.settings.registry)
+    if not is_bucket(loaded.settings.registry):
+        check_place(Path(loaded.settings.registry))
     let_threads_sleep(os.environ)
     # Deferred: --help and --print-config need none of this, and only the inline engine imports torch.
     if loaded.settings.engine == "inline":

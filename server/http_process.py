@@ -20,7 +20,6 @@ import server.text.without_torch  # noqa: F401
 
 # isort: split
 from deltastore.errors import PeraxisError
-from deltastore.registry import Registry
 from server.api.service import Service
 from server.app import serve
 from server.control_link import ControlLink, http_process_end
@@ -72,6 +71,7 @@ from server.protocol.processes import HttpProcessConfig, check_version
 from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
 from server.settings import Settings
+from server.volume.opening import open_registry
 
 
 def main() -> int:
@@ -94,7 +94,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     ProcessCollector(registry=metrics.registry)
     engine = EngineClient(config.identity)
-    registry = Registry(settings.registry, make=False)
+    registry = open_registry(settings, make=False)
     service = Service(settings, registry, metrics, engine, supervisor)
     obeying = asyncio.create_task(supervisor.obey(service, engine))
     obeying.add_done_callback(lambda _: stopped.set())

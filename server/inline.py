@@ -35,6 +35,7 @@ from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
 from server.volume.calls import RegistryCalls
+from server.volume.opening import open_registry, records_directory, volume_of
 from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def run_inline(settings: Settings) -> int:
     configure_logging("inline", settings)
     with listening_sockets(settings) as sockets:
         if settings.auth == "keys":
-            warn_without_keys(settings.registry)
+            warn_without_keys(records_directory(settings))
         return run_event_loop(_serve(settings, sockets))
 
 
@@ -94,11 +95,13 @@ class OneProcess(LocalLink):
 
 async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
-    registry, metrics, client = Registry(settings.registry), LocalMetrics(), EngineClient("http")
+    registry, metrics, client = open_registry(settings), LocalMetrics(), EngineClient("http")
 
-    calls = RegistryCalls(str(registry.root), partial(probe, registry))
-    limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
-    watching = [asyncio.create_task(watch) for watch in (calls.watch(), limits.watch())]
+    calls = RegistryCalls(settings.registry, partial(probe, registry))
+    limits = LimitsDirectory(records_directory(settings), settings.default_limits, volume_of(settings, calls))
+    watching = [asyncio.create_task(calls.watch())]
+    if settings.auth == "keys":
+        watching.append(asyncio.create_task(limits.watch()))
     whole = OneProcess(registry, metrics, client, Ledger(limits.of))
     service = Service(settings, registry, metrics.frontend, client, whole)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))

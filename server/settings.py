@@ -32,6 +32,7 @@ from pydantic_settings import (
 )
 
 from deltastore.errors import SettingsError
+from deltastore.registry.place import is_bucket
 from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
@@ -53,7 +54,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     base: DirectoryPath
-    registry: Path
+    # A directory, or s3://BUCKET/PREFIX.
+    registry: Annotated[str, Field(min_length=1)]
+    # Where the objects of a bucket are kept on this machine. None: peraxis/registry in the user's cache directory.
+    registry_cache: Path | None = None
+    # Of the objects there; uploads and their checks need space beside them.
+    registry_cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 50.0
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     # 0 takes any free port.
     port: Port = 8000
@@ -114,6 +120,11 @@ class Settings(BaseModel):
         description="With --auth keys: a table of the limits of tenants that have none of their own in the registry.",
     )
 
+    @field_validator("registry", mode="before")
+    @classmethod
+    def _take_paths(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
     @field_validator("source_dir", mode="before")
     @classmethod
     def _split_directories(cls, value: object) -> object:
@@ -173,6 +184,26 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _a_bucket_can_be_served(self) -> Settings:
+        if is_bucket(self.registry) and find_spec("obstore") is None:
+            raise ValueError(f"registry is {self.registry} and obstore is missing: pip install 'peraxis[s3]'")
+        if is_bucket(self.registry) and self.auth == "keys":
+            raise ValueError(
+                f"registry is {self.registry} and auth is keys, which only a directory holds: authenticate callers "
+                "before the server, and set auth to none with allow_unauthenticated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_cache_holds_an_upload(self) -> Settings:
+        if is_bucket(self.registry) and self.registry_cache_gb < self.max_upload_gb:
+            raise ValueError(
+                f"registry_cache_gb is {self.registry_cache_gb:g} and max_upload_gb {self.max_upload_gb:g}: a variant "
+                "of that size could not be loaded; raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_directory_of_adapters_has_a_call_that_reads_it(self) -> Settings:
         if self.lora_dir is not None and self.compat != "vllm-lora":
             raise ValueError(f"lora_dir is {self.lora_dir} and compat {self.compat}: set compat to vllm-lora")
@@ -185,6 +216,10 @@ class Settings(BaseModel):
     @property
     def kv_cache_bytes(self) -> int | None:
         return None if self.kv_cache_gb is None else round(self.kv_cache_gb * GIGABYTE)
+
+    @property
+    def registry_cache_bytes(self) -> int:
+        return round(self.registry_cache_gb * GIGABYTE)
 
     @property
     def max_upload_bytes(self) -> int:

@@ -42,6 +42,7 @@ from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
 from server.tracing.opening import open_spans
 from server.volume.calls import RegistryCalls
+from server.volume.opening import records_directory, volume_of
 from server.volume.probe import probe
 from server.volume.resolutions import Resolutions
 
@@ -94,10 +95,11 @@ class Service:
     ) -> None:
         self.settings = settings
         self.registry = registry
-        self.volume = RegistryCalls(str(registry.root), partial(probe, registry))
+        self._records = records_directory(settings)
+        self.volume = RegistryCalls(settings.registry, partial(probe, registry))
         self.resolutions = Resolutions(registry, self.volume, self._is_in_memory)
-        self.keys = KeyStore(registry.root, calls=self.volume)
-        self.audit_log = AuditLog(registry.root)
+        self.keys = KeyStore(self._records, calls=volume_of(settings, self.volume))
+        self.audit_log = AuditLog(self._records)
         self.metrics = metrics
         self.engine = engine
         self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
@@ -145,7 +147,9 @@ class Service:
     @cached_property
     def limits(self) -> LimitsDirectory:
         """The limits as files, read at the first use; the ledger counts by those that its own process has read."""
-        return LimitsDirectory(self.registry.root, self.settings.default_limits, self.volume)
+        return LimitsDirectory(
+            self._records, self.settings.default_limits, volume_of(self.settings, self.volume)
+        )
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""

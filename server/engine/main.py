@@ -14,7 +14,6 @@ from msgspec import json
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from deltastore.errors import PeraxisError
-from deltastore.registry import Registry
 from server.engine.clients import refuse_clients
 from server.engine.engine_socket import EngineSocket
 from server.errors import Draining
@@ -24,6 +23,7 @@ from server.metrics.engine import EngineMetrics
 from server.process_tree import die_with_parent
 from server.protocol.processes import EngineConfig, check_version
 from server.settings import Settings
+from server.volume.opening import open_registry
 
 CANNOT_START = 3
 # How long clients have to ask why the engine cannot start.
@@ -61,7 +61,7 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
         # Deferred, because it imports torch and transformers: clients can already connect.
         with without_collection():
             from server.engine.build import build_engine
-        engine = build_engine(settings, Registry(settings.registry, make=False), metrics, socket, stopping)
+        engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
         freeze_startup_objects()
         engine.run(stopping)
     except Draining:

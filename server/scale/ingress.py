@@ -14,7 +14,6 @@ from ray.serve.handle import DeploymentHandle
 import server.text.without_torch  # noqa: F401
 
 # isort: split
-from deltastore.registry import Registry
 from server.api.service import Service
 from server.app import create_app
 from server.log import configure_logging
@@ -22,6 +21,7 @@ from server.metrics.frontend import FrontendMetrics
 from server.scale.replica_link import WATCH_S, ReplicaLink
 from server.scale.shared_link import SharedLink
 from server.settings import Settings
+from server.volume.opening import open_registry
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Ingress:
         ProcessCollector(registry=metrics.registry)
         self._engines = ReplicaLink(name, engines)
         whole = SharedLink(name, shared, metrics.registry)
-        self._service = Service(settings, Registry(settings.registry), metrics, self._engines, whole)
+        self._service = Service(settings, open_registry(settings), metrics, self._engines, whole)
         self._tasks = [
             asyncio.create_task(work) for work in (self._engines.watch(), whole.report(), self._start())
         ]

@@ -36,7 +36,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         monkeypatch.setattr("sys.stderr", stream)
         # Taken away first, because `force` would close pytest's handlers.
         root.handlers[:] = []
-        configure_logging("http-1", Settings(base=tmp_path, registry=tmp_path, **given))
+        configure_logging("http-1", Settings(base=tmp_path, registry=str(tmp_path), **given))
         return stream
 
     yield configure

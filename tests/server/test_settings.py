@@ -202,3 +202,29 @@ def test_the_hub_is_that_of_huggingface_hub_unless_it_is_set(
 def test_a_url_that_is_no_hub_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(SettingsError, match=r"hub_url .from --hub-url.: a hub's URL has the form"):
         loaded(tmp_path, hub_url=url)
+
+
+def test_a_bucket_is_taken_as_it_is_given_and_a_directory_as_its_path(tmp_path: Path) -> None:
+    assert loaded(tmp_path, registry="s3://bucket/a/prefix").settings.registry == "s3://bucket/a/prefix"
+    assert loaded(tmp_path).settings.registry == str(tmp_path / "registry")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"auth": "keys"}, "auth is keys, which only a directory holds"),
+        ({"registry_cache_gb": 15}, "registry_cache_gb is 15 and max_upload_gb 16"),
+    ],
+)
+def test_a_bucket_that_cannot_be_served_is_refused(
+    tmp_path: Path, flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        loaded(tmp_path, registry="s3://bucket/a/prefix", **flags)
+    assert loaded(tmp_path, **flags).settings.registry == str(tmp_path / "registry")
+
+
+def test_a_bucket_without_its_client_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.settings.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install 'peraxis\[s3\]'"):
+        loaded(tmp_path, registry="s3://bucket/a/prefix")

@@ -20,7 +20,7 @@ def settings(kv: int | None = None, slots: int | None = None, host_cache: int | 
     """Return settings for caches of these sizes in bytes and this number of slots."""
     return Settings(
         base=Path(),
-        registry=Path("registry"),
+        registry="registry",
         max_gpu_deltas=slots,
         kv_cache_gb=None if kv is None else kv / 1e9,
         max_host_cache_gb=None if host_cache is None else host_cache / 1e9,

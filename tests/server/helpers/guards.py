@@ -124,7 +124,7 @@ def error_of(guard: Callable[[Path], None], directory: Path) -> str | None:
 
 
 def _settings(directory: Path) -> Settings:
-    return Settings(base=directory, registry=directory / "registry", shutdown_timeout=5)
+    return Settings(base=directory, registry=str(directory / "registry"), shutdown_timeout=5)
 
 
 def _with_service(directory: Path, use: Callable[[Service], object]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 
-from deltastore.registry import Registry
 from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
@@ -24,6 +23,7 @@ from server.metrics.local import LocalMetrics
 from server.settings import Settings
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
+from server.volume.opening import open_registry, records_directory
 
 WAIT_S = 60.0
 _numbers = itertools.count()
@@ -33,9 +33,9 @@ def make_service(
     settings: Settings, metrics: LocalMetrics | None = None, client: EngineClient | None = None
 ) -> Service:
     """Make a service whose engine is not connected; needs a running event loop."""
-    registry, local = Registry(settings.registry), metrics or LocalMetrics()
+    registry, local = open_registry(settings), metrics or LocalMetrics()
     engine = client or EngineClient("test")
-    limits = LimitsDirectory(settings.registry, settings.default_limits)
+    limits = LimitsDirectory(records_directory(settings), settings.default_limits)
     whole = OneProcess(registry, local, engine, Ledger(limits.of))
     return Service(settings, registry, local.frontend, engine, whole)
 

@@ -135,7 +135,7 @@ def serving(base: Path, registry_dir: Path, mode: Mode = "thread", **overrides: 
         "device": "cpu", "dtype": "float32", "max_gpu_deltas": 2, "max_host_cache_gb": 0.02, "max_num_seqs": 16,
         "max_queue": 64, "load_timeout": 30.0, "load_threads": 2,
     }  # fmt: skip
-    given = Settings(base=base, registry=registry_dir, **{**settings, **overrides})
+    given = Settings(base=base, registry=str(registry_dir), **{**settings, **overrides})
     with running_engine(given, mode, forked_engine) as engine:
         yield Served(engine, Registry(registry_dir), eos_token_ids(base_generation_config(base)))
 

@@ -20,7 +20,7 @@ from tests.server.scale.helpers.local_ray import until
 # Serve compares the period with a deprecated field instead of the environment, which conftest.py sets.
 @pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")
 def test_waiting_requests_add_a_replica_and_it_goes_when_none_waits(serve_port: int, tmp_path: Path) -> None:
-    settings = Settings(base=tmp_path, registry=tmp_path, max_num_seqs=CAPACITY)
+    settings = Settings(base=tmp_path, registry=str(tmp_path), max_num_seqs=CAPACITY)
     config = autoscaling_config(settings, min_replicas=1, max_replicas=2)
     at_once = {
         "upscale_delay_s": 0.0,
@@ -45,6 +45,6 @@ def test_waiting_requests_add_a_replica_and_it_goes_when_none_waits(serve_port: 
 
 
 def test_the_bounds_of_replicas_must_agree(tmp_path: Path) -> None:
-    settings = Settings(base=tmp_path, registry=tmp_path)
+    settings = Settings(base=tmp_path, registry=str(tmp_path))
     with pytest.raises(ValueError, match="max_replicas"):
         autoscaling_config(settings, min_replicas=3, max_replicas=2)

@@ -124,4 +124,4 @@ def test_a_collector_that_is_gone_costs_no_request(artifacts: Artifacts, tmp_pat
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "http://host/v1/traces", "http://a b"])
 def test_an_endpoint_is_a_url_without_a_path(tmp_path: Path, endpoint: str) -> None:
     with pytest.raises(ValidationError, match="otlp_endpoint"):
-        Settings(base=tmp_path, registry=tmp_path, otlp_endpoint=endpoint)
+        Settings(base=tmp_path, registry=str(tmp_path), otlp_endpoint=endpoint)

@@ -33,7 +33,9 @@ def routes_of(
     tmp_path: Path, admin_port: int | None, compat: Literal["none", "vllm-lora"] = "none"
 ) -> tuple[set[Route], set[Route]]:
     """Return the method and path of each route of the public and of the admin application."""
-    settings = Settings(base=tmp_path, registry=tmp_path / "registry", admin_port=admin_port, compat=compat)
+    settings = Settings(
+        base=tmp_path, registry=str(tmp_path / "registry"), admin_port=admin_port, compat=compat
+    )
 
     async def main() -> tuple[set[Route], set[Route]]:
         service = make_service(settings)

@@ -17,6 +17,7 @@ from server.settings import Settings
 from tests.helm.helpers.rendering import (
     CHART,
     EXAMPLES,
+    NAME,
     ROOT,
     configurations,
     environment,
@@ -106,17 +107,38 @@ def test_the_commands_of_the_guide_have_the_options_that_it_gives() -> None:
         assert command.make_context("peraxis", arguments)
 
 
-def test_the_guide_s_pod_fits_a_restricted_namespace_and_mounts_the_claim_of_the_chart() -> None:
-    (text,) = re.findall(r"<<EOF\n(.*?)^EOF", GUIDE, flags=re.MULTILINE | re.DOTALL)
-    pod = yaml.safe_load(text)
-    kubernetes_validate.validate(pod, "1.37", strict=True)
-    (container,) = pod["spec"]["containers"]
+def _guide_s_objects() -> list[dict[str, Any]]:
+    texts = re.findall(r"<<EOF\n(.*?)^EOF", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    return [one for text in texts for one in yaml.safe_load_all(text)]
+
+
+def test_the_guide_s_objects_are_valid() -> None:
+    objects = _guide_s_objects()
+    assert {"Pod", "PersistentVolumeClaim"} == {one["kind"] for one in objects}
+    for one in objects:
+        kubernetes_validate.validate(one, "1.37", strict=True)
+
+
+def test_the_guide_s_pods_fit_a_restricted_namespace() -> None:
     expected = server(objects_of("defaults"))["securityContext"]
-    assert container["securityContext"].items() <= expected.items()
-    assert {"allowPrivilegeEscalation", "capabilities"} <= container["securityContext"].keys()
     chart = the(objects_of("defaults"), "StatefulSet")["spec"]["template"]["spec"]["securityContext"]
-    assert pod["spec"]["securityContext"].items() <= chart.items()
-    assert {"runAsNonRoot", "seccompProfile"} <= pod["spec"]["securityContext"].keys()
+    for pod in (one for one in _guide_s_objects() if one["kind"] == "Pod"):
+        (container,) = pod["spec"]["containers"]
+        assert container["securityContext"].items() <= expected.items()
+        assert {"allowPrivilegeEscalation", "capabilities"} <= container["securityContext"].keys()
+        assert pod["spec"]["securityContext"].items() <= chart.items()
+        assert {"runAsNonRoot", "seccompProfile"} <= pod["spec"]["securityContext"].keys()
+
+
+def test_the_guide_s_pods_mount_claims_of_the_chart_or_of_the_guide() -> None:
+    objects = _guide_s_objects()
+    claims = [one for one in [*objects, *objects_of("one-gpu")] if one["kind"] == "PersistentVolumeClaim"]
+    # The guide's release is called peraxis.
+    known = {one["metadata"]["name"].replace(NAME, "peraxis") for one in claims}
+    for pod in (one for one in objects if one["kind"] == "Pod"):
+        volumes = [volume for volume in pod["spec"]["volumes"] if "persistentVolumeClaim" in volume]
+        assert volumes
+        assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} <= known
 
 
 @pytest.mark.parametrize(("value", "role"), [("adminKey", "admin"), ("metricsKey", "metrics")])

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         directory = Path(name)
         base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
-        records = publish_variants(registry, directory, scope.shapes, scope.num_variants)
+        records = publish_variants(registry, base, scope.shapes, scope.num_variants)
         setup = Setup(base, registry, records, scope)
         figures = {
             "streams": _said("streams", lambda: streams(setup)),

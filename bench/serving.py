@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from bench.blocking_engine import BlockingEngine, Mode, running_engine
 from bench.streams import StreamTimes
 from bench.synthetic import LlamaShapes, write_delta
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import FILES
 from deltastore.registry import Registry
@@ -130,16 +132,16 @@ def write_base(directory: Path, shapes: LlamaShapes, max_positions: int = MAX_PO
 
 def publish_variants(
     registry: Registry,
-    scratch: Path,
+    base: Path,
     shapes: LlamaShapes,
     count: int,
     files: Mapping[str, bytes] | None = None,
 ) -> list[VersionRecord]:
-    """Publish `count` variants, `v1` and so on, with random signs and the same `files`."""
-    records = []
+    """Publish `count` variants of a base, `v1` and so on, with random signs and the same `files`."""
+    records, identity = [], Base.of(Checkpoint.open(base))
     for seed in range(1, count + 1):
-        path = scratch / f"{seed}.safetensors"
-        write_delta(path, shapes, seed, files or {})
+        path = base.with_name(f"{seed}.safetensors")
+        write_delta(path, shapes, seed, files or {}, identity)
         records.append(publish(registry, path, f"v{seed}"))
         path.unlink()
     return records

@@ -85,11 +85,15 @@ def write_checkpoint(directory: Path, shapes: LlamaShapes) -> list[Path]:
 
 
 def write_delta(
-    path: Path, shapes: LlamaShapes, seed: int = 1, files: Mapping[str, bytes] | None = None
+    path: Path,
+    shapes: LlamaShapes,
+    seed: int = 1,
+    files: Mapping[str, bytes] | None = None,
+    base: Base | None = None,
 ) -> ObjectSource:
     """Write an artifact of random signs, whole norms and `files`; return what a registry records of it.
 
-    By default its one file has the size of a tokenizer and no contents.
+    By default its one file has the size of a tokenizer and no contents. A server serves it only if `base` is its own.
     """
     files = {"tokenizer.json": bytes(TOKENIZER_BYTES)} if files is None else files
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +108,7 @@ def write_delta(
                 specs[name] = TensorSpec(codec="whole", shape=list(shape))
         for name, content in files.items():
             writer.add_file(name, content)
-        writer.finish(_manifest(specs, writer.device_bytes, list(files), shapes.tied))
+        writer.finish(_manifest(specs, writer.device_bytes, list(files), shapes.tied, base))
     return _source(path)
 
 
@@ -115,9 +119,7 @@ def write_whole_delta(path: Path, shapes: LlamaShapes, base: Base) -> None:
     with ArtifactWriter(path) as writer:
         for name, shape in shapes.tensors():
             writer.add_whole(name, torch.empty(shape).normal_(std=0.02, generator=generator))
-        manifest = _manifest(specs, writer.device_bytes, [], shapes.tied)
-        identity = {"base_id": base.id, "base_fingerprint": base.fingerprint, "config": dict(base.config)}
-        writer.finish(manifest.model_copy(update=identity))
+        writer.finish(_manifest(specs, writer.device_bytes, [], shapes.tied, base))
 
 
 def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> SignPlane:
@@ -127,14 +129,16 @@ def _random_onebit(shape: tuple[int, ...], generator: torch.Generator) -> SignPl
     return SignPlane(signs, in_features, 2.0**-10, scale_out=torch.ones(out_features, dtype=torch.float16))
 
 
-def _manifest(specs: dict[str, TensorSpec], device_bytes: int, files: list[str], tied: bool) -> Manifest:
+def _manifest(
+    specs: dict[str, TensorSpec], device_bytes: int, files: list[str], tied: bool, base: Base | None
+) -> Manifest:
     return Manifest(
-        base_id="synthetic",
-        base_fingerprint="0" * 64,
+        base_id=base.id if base else "synthetic",
+        base_fingerprint=base.fingerprint if base else "0" * 64,
         method="per-axis",
         tied=tied,
         device_bytes=device_bytes,
-        config={},
+        config=dict(base.config) if base else {},
         tensors=specs,
         files=files,
         compressor={},

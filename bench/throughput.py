@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as name, ExitStack() as stack:
         directory, shapes = Path(name), scale.shapes
         base, registry = write_base(directory / "base", shapes), Registry(directory / "registry")
-        records = publish_variants(registry, directory, shapes, max(scale.counts))
+        records = publish_variants(registry, base, shapes, max(scale.counts))
         subjects, vllm = [], None
         if args.vllm:
             trial = prompts(max(scale.num_requests), args.prompt, shapes.vocabulary)

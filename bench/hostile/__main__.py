@@ -27,6 +27,8 @@ from bench.report import RESULTS, describe, write_result
 from bench.serving import SHAPES, SMALL, prompts, publish, text_of, tokenizer_files, write_base
 from bench.streams import gap_seconds, p99
 from bench.synthetic import LlamaShapes, write_delta
+from deltastore.base.base import Base
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.registry import Registry
 from demo.table import table
 from server.tenants.audit import AuditLog, Auditor
@@ -124,9 +126,10 @@ def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[
     base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
     files = tokenizer_files(directory, scope.shapes)
     path = directory / "honest.safetensors"
-    write_delta(path, scope.shapes, 1, files)
+    identity = Base.of(Checkpoint.open(base))
+    write_delta(path, scope.shapes, 1, files, identity)
     publish(registry, path, "v1", HONEST)
-    publish_hostile(registry, directory, scope.shapes, files)
+    publish_hostile(registry, directory, scope.shapes, files, identity)
     store, auditor = KeyStore(registry.root), Auditor(AuditLog(registry.root))
     keys = {tenant: store.create(auditor, tenant, ["inference"]).text for tenant in (HONEST, TENANT)}
     flags = ("--auth", "keys", "--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)

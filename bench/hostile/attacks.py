@@ -19,6 +19,7 @@ import httpx
 
 from bench.serving import publish
 from bench.synthetic import LlamaShapes, write_delta
+from deltastore.base.base import Base
 from deltastore.registry import Registry
 
 TENANT = "hostile"
@@ -67,9 +68,9 @@ def attacks(prompt_chars: int, num_patterns: int) -> list[Attack]:
 
 
 def publish_hostile(
-    registry: Registry, directory: Path, shapes: LlamaShapes, files: Mapping[str, bytes]
+    registry: Registry, directory: Path, shapes: LlamaShapes, files: Mapping[str, bytes], base: Base
 ) -> None:
-    """Publish the hostile tenant's variants; `files` are those of a sound tokenizer."""
+    """Publish the hostile tenant's variants of a base; `files` are those of a sound tokenizer."""
     grows = _sequence("normalizer", [_replaced("x", "y" * 10**6), _replaced("y", "z" * 10**6)])
     pattern = {"Regex": r"x*(?!x)\D\d"}
     backtracks = _sequence("decoder", [_replaced("x", "x" * 20_000), _replaced(pattern, "")])
@@ -81,7 +82,7 @@ def publish_hostile(
     }
     for seed, (name, own) in enumerate(hostile.items(), 1000):
         path = directory / f"{name}.safetensors"
-        write_delta(path, shapes, seed, own)
+        write_delta(path, shapes, seed, own, base)
         publish(registry, path, name, TENANT)
         path.unlink()
 

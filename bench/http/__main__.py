@@ -97,7 +97,7 @@ def beside_engine(directory: Path, scope: HttpScope, repeats: int) -> list[Subje
     """Measure an engine in this process and a server, in turns, on the same base and variants."""
     base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
     files = tokenizer_files(directory, scope.shapes)
-    records = publish_variants(registry, directory, scope.shapes, scope.num_variants, files)
+    records = publish_variants(registry, base, scope.shapes, scope.num_variants, files)
     most, subjects = max(scope.streams), []
     with ExitStack() as stack:
         settings: dict[str, Any] = {"max_num_seqs": most, "kv_cache_gb": KV_CACHE_GB}

@@ -38,7 +38,7 @@ def measure_tokenizing(
     positions = long.num_tokens + ROOM
     base = write_base(directory / "base", shapes, positions)
     registry = Registry(directory / "registry")
-    publish_variants(registry, directory, shapes, 1, tokenizer_files(directory, shapes))
+    publish_variants(registry, base, shapes, 1, tokenizer_files(directory, shapes))
     asked = prompts(long.num_streams, PROMPT_TOKENS, shapes.vocabulary)
     requests = streamed_requests(asked, 0, positions - PROMPT_TOKENS)
     # Short words, so that the prompt is not refused for its length in characters.

@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(directory: Path, scope: ScaleScope) -> Measured:
     """Run all parts on one Ray node, one application after the other."""
     base, registry = write_base(directory / "base", SMALL), directory / "registry"
-    records = publish_variants(Registry(registry), directory, SMALL, scope.num_variants)
+    records = publish_variants(Registry(registry), base, SMALL, scope.num_variants)
     traffic = Traffic([record.name for record in records])
     args = {
         **scope.args(),

@@ -162,7 +162,7 @@ class RegistryCalls:
     async def _run(
         self, threads: DaemonThreads, deadline_s: float, function: Callable[[], R], key: Hashable
     ) -> R:
-        if self._hang.is_set() or self._late[threads] == MAX_LATE or not self._may_call(key):
+        if self._hang.is_set() or self._late[threads] >= MAX_LATE or not self._may_call(key):
             raise self._hanging()
         call = threads.submit(function)
         waiting = asyncio.wrap_future(call)

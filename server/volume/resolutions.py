@@ -72,7 +72,11 @@ class Resolutions:
         try:
             record = await self._calls.run(resolve, key=("resolve", *key, owned))
         except (VariantNotFound, VariantQuarantined):
-            self._forget(key)
+            # The name alone first, since its answer counts for its version.
+            for stale in ((tenant, name, None), key):
+                answer = self._known(stale, owned)
+                if answer is not None and version in (None, answer.record.version):
+                    self._forget(stale)
             raise
         except RegistryUnavailable:
             if known is None or not await self._is_in_memory(known.record):
@@ -83,6 +87,10 @@ class Resolutions:
 
     def _known(self, key: Key, owned: bool) -> Remembered | None:
         known = self._remembered.get(key)
+        if known is None:
+            # The answer to the name alone is one to its version, too.
+            active = self._remembered.get((*key[:2], None))
+            known = active if active is not None and active.record.version == key[2] else None
         # A tenant's own variant hides public ones, so its answer holds for both kinds of questions.
         return known if known is None or not owned or known.record.tenant == key[0] else None
 

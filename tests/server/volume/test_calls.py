@@ -126,6 +126,28 @@ def test_a_volume_that_answers_probes_is_called_again_although_a_call_never_retu
     asyncio.run(main())
 
 
+def test_calls_fail_at_once_while_more_threads_are_held_than_may_be(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LATE", 1)
+    stuck = threading.Event()
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls):
+            # Both are late at the same time, so that their number is never the bound.
+            await asyncio.gather(
+                *(calls.run(lambda: stuck.wait(60), key=number) for number in range(2)),
+                return_exceptions=True,
+            )
+            await until_failing(calls, False)
+            with pytest.raises(RegistryUnavailable):
+                await calls.run(volume.read)
+            stuck.set()
+
+    asyncio.run(main())
+
+
 def test_a_call_of_the_same_key_is_not_made_again_while_it_hangs(volume: Volume) -> None:
     stuck, num_calls = threading.Event(), 0
 

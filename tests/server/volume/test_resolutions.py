@@ -62,6 +62,33 @@ def test_the_last_answer_counts_while_the_registry_is_gone_if_the_delta_is_in_me
     asyncio.run(main())
 
 
+def test_the_answer_to_a_name_counts_for_its_version_while_the_registry_is_gone(case: Case) -> None:
+    async def main() -> None:
+        resolutions = case.resolutions()
+        await resolutions.resolve("default", "a")
+        case.root.rename(case.away)
+        assert await resolutions.resolve("default", "a", 1) == case.record
+        with pytest.raises(RegistryUnavailable):
+            await resolutions.resolve("default", "a", 2)
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_found_deleted_is_forgotten_under_its_name_alone(case: Case) -> None:
+    async def main() -> None:
+        resolutions = case.resolutions()
+        await resolutions.resolve("default", "a")
+        case.registry.delete("default", "a")
+        with pytest.raises(VariantNotFound):
+            await resolutions.resolve("default", "a", 1)
+        case.root.rename(case.away)
+        for version in (None, 1):
+            with pytest.raises(RegistryUnavailable):
+                await resolutions.resolve("default", "a", version)
+
+    asyncio.run(main())
+
+
 def test_a_public_variant_of_another_tenant_is_not_taken_for_ones_own(case: Case) -> None:
     async def main() -> None:
         case.registry.set_visibility("default", "a", "public")

@@ -11,7 +11,9 @@ are read, which also finds what a crash of the machine left unwritten.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,8 @@ Fetch = Callable[[int], None]
 # For the space of objects that are being fetched.
 WAIT_S = 30.0
 POLL_S = 0.05
+# The unit of a file's `st_blocks`.
+BLOCK_BYTES = 512
 
 
 class _File(NamedTuple):
@@ -34,6 +38,7 @@ class _File(NamedTuple):
     changed_ns: int
     path: Path
     num_bytes: int
+    num_disk_bytes: int  # that its removal frees
 
 
 class ObjectCache:
@@ -119,6 +124,11 @@ class ObjectCache:
                 os.utime(self._path(digest))
             except FileNotFoundError:
                 return False
+            except OSError as error:
+                # The copies on a disk that became read-only can still be read.
+                if error.errno != errno.EROFS:
+                    raise
+                return self.holds(digest)
             return True
 
     @contextlib.contextmanager
@@ -173,6 +183,7 @@ class ObjectCache:
                 # What a dead process left may be of any length.
                 os.ftruncate(fd, 0)
                 self._remove_dead_fetches()
+                self._check_disk(size_bytes)
                 if self._evict_for(size_bytes):
                     self._allocate(fd, size_bytes)
                     return
@@ -183,6 +194,12 @@ class ObjectCache:
                     public="the server's cache of its bucket is busy with other variants: try again later",
                 )
             time.sleep(POLL_S)
+
+    def _check_disk(self, size_bytes: int) -> None:
+        """Raise OSError if the disk had too little space even without any copy, before one is evicted in vain."""
+        free = shutil.disk_usage(self.directory).free
+        if free < size_bytes and free + sum(copy.num_disk_bytes for copy in self._copies()) < size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
 
     def _allocate(self, fd: int, size_bytes: int) -> None:
         """Allocate blocks of the disk, so that it cannot become full during the fetch; evict what it needs."""
@@ -258,4 +275,4 @@ def _files(directory: Path) -> Iterator[_File]:
         # A fetch may end meanwhile.
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
-            yield _File(status.st_mtime_ns, path, status.st_size)
+            yield _File(status.st_mtime_ns, path, status.st_size, BLOCK_BYTES * status.st_blocks)

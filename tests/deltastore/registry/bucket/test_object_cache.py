@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -189,6 +190,26 @@ def test_a_disk_that_others_fill_is_an_error_with_a_way_out(small_disk: SmallDis
         put(cache, A, 3 << 19)
     (disk / "other").unlink()
     assert put(cache, A, 3 << 19).read_bytes() == content(A, 3 << 19)
+
+
+def test_an_object_that_no_eviction_makes_room_for_evicts_nothing(small_disk: SmallDisk) -> None:
+    disk = small_disk(4 << 20)
+    cache = ObjectCache(disk / "cache", 1 << 30)
+    put(cache, A, 1 << 20)
+    (disk / "other").write_bytes(bytes(2 << 20))
+    with pytest.raises(StorageFull, match="is full"):
+        put(cache, B, 3 << 20)
+    assert cache.path(A, 1 << 20, not_fetched).read_bytes() == content(A, 1 << 20)
+
+
+def test_copies_on_a_disk_that_became_read_only_are_found(small_disk: SmallDisk) -> None:
+    disk = small_disk(1 << 20)
+    cache = ObjectCache(disk / "cache", 1 << 30)
+    put(cache, A)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    assert cache.path(A, SIZE, not_fetched).read_bytes() == content(A, SIZE)
+    with pytest.raises(RegistryError, match="Read-only file system"):
+        put(cache, B)
 
 
 def test_a_directory_that_was_removed_is_made_again(cache: ObjectCache) -> None:

@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from deltastore.base.base import Base
 from deltastore.errors import BaseMismatch, PeraxisError, shown
 from deltastore.registry import Registry
+from deltastore.registry.place import is_bucket
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
@@ -99,7 +100,7 @@ class Service:
         self.volume = RegistryCalls(settings.registry, partial(probe, registry))
         self.resolutions = Resolutions(registry, self.volume, self._is_in_memory)
         self.keys = KeyStore(self._records, calls=volume_of(settings, self.volume))
-        self.audit_log = AuditLog(self._records)
+        self.audit_log = AuditLog(self._records, must_exist=not is_bucket(settings.registry))
         self.metrics = metrics
         self.engine = engine
         self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from deltastore.errors import PeraxisError
+from deltastore.registry.directory.layout import check_present
 from deltastore.registry.records import Visibility
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import kernel_id
@@ -48,19 +49,30 @@ class Change(Struct, frozen=True, omit_defaults=True):
 
 
 class AuditLog:
-    """The log of a registry, which all its servers append to."""
+    """The log of a registry, which all its servers append to.
 
-    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+    Args:
+        root: the directory of the registry, or the cache of one in a bucket.
+        storage: changes the files.
+        must_exist: refuse to write while there is no registry at `root`, since its volume is gone then.
+    """
+
+    def __init__(self, root: Path, storage: Storage | None = None, *, must_exist: bool = False) -> None:
+        self._root = root
         self._directory = root / DIRECTORY
         self._storage = storage or Storage()
+        self._must_exist = must_exist
 
     def append(self, lines: bytes, day: str) -> None:
         """Append whole lines in one write that is durable on return.
 
         Raises:
-            StorageFull, RegistryError: the disk failed.
+            StorageFull, RegistryError: the disk failed, or the registry is gone.
         """
         with explained(self._directory):
+            if self._must_exist:
+                # The empty directory below a volume that was unmounted must not be written to.
+                check_present(self._root)
             self._storage.make_dirs(self._directory)
             self._storage.append(self._directory / f"audit-{day}-{kernel_id()}.jsonl", lines, MODE)
 

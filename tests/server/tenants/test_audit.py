@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deltastore.registry import Registry
 from server.tenants.audit import AuditLog, Auditor, Change
 from server.tenants.limits.tenant_limits import FIELDS, TenantLimits
 
@@ -75,3 +76,16 @@ def test_a_disk_that_fails_does_not_fail_the_change_and_the_line_is_in_the_log(
     (record,) = caplog.records
     assert '"action":"promote"' in record.message
     assert '"key_id":"0123456789ab"' in record.message
+
+
+def test_nothing_is_written_below_the_mount_point_of_a_volume_that_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auditor = Auditor(AuditLog(tmp_path, must_exist=True), "0123456789ab")
+    auditor.write(PROMOTED)
+    assert list(tmp_path.iterdir()) == []
+    assert "is gone: mount its volume again" in caplog.text
+    assert '"action":"promote"' in caplog.text
+    Registry(tmp_path)
+    auditor.write(PROMOTED)
+    assert len(lines(tmp_path)) == 1

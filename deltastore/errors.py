@@ -79,6 +79,10 @@ class RegistryUnavailable(RegistryError):
     """The registry's volume or bucket fails, hangs, cannot be written or is gone. Its contents are not at fault."""
 
 
+class RegistryUnwritable(RegistryError):
+    """The registry can be read and cannot be written: its volume is read-only, or this user has no right to."""
+
+
 class StorageFull(PeraxisError):
     """The disk of the registry, or of an output file, is full."""
 

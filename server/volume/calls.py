@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from deltastore.errors import PeraxisError, RegistryUnavailable
+from deltastore.errors import PeraxisError, RegistryUnavailable, RegistryUnwritable
 from server.volume.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class RegistryCalls:
 
     Args:
         where: the registry, for messages to operators.
-        probe: reads a little of the registry, as a request does; raises RegistryUnavailable if it cannot be read.
+        probe: reads a little of the registry, as a request does; raises RegistryUnavailable if it cannot be read, and
+            RegistryUnwritable if it can only be read.
         deadline_s: of short calls.
     """
 
@@ -61,6 +62,7 @@ class RegistryCalls:
         self._hang = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: RegistryUnavailable | None = None
+        self._unwritable: RegistryUnwritable | None = None
         # Set when a call gives a reason to probe.
         self._is_in_doubt = asyncio.Event()
 
@@ -68,6 +70,11 @@ class RegistryCalls:
     def failure(self) -> RegistryUnavailable | None:
         """The reason for which the registry cannot be read now; None while it can."""
         return self._failure
+
+    @property
+    def unwritable(self) -> RegistryUnwritable | None:
+        """The reason for which the registry could not be written at the last probe that could read it, or None."""
+        return self._unwritable
 
     async def run(self, function: Callable[[], R], key: Hashable = None) -> R:
         """Make a short call, such as a resolution.
@@ -158,6 +165,7 @@ class RegistryCalls:
         else:
             # Also after an error of one file: the volume has answered.
             self._works()
+            self._may_be_written(error if isinstance(error, RegistryUnwritable) else None)
 
     async def _run(
         self, threads: DaemonThreads, deadline_s: float, function: Callable[[], R], key: Hashable
@@ -233,6 +241,13 @@ class RegistryCalls:
             log.warning("the registry can be read again: %s", self._where)
         self._failure = None
         self._hang.clear()
+
+    def _may_be_written(self, error: RegistryUnwritable | None) -> None:
+        if error is not None and str(self._unwritable) != str(error):
+            log.error("the registry cannot be written; all requests for tokens are served on: %s", error)
+        elif error is None and self._unwritable is not None:
+            log.warning("the registry can be written again: %s", self._where)
+        self._unwritable = error
 
 
 def _retrieved(done: asyncio.Future[R]) -> None:

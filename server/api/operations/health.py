@@ -23,10 +23,10 @@ async def ready(service: AnyService) -> dict[str, str]:
     """Answer 200 if requests for tokens are admitted: the base is loaded and the server is not shutting down.
 
     A registry that cannot be read does not make it 503: all replicas would be taken out of service at once, although
-    they serve what is in memory. The field `registry` says it.
+    they serve what is in memory. The field `registry` says it, and whether the registry can only be read.
     """
     service.check_ready()
-    failure = service.volume.failure
+    failure = service.volume.failure or service.volume.unwritable
     return {"status": "ready", "registry": "ok" if failure is None else failure.public}
 
 

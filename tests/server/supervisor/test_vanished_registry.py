@@ -203,6 +203,12 @@ def test_a_volume_that_becomes_read_only_serves_all_requests_and_refuses_changes
         server.client.delete("/variants/cold"),
     ):
         check_unavailable(reply, "Read-only file system")
+    assert eventually(lambda: registry_of(server).startswith("read-only: "))
+    assert server.metric("registry_up") == 1
+
+
+def test_a_volume_that_can_be_written_again_is_ok(server: LiveServer) -> None:
+    assert eventually(lambda: registry_of(server) == "ok")
 
 
 def test_a_server_does_not_start_on_a_registry_of_a_newer_format_and_says_so_in_one_line(

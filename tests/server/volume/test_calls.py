@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.errors import RegistryError, RegistryUnavailable
+from deltastore.errors import RegistryError, RegistryUnavailable, RegistryUnwritable
 from deltastore.registry import Registry
 from server.volume import calls as calls_module
 from server.volume.calls import NUM_THREADS, RegistryCalls
 from server.volume.probe import probe
+from tests.conftest import SmallDisk
 
 # Long for a call that answers, and short for a test that waits for it.
 DEADLINE_S = 0.2
@@ -216,3 +219,48 @@ def test_the_probe_tells_a_registry_from_a_volume_that_is_gone(tmp_path: Path) -
     (tmp_path / "registry").mkdir()
     with pytest.raises(RegistryUnavailable, match="is gone"):
         probe(registry)
+
+
+def test_the_probe_tells_a_registry_on_a_read_only_volume(small_disk: SmallDisk) -> None:
+    disk = small_disk(1 << 20)
+    registry = Registry(disk / "registry")
+    probe(registry)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(RegistryUnwritable, match="is read-only") as raised:
+        probe(registry)
+    assert str(disk) not in raised.value.public
+
+
+def test_the_probe_tells_a_registry_without_the_right_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path / "registry")
+    # Root, as which the tests may run, has every right.
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "variants")
+    with pytest.raises(RegistryUnwritable, match="variants cannot be written"):
+        probe(registry)
+
+
+def test_a_registry_that_can_only_be_read_is_no_failure_and_is_logged_once(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calls_module, "PROBE_S", 0.01)
+    volume.error = RegistryUnwritable("/mnt/registry is read-only")
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with watched(calls), asyncio.timeout(30):
+            while volume.num_calls < 3:
+                await asyncio.sleep(0.01)
+            assert calls.unwritable is volume.error
+            assert calls.failure is None
+            calls.check()
+            volume.error = None
+            while calls.unwritable is not None:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "the registry cannot be written; all requests for tokens are served on",
+        "the registry can be written again",
+    ]

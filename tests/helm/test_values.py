@@ -27,6 +27,15 @@ from tests.helm.helpers.rendering import (
 
 SERVING = sorted(each for each in configurations() if "ray" not in each)
 MANY = {"accessModes": ["ReadWriteMany"]}
+BUCKET: dict[str, Any] = {
+    "settings": {"auth": "none", "allow_unauthenticated": True},
+    "registry": {"s3": {"url": "s3://bucket/prefix"}},
+}
+
+
+def with_bucket(**registry: str) -> dict[str, Any]:
+    """Return the values of a registry in a bucket with more values of the registry."""
+    return {**BUCKET, "registry": {**BUCKET["registry"], **registry}}
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
@@ -228,6 +237,23 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             },
             ["autoscaling.runningRequests", "settings.max_num_seqs"],
         ),
+        (with_bucket(existingClaim="claim"), ["registry.s3.url", "registry.existingClaim"]),
+        (with_bucket(subPath="path"), ["registry.s3.url", "registry.subPath"]),
+        ({**BUCKET, "base": MANY, "ray": {"enabled": True}}, ["registry.s3.url", "ray.enabled"]),
+        ({**BUCKET, "settings": {}}, ["registry.s3.url", "settings.auth", "settings.allow_unauthenticated"]),
+        ({**BUCKET, "settings": {}, "adminKey": {"create": True}}, ["registry.s3.url", "adminKey.create"]),
+        (
+            {**BUCKET, "settings": {**BUCKET["settings"], "max_upload_gb": 40}},
+            ["registry.s3.cache.size", "settings.max_upload_gb"],
+        ),
+        *(
+            ({"registry": {"s3": {name: value}}}, [f"registry.s3.{name}", "registry.s3.url"])
+            for name, value in (
+                ("endpoint", "https://s3.example"),
+                ("region", "eu-1"),
+                ("credentialsSecret", "key"),
+            )
+        ),
         ({"autoscaling": {"minReplicas": 9}}, ["autoscaling.minReplicas", "autoscaling.maxReplicas"]),
         ({**RAY, "ray": {"enabled": True, "minWorkers": 9}}, ["ray.minWorkers", "ray.maxWorkers"]),
         ({**RAY, "autoscaling": {"enabled": True}}, ["ray.enabled", "autoscaling.enabled"]),
@@ -273,7 +299,8 @@ def test_the_schema_has_every_setting_of_the_server_with_its_bounds() -> None:
 
 
 def test_the_chart_itself_sets_the_settings_that_are_no_values() -> None:
-    given = environment(server(objects_of("defaults")))
+    # Some belong to a registry in a bucket.
+    given = environment(server(objects_of("bucket")))
     assert {f"{ENV_PREFIX}{name.upper()}" for name in OWNED_BY_CHART} <= given.keys()
     assert not OWNED_BY_CHART & settings_schema()["properties"].keys()
 

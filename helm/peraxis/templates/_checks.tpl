@@ -1,9 +1,10 @@
 {{/* Combinations that no single value is wrong in. Every template that makes pods includes this. */}}
 {{- define "peraxis.checks" -}}
 {{- include "peraxis.checkedExtras" . -}}
+{{- include "peraxis.checkedBucket" . -}}
 {{- $servers := include "peraxis.maxServers" . | int -}}
 {{- if gt $servers 1 -}}
-{{- if not (has "ReadWriteMany" .Values.registry.accessModes) -}}
+{{- if not (or .Values.registry.s3.url (has "ReadWriteMany" .Values.registry.accessModes)) -}}
 {{- fail (printf "registry.accessModes is %v and there may be %d servers, on different nodes: give a volume with ReadWriteMany, or keep to one server" .Values.registry.accessModes $servers) -}}
 {{- end -}}
 {{- if not (or (has "ReadWriteMany" .Values.base.accessModes) (has "ReadOnlyMany" .Values.base.accessModes)) -}}
@@ -13,7 +14,7 @@
 {{- if and .Values.base.download.repository (not (or (has "ReadWriteMany" .Values.base.accessModes) (has "ReadWriteOnce" .Values.base.accessModes) (has "ReadWriteOncePod" .Values.base.accessModes))) -}}
 {{- fail (printf "base.accessModes is %v and base.download.repository is set: a checkpoint cannot be fetched onto a volume that is read-only" .Values.base.accessModes) -}}
 {{- end -}}
-{{- if not (or (has "ReadWriteMany" .Values.registry.accessModes) (has "ReadWriteOnce" .Values.registry.accessModes) (has "ReadWriteOncePod" .Values.registry.accessModes)) -}}
+{{- if not (or .Values.registry.s3.url (has "ReadWriteMany" .Values.registry.accessModes) (has "ReadWriteOnce" .Values.registry.accessModes) (has "ReadWriteOncePod" .Values.registry.accessModes)) -}}
 {{- fail (printf "registry.accessModes is %v: servers publish onto this volume, so that it cannot be read-only" .Values.registry.accessModes) -}}
 {{- end -}}
 {{- if and (eq (join "" .Values.base.accessModes) "ReadOnlyMany") (not .Values.base.existingClaim) -}}
@@ -106,7 +107,7 @@
 {{- fail (printf "podLabels has %s, by which Services find the pods: take another label" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- $environment := include "peraxis.scratchEnv" . | fromYamlArray -}}
+{{- $environment := concat (include "peraxis.scratchEnv" . | fromYamlArray) (include "peraxis.bucketEnv" . | fromYamlArray) -}}
 {{- range $given := .Values.extraEnv -}}
 {{- range $environment -}}
 {{- if eq $given.name .name -}}

@@ -171,8 +171,14 @@ seccompProfile:
 
 {{- define "peraxis.registryVolume" -}}
 - name: registry
+  {{- if .Values.registry.s3.url }}
+  # The cache of the bucket.
+  emptyDir:
+    sizeLimit: {{ .Values.registry.s3.cache.size }}
+  {{- else }}
   persistentVolumeClaim:
     claimName: {{ include "peraxis.registryClaim" . | quote }}
+  {{- end }}
 {{- end -}}
 
 {{- define "peraxis.dataVolumes" -}}

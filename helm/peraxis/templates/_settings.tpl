@@ -14,7 +14,13 @@
 - name: PERAXIS_BASE
   value: /base
 - name: PERAXIS_REGISTRY
+  value: {{ .Values.registry.s3.url | default "/registry" | quote }}
+{{- if .Values.registry.s3.url }}
+- name: PERAXIS_REGISTRY_CACHE
   value: /registry
+- name: PERAXIS_REGISTRY_CACHE_GB
+  value: {{ include "peraxis.registryCacheGb" . | quote }}
+{{- end }}
 - name: PERAXIS_HOST
   value: "0.0.0.0"
 - name: PERAXIS_PORT

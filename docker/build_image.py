@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--suite", default="bookworm", help="Debian's release of the base (bookworm)")
     parser.add_argument("--mirror", default="http://deb.debian.org/debian", help="where debootstrap gets it")
     parser.add_argument("--torch-index", help="index of torch's CPU builds; empty: only pip's own indexes")
-    parser.add_argument("--extras", help="extras of pyproject.toml, separated by commas (otel)")
+    parser.add_argument("--extras", help="extras of pyproject.toml, separated by commas (otel,s3)")
     arguments = parser.parse_args()
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:

@@ -64,6 +64,34 @@ def test_docker_compose_asks_for_what_has_no_default() -> None:
     assert "set it to the base model's directory" in refused.stderr
 
 
+def test_the_bucket_of_the_shell_and_its_credentials_reach_the_server(tmp_path: Path) -> None:
+    given = {
+        "PERAXIS_REGISTRY": "s3://bucket/prefix",
+        "PERAXIS_AUTH": "none",
+        "PERAXIS_ALLOW_UNAUTHENTICATED": "true",
+        "AWS_REGION": "eu-central-1",
+        "AWS_ENDPOINT_URL": "http://minio.example:9000",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_SESSION_TOKEN": "token",
+    }
+
+    config = resolved(PERAXIS_BASE=str(tmp_path), GRAFANA_PASSWORD="secret", **given)
+
+    assert config.returncode == 0, config.stderr
+    environment = yaml.safe_load(config.stdout)["services"]["peraxis"]["environment"]
+    assert given.items() <= environment.items()
+
+
+def test_without_a_bucket_the_registry_is_the_volume_of_the_image(services: dict[str, Any]) -> None:
+    environment = services["peraxis"]["environment"]
+
+    assert {environment[name] for name in ("PERAXIS_REGISTRY", "PERAXIS_AUTH")} == {
+        image_environment()[name] for name in ("PERAXIS_REGISTRY", "PERAXIS_AUTH")
+    }
+
+
 def test_the_server_has_a_volume_wherever_the_image_reads_or_writes(services: dict[str, Any]) -> None:
     environment = image_environment()
 

@@ -75,6 +75,15 @@ def test_what_the_wheel_is_made_of_is_sent_to_the_build() -> None:
     assert {*wheel, project["project"]["readme"], *project["project"]["license-files"]} <= sent
 
 
+def test_both_targets_install_what_traces_and_buckets_need() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    extras = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+
+    assert extras == ["otel,s3"] * 2
+    assert set(extras[0].split(",")) <= project["optional-dependencies"].keys()
+
+
 def test_every_build_argument_is_documented() -> None:
     documentation = (ROOT / "docs/deploy/container.md").read_text()
 

@@ -18,7 +18,7 @@ from deltastore.errors import UsageError
 from deltastore.tables import print_table, printable, to_second
 
 app = typer.Typer(
-    help="Create, list and revoke tenants' API keys, on a server or, with --registry DIR, in a registry on disk.",
+    help="Create, list and revoke tenants' API keys, on a server or, with --registry DIR, in a registry.",
     no_args_is_help=True,
 )
 

@@ -35,7 +35,7 @@ from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
 from server.volume.calls import RegistryCalls
-from server.volume.opening import open_registry, records_directory, volume_of
+from server.volume.opening import open_registry
 from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def run_inline(settings: Settings) -> int:
     configure_logging("inline", settings)
     with listening_sockets(settings) as sockets:
         if settings.auth == "keys":
-            warn_without_keys(records_directory(settings))
+            warn_without_keys(settings.registry)
         return run_event_loop(_serve(settings, sockets))
 
 
@@ -98,7 +98,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     registry, metrics, client = open_registry(settings), LocalMetrics(), EngineClient("http")
 
     calls = RegistryCalls(settings.registry, partial(probe, registry))
-    limits = LimitsDirectory(records_directory(settings), settings.default_limits, volume_of(settings, calls))
+    limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
     watching = [asyncio.create_task(calls.watch())]
     if settings.auth == "keys":
         watching.append(asyncio.create_task(limits.watch()))

@@ -187,11 +187,6 @@ class Settings(BaseModel):
     def _a_bucket_can_be_served(self) -> Settings:
         if is_bucket(self.registry) and find_spec("obstore") is None:
             raise ValueError(f"registry is {self.registry} and obstore is missing: pip install 'peraxis[s3]'")
-        if is_bucket(self.registry) and self.auth == "keys":
-            raise ValueError(
-                f"registry is {self.registry} and auth is keys, which only a directory holds: authenticate callers "
-                "before the server, and set auth to none with allow_unauthenticated"
-            )
         return self
 
     @model_validator(mode="after")

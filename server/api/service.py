@@ -19,7 +19,6 @@ from fastapi import Depends, Request
 from deltastore.base.base import Base
 from deltastore.errors import BaseMismatch, PeraxisError, shown
 from deltastore.registry import Registry
-from deltastore.registry.place import is_bucket
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
@@ -43,7 +42,6 @@ from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
 from server.tracing.opening import open_spans
 from server.volume.calls import RegistryCalls
-from server.volume.opening import records_directory, volume_of
 from server.volume.probe import probe
 from server.volume.resolutions import Resolutions
 
@@ -96,11 +94,10 @@ class Service:
     ) -> None:
         self.settings = settings
         self.registry = registry
-        self._records = records_directory(settings)
         self.volume = RegistryCalls(settings.registry, partial(probe, registry))
         self.resolutions = Resolutions(registry, self.volume, self._is_in_memory)
-        self.keys = KeyStore(self._records, calls=volume_of(settings, self.volume))
-        self.audit_log = AuditLog(self._records, must_exist=not is_bucket(settings.registry))
+        self.keys = KeyStore(settings.registry, calls=self.volume)
+        self.audit_log = AuditLog(settings.registry, must_exist=True)
         self.metrics = metrics
         self.engine = engine
         self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
@@ -148,9 +145,7 @@ class Service:
     @cached_property
     def limits(self) -> LimitsDirectory:
         """The limits as files, read at the first use; the ledger counts by those that its own process has read."""
-        return LimitsDirectory(
-            self._records, self.settings.default_limits, volume_of(self.settings, self.volume)
-        )
+        return LimitsDirectory(self.settings.registry, self.settings.default_limits, self.volume)
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""

@@ -19,9 +19,12 @@ def doctor(
         typer.Option("--base", metavar="DIR", envvar="PERAXIS_BASE", help="The base that is to be served."),
     ] = None,
     registry: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            "--registry", metavar="DIR", envvar="PERAXIS_REGISTRY", help="The registry's directory."
+            "--registry",
+            metavar="DIR",
+            envvar="PERAXIS_REGISTRY",
+            help="The registry's directory, or s3://BUCKET/PREFIX.",
         ),
     ] = None,
     device: Annotated[

@@ -14,9 +14,10 @@ from deltastore.base.checkpoint import Checkpoint
 from deltastore.diagnosis import Diagnosis, diagnose
 from deltastore.errors import PeraxisError
 from deltastore.progress import identify_base
+from deltastore.registry.place import is_bucket
 from server.doctor.capacity import check_capacity, delta_bytes, describe_base
 from server.doctor.machine import check_device, check_pinned_memory, check_torch
-from server.doctor.storage import check_disk, check_registry, check_variants
+from server.doctor.storage import check_bucket, check_disk, check_registry, check_variants
 from server.engine.build import device_of
 from server.settings import Settings, load_settings
 
@@ -28,7 +29,7 @@ class PlannedServer:
     """The server that is to run on this machine, as far as its options are known."""
 
     base: Path | None = None
-    registry: Path | None = None
+    registry: Path | str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 
@@ -84,7 +85,11 @@ def _settings(planned: PlannedServer) -> Settings:
     return load_settings(flags).settings
 
 
-def _examine_registry(found: list[Diagnosis], root: Path, base: Base | None) -> None:
+def _examine_registry(found: list[Diagnosis], place: Path | str, base: Base | None) -> None:
+    if is_bucket(location := str(place)):
+        found.append(diagnose("registry", lambda: check_bucket(location)))
+        return
+    root = Path(place)
     found.append(diagnose("registry", lambda: check_registry(root)))
     found.append(diagnose("disk", lambda: check_disk(root, None if base is None else delta_bytes(base))))
     if base is not None and (variants := _attempt(found, "variants", lambda: check_variants(root, base))):

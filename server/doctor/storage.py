@@ -1,4 +1,7 @@
-"""Checks of a registry's directory: rights, fsync, hard links, space, and the bases of its variants."""
+"""Checks of a registry's directory: rights, fsync, hard links, space, and the bases of its variants.
+
+Of a bucket: rights, and that the store refuses to create an object twice.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from pathlib import Path
 
 from deltastore.base.base import Base
 from deltastore.diagnosis import Diagnosis
-from deltastore.errors import RegistryError
+from deltastore.errors import RegistryError, UsageError
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
+from deltastore.registry.directory.layout import FORMAT_FILE
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 
 # Versions that a message names.
@@ -37,6 +41,34 @@ def check_registry(root: Path) -> str:
         storage.fsync_dir(directory)
     missing = "" if directory == root else f"; {root} does not exist yet, and `peraxis serve` creates it"
     return f"{directory} can be written, synced and linked{missing}"
+
+
+def check_bucket(location: str) -> str:
+    """List a bucket, and create and remove a file there as the registry does.
+
+    Raises:
+        UsageError: the location is malformed, or obstore is missing.
+        RegistryError, StorageFull: a step failed.
+    """
+    try:
+        from deltastore.registry.bucket.client import Bucket
+        from deltastore.registry.bucket.files import BucketFiles
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{location} needs obstore: run `pip install 'peraxis[s3]'`") from error
+    bucket = Bucket.open(location)
+    files = BucketFiles(bucket)
+    is_made = FORMAT_FILE in files.names(bucket.root)
+    path = bucket.root / f".{secrets.token_hex(8)}{TEMPORARY}"
+    try:
+        files.add(path, b"doctor")
+        if files.add(path, b"another"):
+            raise RegistryError(
+                f"{location} creates an object that exists: use a store with conditional writes (If-None-Match)"
+            )
+    finally:
+        files.remove([path])
+    missing = "" if is_made else "; it has no registry yet, and `peraxis serve` creates it"
+    return f"{location} can be listed and written, with conditional writes{missing}"
 
 
 def check_disk(root: Path, delta_bytes: int | None) -> str:

@@ -38,7 +38,7 @@ from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
-from server.volume.opening import open_registry, records_directory, volume_of
+from server.volume.opening import open_registry
 from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,7 @@ class SharedState:
         self._engines = engines
         self._registry = open_registry(settings)
         self._calls = RegistryCalls(settings.registry, partial(probe, self._registry))
-        self._limits = LimitsDirectory(
-            records_directory(settings), settings.default_limits, volume_of(settings, self._calls)
-        )
+        self._limits = LimitsDirectory(settings.registry, settings.default_limits, self._calls)
         self._ledger = Ledger(self._limits.of)
         self._adapters = LoadedAdapters()
         self._board = SourceBoard()
@@ -79,7 +77,7 @@ class SharedState:
         self._lock = asyncio.Lock()
         self._watching = [asyncio.create_task(self._sweep()), asyncio.create_task(self._calls.watch())]
         if settings.auth == "keys":
-            warn_without_keys(records_directory(settings))
+            warn_without_keys(settings.registry)
             self._watching.append(asyncio.create_task(self._limits.watch()))
 
     async def count(self, ingress: str, calls: list[LimitCall]) -> list[LimitAnswer]:

@@ -23,7 +23,7 @@ from server.tenants.keys import warn_without_keys
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
-from server.volume.opening import open_registry, records_directory, volume_of
+from server.volume.opening import open_registry
 from server.volume.probe import probe
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def supervise(settings: Settings) -> int:
     ):
         # Not after the base has loaded, which may take minutes.
         if settings.auth == "keys":
-            warn_without_keys(records_directory(settings))
+            warn_without_keys(settings.registry)
         return asyncio.run(_supervise(settings, sockets, runtime, scratch))
 
 
@@ -79,9 +79,7 @@ class Supervisor:
         calls = RegistryCalls(settings.registry, partial(probe, registry))
         self._engine = EngineKeeper(settings, registry, calls, runtime, self._on_engine)
         self._metrics = ProcessMetrics(registry, calls, self._engine.client)
-        limits = LimitsDirectory(
-            records_directory(settings), settings.default_limits, volume_of(settings, calls)
-        )
+        limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
         shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
         self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)
         self._watching = [asyncio.create_task(calls.watch())]

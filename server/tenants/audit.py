@@ -2,31 +2,39 @@
 
 Owns the form of a line and its files. Must not know HTTP. A line never holds a key, a prompt or a token. Each machine
 appends to a file of its own, because appending is not atomic between the clients of a network file system; KERNEL is
-the id of its running kernel. Files of past days may be moved away at any time.
+the id of its running kernel. In a bucket that name is a directory, with an object per change or request. Files of
+past days may be moved away at any time.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import Struct
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.directory.layout import check_present
+from deltastore.registry.place import is_bucket
 from deltastore.registry.records import Visibility
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import kernel_id
 from server.tenants.limits.tenant_limits import TenantLimits
 from server.tenants.tenant import Role
 
+if TYPE_CHECKING:
+    from server.tenants.bucket_files import BucketLines
+
 log = logging.getLogger(__name__)
 
 DIRECTORY = "audit"
+SUFFIX = ".jsonl"
 MODE = 0o600
 
 Action = Literal[
@@ -52,29 +60,42 @@ class AuditLog:
     """The log of a registry, which all its servers append to.
 
     Args:
-        root: the directory of the registry, or the cache of one in a bucket.
-        storage: changes the files.
-        must_exist: refuse to write while there is no registry at `root`, since its volume is gone then.
+        registry: its directory, or `s3://BUCKET/PREFIX`.
+        storage: changes the files of a directory.
+        must_exist: refuse to write while there is no registry in the directory, since its volume is gone then.
     """
 
-    def __init__(self, root: Path, storage: Storage | None = None, *, must_exist: bool = False) -> None:
-        self._root = root
-        self._directory = root / DIRECTORY
+    def __init__(
+        self, registry: Path | str, storage: Storage | None = None, *, must_exist: bool = False
+    ) -> None:
+        self._root = Path(registry)
+        self._directory = self._root / DIRECTORY
         self._storage = storage or Storage()
         self._must_exist = must_exist
+        self._objects: BucketLines | None = None
+        if is_bucket(str(registry)):
+            # Deferred: only a bucket needs obstore.
+            from server.tenants.bucket_files import BucketLines
+
+            self._objects = BucketLines(str(registry), DIRECTORY)
 
     def append(self, lines: bytes, day: str) -> None:
         """Append whole lines in one write that is durable on return.
 
         Raises:
-            StorageFull, RegistryError: the disk failed, or the registry is gone.
+            StorageFull, RegistryError: the disk or the bucket failed, or the registry is gone.
         """
+        name = f"audit-{day}-{kernel_id()}"
+        if self._objects is not None:
+            # In the order of their times; the token keeps two processes apart.
+            self._objects.add(f"{name}/{time.time_ns()}-{secrets.token_hex(4)}{SUFFIX}", lines)
+            return
         with explained(self._directory):
             if self._must_exist:
                 # The empty directory below a volume that was unmounted must not be written to.
                 check_present(self._root)
             self._storage.make_dirs(self._directory)
-            self._storage.append(self._directory / f"audit-{day}-{kernel_id()}.jsonl", lines, MODE)
+            self._storage.append(self._directory / f"{name}{SUFFIX}", lines, MODE)
 
 
 @dataclass(frozen=True, slots=True)

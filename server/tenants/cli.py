@@ -1,4 +1,4 @@
-"""`peraxis keys create|list|revoke --registry DIR`: API keys in a registry's directory, without a server.
+"""`peraxis keys create|list|revoke --registry DIR`: API keys in a registry, without a server. DIR may be a bucket.
 
 The first administrator's key is made so. The commands without `--registry` ask a server and take the same options.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -17,19 +18,26 @@ import typer
 
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
-from deltastore.registry.place import check_place, is_registry
+from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import check_place, is_bucket, is_registry
 from deltastore.tables import print_table
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KEY, KeyStore, key_document
 
-app = typer.Typer(help="Create, list and revoke API keys in a registry on disk.", no_args_is_help=True)
+app = typer.Typer(
+    help="Create, list and revoke API keys in a registry, without a server.", no_args_is_help=True
+)
 
 DURATION = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-Directory = Annotated[
-    Path,
-    typer.Option("--registry", metavar="DIR", help="The registry's directory; `create` makes a new one."),
+Location = Annotated[
+    str,
+    typer.Option(
+        "--registry",
+        metavar="DIR",
+        help="The registry's directory, or s3://BUCKET/PREFIX; `create` makes a new one.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -45,7 +53,7 @@ class KeyRole(StrEnum):
 
 @app.command()
 def create(
-    registry: Directory,
+    registry: Location,
     tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="The tenant that gets the key.")],
     roles: Annotated[
         list[KeyRole], typer.Option("--role", help="What the key may do; give it again for more.")
@@ -61,8 +69,8 @@ def create(
     Example: peraxis keys create --registry ./registry --tenant ops --role admin
     """
     expires_at = _moment_after(expires_in)
-    root = _registry(registry, is_made=True)
-    made = KeyStore(root).create(_auditor(root), tenant, [role.value for role in roles], expires_at)
+    place = _registry(registry, is_made=True)
+    made = KeyStore(place).create(_auditor(place), tenant, [role.value for role in roles], expires_at)
     document = key_document(made.id, made.record)
     if as_json:
         _print_json({"key": made.text, **document})
@@ -76,7 +84,7 @@ def create(
 
 @app.command("list")
 def list_keys(
-    registry: Directory,
+    registry: Location,
     tenant: Annotated[
         str | None, typer.Option("--tenant", metavar="NAME", help="Only the keys of this tenant.")
     ] = None,
@@ -104,23 +112,29 @@ def list_keys(
 
 @app.command()
 def revoke(
-    registry: Directory,
+    registry: Location,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `list` shows it.")],
     as_json: Json = False,
 ) -> None:
-    """Revoke a key. Every server on the registry refuses it within a second."""
-    root = _registry(registry)
+    """Revoke a key. Every server on the registry refuses it within a second, on a bucket within two."""
+    place = _registry(registry)
     if (whole := KEY.fullmatch(key_id)) is not None:
         key_id = whole[1]
-    KeyStore(root).revoke(_auditor(root), key_id)
+    KeyStore(place).revoke(_auditor(place), key_id)
     if as_json:
         _print_json({"id": key_id, "revoked": True})
     else:
         print(f"revoked {key_id}")
 
 
-def _registry(path: Path, *, is_made: bool = False) -> Path:
-    """Return the directory of a registry. With `is_made`, an empty or missing one becomes a registry."""
+def _registry(location: str, *, is_made: bool = False) -> Path | str:
+    """Return the directory of a registry, or its bucket. With `is_made`, an empty or missing one becomes a registry."""
+    if is_bucket(location):
+        with tempfile.TemporaryDirectory(prefix="peraxis-keys-") as directory:
+            # These commands fetch no object.
+            Registry.open(location, ObjectCache(Path(directory), 0), is_made=is_made)
+        return location
+    path = Path(location)
     if not is_registry(path):
         if is_made:
             check_place(path)
@@ -132,9 +146,9 @@ def _registry(path: Path, *, is_made: bool = False) -> Path:
     return Registry(path).root
 
 
-def _auditor(root: Path) -> Auditor:
-    # A command has no request and no key: the rights on the directory allow it.
-    return Auditor(AuditLog(root))
+def _auditor(place: Path | str) -> Auditor:
+    # A command has no request and no key: the rights on the registry allow it.
+    return Auditor(AuditLog(place))
 
 
 def _moment_after(duration: str | None) -> datetime | None:

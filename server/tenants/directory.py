@@ -1,55 +1,34 @@
 """A directory of small JSON records, one file each, that every server on a registry reads again when it has changed.
 
-Owns reading, watching and atomic writing. Must not know what the records mean. Files have mode 0600. This module
-replaces a file by rename; an operator may overwrite it in place, which only the status of the file tells.
+Owns reading and watching. Must not know what the records mean, nor if a directory or a bucket holds the files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import stat
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from deltastore.registry.directory.layout import check_present
-from deltastore.registry.storage import Storage, explained
+from server.tenants.record_files import FileVersion, RecordFiles
 from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
-# The age at which records are looked at again before they are used.
-FRESH_S = 0.5
-# Between two readings for records that `current` does not have: unknown names must not keep the disk busy.
-REREAD_S = 0.05
 # The longest wait for a look at records that were read before.
 PATIENCE_S = 0.5
 # Clocks of file systems are coarse: a second change in the same tick leaves a file's times as they were. A file is
 # read again until its last change is older than this.
 SETTLED_NS = 2_000_000_000
 MAX_BYTES = 64 << 10
-DIRECTORY = "tenants"
-SUFFIX = ".json"
-MODE = 0o600
 
 R = TypeVar("R", bound=msgspec.Struct)
-
-
-class FileVersion(NamedTuple):
-    """The identity of a file's contents, without reading them."""
-
-    inode: int
-    size_bytes: int
-    modified_ns: int
-    changed_ns: int
 
 
 class Reading(NamedTuple, Generic[R]):
@@ -70,27 +49,23 @@ class RecordDirectory(Generic[R]):
     changes. Methods raise RegistryUnavailable or StorageFull if the disk fails.
 
     Args:
-        path: `ROOT/tenants/NAME` of the registry ROOT; it need not exist.
+        files: those of the records.
         kind: the type of the records.
         pattern: matches the names of records; no name may lead out of the directory. Other files are ignored.
-        storage: changes the files.
         calls: reads the files for coroutines. With it the registry must exist: its absence is a failure of the volume.
     """
 
     def __init__(
         self,
-        path: Path,
+        files: RecordFiles,
         kind: type[R],
         pattern: re.Pattern[str],
-        storage: Storage,
         calls: RegistryCalls | None = None,
     ) -> None:
-        self._root = path.parent.parent
-        self._path = path
+        self._files = files
         self._pattern = pattern
-        self._storage = storage
         self._must_exist = calls is not None
-        self._calls = calls or RegistryCalls(str(self._root), lambda: None)
+        self._calls = calls or RegistryCalls(files.where, lambda: None)
         self._decoder = msgspec.json.Decoder(kind)
         self._last: Reading[R] = Reading()
         # Readings may end in another order than they began.
@@ -105,7 +80,7 @@ class RecordDirectory(Generic[R]):
         return frozenset(self._last.versions.keys() - self._last.records.keys())
 
     async def current(self) -> Mapping[str, R]:
-        """Return all records with the changes by this object, and those by others that are older than `FRESH_S`.
+        """Return all records with the changes by this object, and those by others that are older than `fresh_s`.
 
         While the disk fails, hangs or is slow, the records that were read last stand. Event loop only.
         """
@@ -123,19 +98,19 @@ class RecordDirectory(Generic[R]):
     async def latest(self) -> Mapping[str, R]:
         """Return all records with every change made before the call. Waits until the files may be read again.
 
-        Event loop only; files are read at most once per `REREAD_S`.
+        Event loop only; files are read at most once per `reread_s`.
         """
         asked = time.monotonic()
         while self._last.begun < asked:
             if self._looking is None or self._looking.done():
-                await asyncio.sleep(max(0.0, self._looked_at + REREAD_S - time.monotonic()))
+                await asyncio.sleep(max(0.0, self._looked_at + self._files.reread_s - time.monotonic()))
             # Cancelling one of those that wait must not cancel the look.
             await asyncio.shield(self._look())
         return self._last.records
 
     def read(self) -> Mapping[str, R]:
         """Read the files that have changed, and return all records as they are now."""
-        with explained(self._root):
+        with self._files.explained():
             reading = self._read_changed(self._last)
         with self._keeping:
             if reading.begun > self._last.begun:
@@ -144,25 +119,17 @@ class RecordDirectory(Generic[R]):
 
     def write(self, name: str, record: R) -> None:
         """Write or replace a record in one atomic step that is durable on return."""
-        with explained(self._root):
+        with self._files.explained():
             # The directory below a volume that is gone must not be written to.
             self._check_present()
-            self._storage.make_dirs(self._path)
-            self._storage.replace(self._path / f"{name}{SUFFIX}", msgspec.json.encode(record), MODE)
+            self._files.write(name, msgspec.json.encode(record))
         self._changed_at = time.monotonic()
 
     def remove(self, name: str) -> bool:
         """Remove a record, durably. Return False if there is none."""
-        with explained(self._root):
+        with self._files.explained():
             self._check_present()
-            try:
-                self._storage.unlink(self._path / f"{name}{SUFFIX}")
-                is_removed = True
-            except FileNotFoundError:
-                is_removed = False
-            # Also without a file: the process that removed it may have died before its sync.
-            if self._path.is_dir():
-                self._storage.fsync_dir(self._path)
+            is_removed = self._files.remove(name)
         with self._keeping:
             # It must not stand until the next reading, which may fail.
             left = {other: record for other, record in self._last.records.items() if other != name}
@@ -171,7 +138,9 @@ class RecordDirectory(Generic[R]):
         return is_removed
 
     def _is_fresh(self) -> bool:
-        return self._looked_at > self._changed_at and time.monotonic() - self._looked_at <= FRESH_S
+        return (
+            self._looked_at > self._changed_at and time.monotonic() - self._looked_at <= self._files.fresh_s
+        )
 
     def _look(self) -> asyncio.Task[None]:
         """Begin to read the files, or join the reading under way."""
@@ -190,7 +159,7 @@ class RecordDirectory(Generic[R]):
 
     def _check_present(self) -> None:
         if self._must_exist:
-            check_present(self._root)
+            self._files.check_present()
 
     def _read_changed(self, last: Reading[R]) -> Reading[R]:
         begun, settled_before_ns = time.monotonic(), time.time_ns() - SETTLED_NS
@@ -208,34 +177,16 @@ class RecordDirectory(Generic[R]):
         settled = (name for name, version in versions.items() if version.changed_ns < settled_before_ns)
         return Reading(begun, records, versions, frozenset(settled))
 
-    def _scan(self) -> dict[str, FileVersion]:
-        """Return the version of every regular file whose name is a record's. Opening another kind may block."""
-        versions: dict[str, FileVersion] = {}
+    def _scan(self) -> Mapping[str, FileVersion]:
         try:
-            found = os.scandir(self._path)
+            return self._files.scan(self._pattern)
         except FileNotFoundError:
-            self._check_present()
-            return versions
-        with found as entries:
-            for entry in entries:
-                name = entry.name.removesuffix(SUFFIX)
-                if name == entry.name or not self._pattern.fullmatch(name):
-                    continue
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    versions[name] = FileVersion(
-                        status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-                    )
-        return versions
+            return {}
 
     def _read_file(self, name: str, *, is_logged: bool) -> R | None:
-        path = self._path / f"{name}{SUFFIX}"
+        path = self._files.path(name)
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
+            raw = self._files.read(name, MAX_BYTES + 1)
             if len(raw) > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES} bytes")
             return self._decoder.decode(raw)

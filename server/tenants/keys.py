@@ -20,11 +20,13 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deltastore.errors import UsageError
+from deltastore.registry.place import is_bucket
 from deltastore.registry.records import PUBLIC, is_name
 from deltastore.registry.storage import Storage
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants.audit import Auditor, Change
-from server.tenants.directory import DIRECTORY, RecordDirectory
+from server.tenants.directory import RecordDirectory
+from server.tenants.record_files import record_files
 from server.tenants.tenant import Caller, Role, Tenant
 from server.volume.calls import RegistryCalls
 
@@ -66,21 +68,23 @@ class NewKey:
 
 
 class KeyStore:
-    """The keys of a registry. Another process's new key is known at once, its other changes within a second.
+    """The keys of a registry. Another process's new key is known at once, its other changes within a second;
+    in a bucket, within two.
 
     While the registry's volume fails, the keys that were read last stand, also those that were revoked meanwhile; those
     that expire do so. Methods raise RegistryUnavailable or StorageFull if the disk fails.
 
     Args:
-        root: the registry.
+        registry: its directory, or `s3://BUCKET/PREFIX`.
+        storage: changes the files of a directory.
         calls: of a server, to which the registry's absence is a failure.
     """
 
     def __init__(
-        self, root: Path, storage: Storage | None = None, calls: RegistryCalls | None = None
+        self, registry: Path | str, storage: Storage | None = None, calls: RegistryCalls | None = None
     ) -> None:
-        path = root / DIRECTORY / "keys"
-        self._directory = RecordDirectory(path, KeyRecord, KEY_ID, storage or Storage(), calls)
+        files = record_files(registry, "keys", storage)
+        self._directory = RecordDirectory(files, KeyRecord, KEY_ID, calls)
 
     async def caller(self, text: str) -> Caller:
         """Return the caller that a key authenticates. Event loop only; a known key takes microseconds.
@@ -151,9 +155,9 @@ class KeyStore:
         return dict(sorted(found, key=lambda item: (item[1].created_at, item[0])))
 
 
-def warn_without_keys(registry: Path) -> None:
+def warn_without_keys(registry: Path | str) -> None:
     """Log the command that makes a registry's first key, if it has none: until then each request is refused."""
-    root = registry.absolute()
+    root = registry if is_bucket(str(registry)) else Path(registry).absolute()
     if not KeyStore(root).records():
         log.warning(
             "the registry has no API key: make one with "

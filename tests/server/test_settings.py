@@ -212,7 +212,6 @@ def test_a_bucket_is_taken_as_it_is_given_and_a_directory_as_its_path(tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"auth": "keys"}, "auth is keys, which only a directory holds"),
         ({"registry_cache_gb": 15}, "registry_cache_gb is 15 and max_upload_gb 16"),
     ],
 )

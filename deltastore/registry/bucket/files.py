@@ -123,15 +123,18 @@ class BucketFiles:
         roots = [PurePosixPath(directory) for directory in directories]
         if all(any(True for _ in self._covering(root)) for root in roots):
             return self
-        trees, keys = {}, []
-        for root in roots:
-            found = self.below(root)
-            trees[root] = _tree(root, (self.root / meta["path"] for meta in found))
-            keys += [meta["path"] for meta in found if self._cache.get(meta["path"]) is None]
-        files = BucketFiles(self._bucket, self._cache, trees)
-        with ThreadPoolExecutor(NUM_READERS, "registry-read") as threads:
-            list(threads.map(files._read_ahead, keys))
-        return files
+        found = {root: self.below(root) for root in roots}
+        self.read_ahead(meta for metas in found.values() for meta in metas)
+        trees = {
+            root: _tree(root, (self.root / meta["path"] for meta in metas)) for root, metas in found.items()
+        }
+        return BucketFiles(self._bucket, self._cache, trees)
+
+    def read_ahead(self, found: Iterable[ObjectMeta]) -> None:
+        """Read the files of a listing that are not in memory, several at once."""
+        if keys := [meta["path"] for meta in found if self._cache.get(meta["path"]) is None]:
+            with ThreadPoolExecutor(NUM_READERS, "registry-read") as threads:
+                list(threads.map(self._read_ahead, keys))
 
     def below(self, directory: PurePath) -> list[ObjectMeta]:
         """List every file below a directory, at any depth."""
@@ -186,6 +189,15 @@ class BucketFiles:
             with contextlib.suppress(RegistryError, StorageFull, FileNotFoundError), self._bucket.calls():
                 obstore.delete(self._bucket.small, keys)
         for key in keys:
+            self._cache.drop(key)
+
+    def delete(self, path: PurePath) -> None:
+        """Remove a file, durably, and report a failure; one that is missing is removed."""
+        key = self._key(path)
+        try:
+            with contextlib.suppress(FileNotFoundError), self._bucket.calls():
+                obstore.delete(self._bucket.small, key)
+        finally:
             self._cache.drop(key)
 
     def status(self, path: PurePath) -> ObjectMeta:

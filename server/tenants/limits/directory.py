@@ -8,13 +8,13 @@ from pathlib import Path
 
 from deltastore.errors import UsageError
 from deltastore.registry.records import NAME, PUBLIC, is_name
-from deltastore.registry.storage import Storage
 from server.errors import QueueFull
-from server.tenants.directory import DIRECTORY, RecordDirectory
+from server.tenants.directory import RecordDirectory
 from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.record_files import record_files
 from server.volume.calls import RegistryCalls
 
-# Between two looks at the directory, which reads it at most every 0.5 s; a change is seen within a second.
+# Between two looks at the records, which are read at most every 0.5 s, in a bucket every second.
 WATCH_S = 0.25
 
 
@@ -22,16 +22,17 @@ class LimitsDirectory:
     """The limits of all tenants of a registry, as they were read last.
 
     Args:
-        root: the registry.
+        registry: its directory, or `s3://BUCKET/PREFIX`.
         default: limits of tenants without a file.
         calls: of a server, to which the registry's absence is a failure.
     """
 
-    def __init__(self, root: Path, default: TenantLimits, calls: RegistryCalls | None = None) -> None:
+    def __init__(
+        self, registry: Path | str, default: TenantLimits, calls: RegistryCalls | None = None
+    ) -> None:
         """Read the files; raise RegistryUnavailable if the disk fails."""
         self._default = default
-        path = root.absolute() / DIRECTORY / "limits"
-        self._directory = RecordDirectory(path, TenantLimits, NAME, Storage(), calls)
+        self._directory = RecordDirectory(record_files(registry, "limits"), TenantLimits, NAME, calls)
         self._given = self._directory.read()
         self._damaged = self._directory.damaged
 

@@ -23,7 +23,7 @@ from server.metrics.local import LocalMetrics
 from server.settings import Settings
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
-from server.volume.opening import open_registry, records_directory
+from server.volume.opening import open_registry
 
 WAIT_S = 60.0
 _numbers = itertools.count()
@@ -35,7 +35,7 @@ def make_service(
     """Make a service whose engine is not connected; needs a running event loop."""
     registry, local = open_registry(settings), metrics or LocalMetrics()
     engine = client or EngineClient("test")
-    limits = LimitsDirectory(records_directory(settings), settings.default_limits)
+    limits = LimitsDirectory(settings.registry, settings.default_limits)
     whole = OneProcess(registry, local, engine, Ledger(limits.of))
     return Service(settings, registry, local.frontend, engine, whole)
 

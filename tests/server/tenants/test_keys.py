@@ -17,8 +17,9 @@ from deltastore.errors import RegistryError, UsageError
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants import directory as directory_module
 from server.tenants.audit import AuditLog, Auditor
-from server.tenants.directory import FRESH_S, MAX_BYTES, RecordDirectory
+from server.tenants.directory import MAX_BYTES, RecordDirectory
 from server.tenants.keys import KeyStore, NewKey, warn_without_keys
+from server.tenants.record_files import FRESH_S
 from server.tenants.tenant import Caller, Role, Tenant
 
 

@@ -27,8 +27,8 @@ def token(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return an operator's key, which a command has made in the bucket before there was a server."""
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    roles = ("inference", "publish", "admin")
-    return KeyStore(bucket.url).create(Auditor(AuditLog(bucket.url)), "ops", roles).text
+    auditor = Auditor(AuditLog(bucket.url))
+    return KeyStore(bucket.url).create(auditor, "ops", ["inference", "publish", "admin"]).text
 
 
 @pytest.fixture
@@ -82,7 +82,15 @@ def test_servers_that_share_only_a_bucket_share_variants_keys_and_limits_also_af
     assert as_caller(second, made["key"]).status_code == 200
     assert first.client.delete(f"/keys/{made['id']}").is_success
     assert eventually(lambda: as_caller(second, made["key"]).status_code == 401)
-    made_and_published = ["create_key", "publish", "promote", "create_key", "set_limits", "publish", "promote"]
+    made_and_published = [
+        "create_key",
+        "publish",
+        "promote",
+        "create_key",
+        "set_limits",
+        "publish",
+        "promote",
+    ]
     assert audited(bucket) == [*made_and_published, "promote", "delete", "revoke_key"]
     assert {path.name for path in (tmp_path / "first").iterdir()}.isdisjoint({"tenants", "audit"})
 

@@ -26,7 +26,7 @@ from deltastore.registry.storage import Storage
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants.audit import Auditor, Change
 from server.tenants.directory import RecordDirectory
-from server.tenants.record_files import record_files
+from server.tenants.opening import record_files
 from server.tenants.tenant import Caller, Role, Tenant
 from server.volume.calls import RegistryCalls
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deltastore.registry.directory.layout import check_present
-from deltastore.registry.place import is_bucket
 from deltastore.registry.storage import Storage, explained
 
 DIRECTORY = "tenants"
@@ -138,22 +137,3 @@ class DirectoryRecordFiles:
 
     def _file(self, name: str) -> Path:
         return self._path / f"{name}{SUFFIX}"
-
-
-def record_files(registry: str | Path, kind: str, storage: Storage | None = None) -> RecordFiles:
-    """Return the files of one kind of record of a registry. Makes no call.
-
-    Args:
-        registry: its directory, or `s3://BUCKET/PREFIX`.
-        kind: the directory's name in `ROOT/tenants`.
-        storage: changes the files of a directory.
-
-    Raises:
-        UsageError: the location is malformed.
-    """
-    if isinstance(registry, str) and is_bucket(registry):
-        # Deferred: only a bucket needs obstore.
-        from server.tenants.bucket_files import BucketRecordFiles
-
-        return BucketRecordFiles(registry, kind)
-    return DirectoryRecordFiles(Path(registry).absolute(), kind, storage or Storage())

@@ -11,7 +11,7 @@ from deltastore.registry.records import NAME, PUBLIC, is_name
 from server.errors import QueueFull
 from server.tenants.directory import RecordDirectory
 from server.tenants.limits.tenant_limits import TenantLimits
-from server.tenants.record_files import record_files
+from server.tenants.opening import record_files
 from server.volume.calls import RegistryCalls
 
 # Between two looks at the records, which are read at most every 0.5 s, in a bucket every second.

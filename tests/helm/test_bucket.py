@@ -12,12 +12,7 @@ GIGABYTE = 1_000_000_000
 
 
 def with_bucket(**s3: Any) -> list[Object]:
-    return rendered(
-        {
-            "settings": {"auth": "none", "allow_unauthenticated": True},
-            "registry": {"s3": {"url": "s3://bucket/prefix", **s3}},
-        }
-    )
+    return rendered({"registry": {"s3": {"url": "s3://bucket/prefix", **s3}}})
 
 
 def ports_of(objects: list[Object]) -> set[int]:

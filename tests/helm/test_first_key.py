@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import kubernetes_validate
 import pytest
 
 from server.tenants.keys import KeyStore
-from tests.helm.helpers.rendering import NAMESPACE, ROOT, Object, environment, of_kind, rendered, the
+from tests.helm.helpers.rendering import NAMESPACE, ROOT, Object, environment, of_kind, rendered, server, the
 
 JOB = "demo-peraxis-first-key"
 ADMIN, METRICS = "demo-peraxis-admin-key", "demo-peraxis-metrics-key"
@@ -181,6 +182,53 @@ def test_a_registry_of_one_node_is_reached_on_the_node_of_the_server() -> None:
     assert "podAffinity" in job()["spec"]["affinity"]
     shared = {"adminKey": {"create": True}, "registry": {"accessModes": ["ReadWriteMany"]}}
     assert "affinity" not in the(rendered(shared), "Job", JOB)["spec"]["template"]["spec"]
+
+
+def of_bucket(**s3: str) -> list[Object]:
+    """Return the objects of a registry in a bucket, with the Job and a role for the server's account."""
+    return rendered(
+        {
+            "adminKey": {"create": True},
+            "registry": {"s3": {"url": "s3://bucket/prefix", **s3}},
+            "serviceAccount": {"annotations": {"role": "reader"}},
+        }
+    )
+
+
+def test_the_job_of_a_bucket_has_its_url_environment_and_secret_and_no_volume() -> None:
+    objects = of_bucket(endpoint="http://minio:9000", region="local", credentialsSecret="s3-key")
+    pod = the(objects, "Job", JOB)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = environment(container)
+    assert variables["PERAXIS_REGISTRY"] == "s3://bucket/prefix"
+    of_server = environment(server(objects))
+    for name in ("AWS_REGION", "AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"):
+        assert variables[name] == of_server[name]
+    assert container["envFrom"] == [{"secretRef": {"name": "s3-key"}}]
+    assert {each["name"] for each in pod["volumes"]} == {"tmp", "cache"}
+    assert "affinity" not in pod
+    assert "annotations" not in the(objects, "ServiceAccount", JOB)["metadata"]
+
+
+def test_without_a_secret_the_job_s_own_account_has_the_role_of_the_server_s() -> None:
+    objects = of_bucket()
+    assert "envFrom" not in the(objects, "Job", JOB)["spec"]["template"]["spec"]["containers"][0]
+    assert the(objects, "ServiceAccount", JOB)["metadata"]["annotations"] == {"role": "reader"}
+
+
+def test_policies_that_hold_for_the_job_s_pod_open_the_ports_of_the_bucket() -> None:
+    objects = of_bucket(endpoint="http://minio:9000", credentialsSecret="s3-key")
+    labels = the(objects, "Job", JOB)["spec"]["template"]["metadata"]["labels"]
+    policies = [each["spec"] for each in of_kind(objects, "NetworkPolicy")]
+    held = [each for each in policies if each["podSelector"]["matchLabels"].items() <= labels.items()]
+    rules = [rule for each in held for rule in each["egress"] if "to" not in rule]
+    assert {port["port"] for rule in rules for port in rule["ports"]} == {53, 443, 6443, 9000}
+
+
+@pytest.mark.parametrize("s3", [{}, {"endpoint": "http://minio:9000", "credentialsSecret": "s3-key"}])
+def test_kubernetes_knows_every_field_of_the_job_of_a_bucket(s3: dict[str, str]) -> None:
+    for each in of_bucket(**s3):
+        kubernetes_validate.validate(each, "1.37", strict=True)
 
 
 def test_there_is_neither_job_nor_secret_nor_role_unless_they_are_asked_for() -> None:

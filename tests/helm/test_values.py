@@ -27,10 +27,7 @@ from tests.helm.helpers.rendering import (
 
 SERVING = sorted(each for each in configurations() if "ray" not in each)
 MANY = {"accessModes": ["ReadWriteMany"]}
-BUCKET: dict[str, Any] = {
-    "settings": {"auth": "none", "allow_unauthenticated": True},
-    "registry": {"s3": {"url": "s3://bucket/prefix"}},
-}
+BUCKET: dict[str, Any] = {"registry": {"s3": {"url": "s3://bucket/prefix"}}}
 
 
 def with_bucket(**registry: str) -> dict[str, Any]:
@@ -240,10 +237,8 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
         (with_bucket(existingClaim="claim"), ["registry.s3.url", "registry.existingClaim"]),
         (with_bucket(subPath="path"), ["registry.s3.url", "registry.subPath"]),
         ({**BUCKET, "base": MANY, "ray": {"enabled": True}}, ["registry.s3.url", "ray.enabled"]),
-        ({**BUCKET, "settings": {}}, ["registry.s3.url", "settings.auth", "settings.allow_unauthenticated"]),
-        ({**BUCKET, "settings": {}, "adminKey": {"create": True}}, ["registry.s3.url", "adminKey.create"]),
         (
-            {**BUCKET, "settings": {**BUCKET["settings"], "max_upload_gb": 40}},
+            {**BUCKET, "settings": {"max_upload_gb": 40}},
             ["registry.s3.cache.size", "settings.max_upload_gb"],
         ),
         *(
@@ -360,6 +355,7 @@ def test_the_notes_say_what_is_still_to_do() -> None:
     assert "is empty" not in notes(configurations()["one-gpu"])
     assert "keys create" not in notes(configurations()["llm-d"])
     assert "--role metrics" in notes(configurations()["one-gpu"])
+    assert "keys create --registry s3://acme-variants/registry" in notes(configurations()["bucket"])
     made = notes({"adminKey": {"create": True}})
     assert "keys create" not in made
     assert "get secret demo-peraxis-admin-key -o jsonpath='{.data.key}'" in made

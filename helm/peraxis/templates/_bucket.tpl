@@ -1,4 +1,9 @@
-{{/* A registry in a bucket: what servers need in place of its volume. */}}
+{{/* The registry as --registry takes it. */}}
+{{- define "peraxis.registryPlace" -}}
+{{- .Values.registry.s3.url | default "/registry" -}}
+{{- end -}}
+
+{{/* A registry in a bucket: what pods need in place of its volume. */}}
 {{- define "peraxis.bucketEnv" -}}
 {{- with .Values.registry.s3 -}}
 {{- if .url -}}
@@ -54,12 +59,6 @@
 {{- end -}}
 {{- if .Values.ray.enabled -}}
 {{- fail "registry.s3.url is set and ray.enabled true: replicas of Ray Serve need a registry on a volume" -}}
-{{- end -}}
-{{- if .Values.adminKey.create -}}
-{{- fail "registry.s3.url is set and adminKey.create true: a bucket holds no keys" -}}
-{{- end -}}
-{{- if eq .Values.settings.auth "keys" -}}
-{{- fail "registry.s3.url is set and settings.auth keys: a bucket holds no keys; authenticate callers before the server, and set settings.auth none and settings.allow_unauthenticated true" -}}
 {{- end -}}
 {{- if lt (include "peraxis.registryCacheGb" . | float64) (include "peraxis.maxUploadGb" . | float64) -}}
 {{- fail (printf "registry.s3.cache.size is %s and settings.max_upload_gb %s: give the cache more than three times that, for a variant and two uploads" $s3.cache.size (include "peraxis.maxUploadGb" .)) -}}

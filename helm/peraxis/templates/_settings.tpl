@@ -14,7 +14,7 @@
 - name: PERAXIS_BASE
   value: /base
 - name: PERAXIS_REGISTRY
-  value: {{ .Values.registry.s3.url | default "/registry" | quote }}
+  value: {{ include "peraxis.registryPlace" . | quote }}
 {{- if .Values.registry.s3.url }}
 - name: PERAXIS_REGISTRY_CACHE
   value: /registry

@@ -68,11 +68,12 @@ class ObjectSource:
 class LoadReport:
     """Bytes and times of one load, from open to the ready event."""
 
-    source: Literal["disk", "host"]
+    source: Literal["store", "disk", "host"]  # "store" for an object that was downloaded first
     device_bytes: int
     read_s: float  # until every chunk was read and verified; 0 from host memory
     copy_s: float  # copy time not overlapped with reads
     total_s: float
+    fetch_s: float = 0.0  # download of the object, and the wait for the read after it; part of total_s
     header: bytes = b""  # the verified bytes before the object's data section; empty from host memory
 
 
@@ -139,7 +140,7 @@ class Loader:
         finally:
             self._wait_for_copies()
         ready = time.perf_counter()
-        return LoadReport("disk", size, read - start, ready - read, ready - start, bytes(header))
+        return LoadReport("disk", size, read - start, ready - read, ready - start, header=bytes(header))
 
     def copy(self, host: Tensor, slot: Tensor) -> LoadReport:
         """Copy a device section that an earlier load left in host memory into a slot. Nothing is read or hashed.

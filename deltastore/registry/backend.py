@@ -70,6 +70,9 @@ class Backend(Protocol):
     def object_path(self, record: VersionRecord) -> Path:
         """Return a local file with the object's bytes, which are not verified. It may be gone when it is opened."""
 
+    def is_local(self, record: VersionRecord) -> bool:
+        """True if `object_path` downloads nothing now."""
+
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
         """Stop serving a corrupt object; with `found_in`, only if the object is still that file."""
 

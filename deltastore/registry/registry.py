@@ -262,6 +262,10 @@ class Registry:
         with self._backend.explained():
             return self._backend.object_path(record)
 
+    def is_local(self, record: VersionRecord) -> bool:
+        """True if `object_path` downloads nothing now: always in a directory, with a local copy in a bucket."""
+        return self._backend.is_local(record)
+
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None = None) -> bool:
         """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it.
 
@@ -296,10 +300,8 @@ class Registry:
             VariantQuarantined: It was found corrupt.
         """
         if self.is_quarantined(record):
-            raise VariantQuarantined(
-                f"version {record.version} of {record.name!r} is quarantined "
-                f"({self._backend.reason(record)}): upload its artifact again"
-            )
+            label, reason = f"version {record.version} of {record.name!r}", self._backend.reason(record)
+            raise VariantQuarantined(f"{label} is quarantined ({reason}): upload its artifact again")
 
     def usage(self) -> Usage:
         with self._backend.explained():

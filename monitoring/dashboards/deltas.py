@@ -47,9 +47,10 @@ LOADS = Section(
     (
         lines(
             "Load time by source and stage",
-            "Time to bring a delta into a slot: read is from disk to host memory with its digests verified, copy "
-            "what of the copy into the slot is not overlapped, total the sum. A slow read: a slow or shared "
-            "disk, raise --load-threads or the host cache. A slow copy: the bus is busy.",
+            "Time to bring a delta into a slot: fetch is the download of an object without a local copy, read is "
+            "from disk to host memory with its digests verified, copy what of the copy into the slot is not "
+            "overlapped, total the sum. A slow read: a slow or shared disk, raise --load-threads or the host "
+            "cache. A slow copy: the bus is busy.",
             "s",
             _quantiles("variant_load_seconds", BY_STAGE, "{{source}} {{stage}}"),
             width=HALF,

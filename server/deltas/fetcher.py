@@ -1,11 +1,14 @@
-"""Loads deltas into slots on threads of its own, from the host cache or the registry's disk. Knows no requests."""
+"""Loads deltas into slots on threads of its own, from the host cache or the registry. Knows no requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from deltastore.errors import (
     ArtifactError,
@@ -28,20 +31,35 @@ from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 QUARANTINED = "its stored object is corrupt and was quarantined: upload it again"
 # Readings of one object that end because its file was moved or replaced.
 MAX_READINGS = 5
+# Simultaneous downloads; each has several parts under way.
+NUM_DOWNLOADS = 4
 
 
 class _Moved(RegistryError):
     """The object was missing and is there again, or another file has taken its place."""
 
 
+class _Load(NamedTuple):
+    """A load that one thread after the other works on."""
+
+    record: VersionRecord
+    slot: Slot
+    ended: Future[tuple[ResidentDelta, LoadReport]]
+    begun_s: float | None = None  # when its download began; None before
+
+
 class Fetcher:
-    """Fills slots. Loads from host memory have a thread of their own, so that they never wait for a disk."""
+    """Fills slots. Loads from host memory, from local files and from a store each have threads of their own.
+
+    So those from host memory never wait for a disk, and those from local files never wait for a download.
+    """
 
     def __init__(self, loader: Loader, cache: HostCache, registry: Registry) -> None:
         self.cache = cache
         self._loader = loader
         self._registry = registry
         self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=lower_thread_priority)
+        self._store = ThreadPoolExecutor(NUM_DOWNLOADS, "delta-fetch", initializer=lower_thread_priority)
         self._host = ThreadPoolExecutor(1, "delta-copy", initializer=lower_thread_priority)
 
     def fetch(self, record: VersionRecord, slot: Slot) -> Future[tuple[ResidentDelta, LoadReport]]:
@@ -51,20 +69,57 @@ class Fetcher:
             VariantQuarantined: the stored object is corrupt; it was quarantined.
             VariantNotFound: the stored object is gone.
             ArtifactTooLarge: the delta does not fit the slot.
-            RegistryError: reading the disk failed.
+            RegistryError: reading the disk or the download failed.
             MemoryError, RuntimeError: no memory is left for the delta's factors or a read buffer.
         """
+        load = _Load(record, slot, Future())
         threads = self._host if self.cache.holds(record.digest) else self._disk
-        return threads.submit(self._fetch, record, slot)
+        self._submit(threads, self._run, load)
+        return load.ended
 
     def close(self) -> None:
         """Wait for running loads, cancel queued ones, and free threads and memory."""
-        for threads in (self._disk, self._host):
+        pools = (self._store, self._disk, self._host)
+        for threads in pools:
             threads.shutdown(wait=False, cancel_futures=True)
-        for threads in (self._disk, self._host):
+        for threads in pools:
             threads.shutdown(wait=True)
         self._loader.close()
         self.cache.close()
+
+    def _submit(self, threads: ThreadPoolExecutor, work: Callable[[_Load], None], load: _Load) -> None:
+        """Let a thread work on a load. What the work raises ends the load, and so does `close` before it began."""
+
+        def stopped(future: Future[None]) -> None:
+            if future.cancelled():
+                load.ended.cancel()
+            elif error := future.exception():
+                load.ended.set_exception(error)
+
+        threads.submit(work, load).add_done_callback(stopped)
+
+    def _run(self, load: _Load) -> None:
+        """Do a load from this machine's memory or files; leave a download to the threads for it, once."""
+        record, begun_s = load.record, load.begun_s
+        if begun_s is None:
+            if not self.cache.holds(record.digest) and not self._registry.is_local(record):
+                self._submit(self._store, self._download, load)
+                return
+            load.ended.set_result(self._fetch(record, load.slot))
+            return
+        fetch_s = time.perf_counter() - begun_s
+        delta, report = self._fetch(record, load.slot)
+        total_s = fetch_s + report.total_s
+        load.ended.set_result((delta, replace(report, source="store", fetch_s=fetch_s, total_s=total_s)))
+
+    def _download(self, load: _Load) -> None:
+        begun = load._replace(begun_s=time.perf_counter())
+        self._registry.object_path(load.record)
+        if self._registry.is_local(load.record):
+            self._submit(self._disk, self._run, begun)
+        else:
+            # It is missing, or was evicted at once: this may ask the store again.
+            self._run(begun)
 
     def _fetch(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
         with self.cache.copy_of(record.digest) as copy:

@@ -51,7 +51,9 @@ class ResidencyMetrics:
     def loaded(self, record: VersionRecord, report: LoadReport) -> None:
         """Count a delta that was loaded into its slot."""
         stages = {"copy": report.copy_s, "total": report.total_s}
-        if report.source == "disk":
+        if report.source == "store":
+            stages["fetch"] = report.fetch_s
+        if report.source != "host":
             stages["read"] = report.read_s
         for stage, seconds in stages.items():
             self._metrics.variant_load_seconds.labels(source=report.source, stage=stage).observe(seconds)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from server.metrics.definitions import BATCH_BUCKETS
 from server.metrics.labels import (
     BASE,
+    COLD_LOOKUPS,
     EVICTION_REASONS,
     KINDS,
     LEVELS,
@@ -61,7 +62,7 @@ class EngineMetrics(RequestMetrics):
         self.cold_start_seconds = self._histogram(
             "cold_start_seconds",
             "From admission of a request whose variant was not resident to its first token",
-            source=SOURCES,
+            source=COLD_LOOKUPS,
         )
         self.variant_lookups_total = self._counter(
             "variant_lookups", "Requests by the level of their delta at admission", result=LOOKUPS

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from server.tenants.limits.tenant_limits import FIELDS
 
-SOURCES = ("disk", "host")
-STAGES = ("read", "copy", "total")
+SOURCES = ("store", "disk", "host")
+STAGES = ("fetch", "read", "copy", "total")
 LEVELS = ("device", "host")
 LOOKUPS = ("device", "host", "disk")
+# Of a request whose delta was not in a slot.
+COLD_LOOKUPS = ("host", "disk")
 KINDS = ("prompt", "generation")
 WAIT_REASONS = ("capacity", "variant_load")
 FINISH_REASONS = ("stop", "length", "cancelled", "error")

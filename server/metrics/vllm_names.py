@@ -42,10 +42,10 @@ COUNTS: Mapping[str, tuple[str, str]] = {
     "num_cpu_loaded_lora_adapters": ("host", "Deltas in the host cache"),
 }
 # The labels (source, stage) of `variant_load_seconds` that make up vLLM's transitions of an adapter: from disk to host
-# memory, and from there into a slot.
+# memory, without a download before it, and from there into a slot.
 TRANSITIONS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "load": (("disk", "read"),),
-    "activate": (("disk", "copy"), ("host", "copy")),
+    "load": (("disk", "read"), ("store", "read")),
+    "activate": (("disk", "copy"), ("store", "copy"), ("host", "copy")),
 }
 # Levels of a delta in memory, and the word for each in vLLM.
 VLLM_LEVELS: Mapping[str, str] = {"device": "gpu", "host": "cpu"}

@@ -96,6 +96,9 @@ class BucketBackend:
     def object_path(self, record: VersionRecord) -> Path:
         return self._objects.local_path(record)
 
+    def is_local(self, record: VersionRecord) -> bool:
+        return self._objects.cache.holds(record.digest)
+
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
         return self._objects.quarantine(record, reason, found_in)
 

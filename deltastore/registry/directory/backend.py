@@ -74,6 +74,9 @@ class DirectoryBackend:
     def object_path(self, record: VersionRecord) -> Path:
         return self._objects.path(record.digest)
 
+    def is_local(self, record: VersionRecord) -> bool:
+        return True
+
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
         return self._objects.quarantine(record.digest, reason, found_in, self.files.reserve)
 

@@ -98,10 +98,15 @@ class ResidencyHarness:
 
 @contextmanager
 def running_residency(
-    directory: Path, *, num_slots: int = 3, host_cache_bytes: int = 1 << 20, num_loads: int = 2
+    directory: Path,
+    *,
+    num_slots: int = 3,
+    host_cache_bytes: int = 1 << 20,
+    num_loads: int = 2,
+    registry: Registry | None = None,
 ) -> Iterator[ResidencyHarness]:
-    """Run a residency over an empty registry under `directory`."""
-    registry, metrics = Registry(directory / "registry"), CollectorRegistry()
+    """Run a residency over a registry, or an empty one under `directory`."""
+    registry, metrics = registry or Registry(directory / "registry"), CollectorRegistry()
     residency_metrics = ResidencyMetrics(EngineMetrics(metrics))
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)

@@ -38,7 +38,9 @@ def not_fetched(fd: int) -> None:
 
 
 def used_bytes(cache: ObjectCache) -> int:
-    return sum(path.stat().st_size for path in cache.directory.rglob("*") if path.is_file())
+    # Under the lock that renames and evictions take, so that no file is missed, or counted twice.
+    with cache._space():
+        return sum(path.stat().st_size for path in cache.directory.rglob("*") if path.is_file())
 
 
 def test_an_object_is_fetched_once(cache: ObjectCache) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -47,8 +48,7 @@ def on_terminal(*args: str, typed: tuple[tuple[str, bytes], ...] = (), **environ
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        # Makes Ctrl-C a signal for the command.
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_take_terminal,
     )
     os.close(terminal)
     try:
@@ -57,6 +57,12 @@ def on_terminal(*args: str, typed: tuple[tuple[str, bytes], ...] = (), **environ
         process.kill()
         process.wait()
         os.close(controller)
+
+
+def _take_terminal() -> None:
+    """Make Ctrl-C a signal for this process, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _watched(

@@ -14,6 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise SettingsError("server.scale.app needs Ray Serve: pip install 'peraxis[ray]'") from error
 
+from server.scale.autoscaling import autoscaling_config
 from server.scale.engines import EngineReplica
 from server.scale.ingress import Ingress
 from server.scale.shared import SharedState
@@ -33,18 +34,18 @@ def app(args: dict[str, Any]) -> Application:
     """Return the application.
 
     Args:
-        args: settings by name, over those of the PERAXIS_* environment; `num_replicas` is the number of engines.
+        args: settings by name, over those of the PERAXIS_* environment. `num_replicas` is the number of engines; with
+            `max_replicas`, it is the fewest, and Serve adds engines while requests wait.
 
     Raises:
         SettingsError: a setting is wrong, or means nothing under Ray Serve.
     """
     given = dict(args)
-    num_replicas = given.pop("num_replicas", 1)
+    number = {name: given.pop(name) for name in ("num_replicas", "max_replicas") if name in given}
     settings = load_settings(given).settings
     _check(settings)
-    engines = serve.deployment(name="Engine", num_replicas=int(num_replicas), **_engine_options(settings))(
-        EngineReplica
-    )
+    options = {**_number_of_engines(settings, **number), **_engine_options(settings)}
+    engines = serve.deployment(name="Engine", **options)(EngineReplica)
     life = _life(settings)
     shared = serve.deployment(name="Shared", num_replicas=1, max_ongoing_requests=MAX_CALLS, **life)(
         SharedState
@@ -52,6 +53,18 @@ def app(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=settings.max_connections, **life)(Ingress)
     handle = engines.bind(settings)
     return ingress.bind(settings, handle, shared.bind(settings, handle))
+
+
+def _number_of_engines(settings: Settings, num_replicas: Any = 1, max_replicas: Any = None) -> dict[str, Any]:
+    try:
+        if max_replicas is None:
+            return {"num_replicas": int(num_replicas)}
+        return {"autoscaling_config": autoscaling_config(settings, int(num_replicas), int(max_replicas))}
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"num_replicas is {num_replicas!r} and max_replicas {max_replicas!r}: give whole numbers, "
+            "max_replicas at least num_replicas"
+        ) from error
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:

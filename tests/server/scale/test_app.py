@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,8 @@ def test_only_the_application_for_ray_needs_ray() -> None:
         ({"http_workers": 2, "auth": "keys"}, "num_replicas of the deployment Ingress"),
         ({}, "auth is none"),
         ({"port": "high", "auth": "keys"}, "port"),
+        ({"num_replicas": "two", "auth": "keys"}, "num_replicas is 'two'"),
+        ({"num_replicas": 3, "max_replicas": 2, "auth": "keys"}, "max_replicas at least num_replicas"),
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(
@@ -50,3 +53,11 @@ def test_a_setting_without_a_meaning_is_refused(
 def test_the_deployments_are_named(tmp_path: Path) -> None:
     built = app({"base": str(tmp_path), "registry": str(tmp_path), "auth": "keys"})
     assert built._bound_deployment.name == "Ingress"
+
+
+def test_engines_are_added_while_requests_wait(tmp_path: Path) -> None:
+    given = {"base": str(tmp_path), "registry": str(tmp_path), "auth": "keys", "max_num_seqs": 24}
+    built = app({**given, "num_replicas": "2", "max_replicas": "5"})
+    arguments: Any = built._bound_deployment.init_args
+    found = arguments[1]._bound_deployment._deployment_config.autoscaling_config
+    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (2, 5, 24)

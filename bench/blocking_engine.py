@@ -7,7 +7,6 @@ thread of the client's event loop.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import subprocess
@@ -189,12 +188,12 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 def _engine_thread(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
     stopping = threading.Event()
     with ThreadPoolExecutor(1, "engine") as thread:
-        served = thread.submit(serve_engine, settings, address, EngineMetrics(CollectorRegistry()), stopping)
+        metrics = EngineMetrics(CollectorRegistry())
+        served = thread.submit(serve_engine, settings, address, metrics, stopping, on_built=lambda: None)
         try:
             yield stopping.set
         finally:
             stopping.set()
             wait([served])
-            gc.unfreeze()
     if code := served.result():
         raise EngineFailed(f"the engine ended with {code}")

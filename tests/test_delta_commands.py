@@ -54,7 +54,7 @@ def document(args: list[str], capsys: Captured, code: int = 0) -> Any:
 
 def test_compress_prints_its_result_as_json(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "delta"
-    result = document(compressing(models, out, "--method", "per-axis"), capsys)
+    result = document(compressing(models, out, "--method", "per-axis", "--samples", "16"), capsys)
     assert result["artifact_bytes"] == out.stat().st_size
     assert result["ratio"] == pytest.approx(result["full_bytes"] / result["artifact_bytes"])
     assert len(result["digest"]) == len("sha256:") + 64
@@ -84,7 +84,7 @@ def test_a_fine_tune_that_is_the_base_is_warned_of(
 def test_full_bytes_are_those_of_the_fine_tune_at_16_bits(
     models: TinyModels, tmp_path: Path, capsys: Captured
 ) -> None:
-    result = document(compressing(models, tmp_path / "delta"), capsys)
+    result = document(compressing(models, tmp_path / "delta", "--samples", "16"), capsys)
     stored = Checkpoint.open(models.finetunes[0]).tensors.values()  # in float32
     assert result["full_bytes"] == sum(tensor.num_bytes for tensor in stored) // 2
 
@@ -298,7 +298,7 @@ def test_the_plan_is_what_compressing_gives(tmp_path: Path, capsys: Captured) ->
     models = make_pair("llama", tmp_path)
     for directory in (models.base, models.finetunes[0]):
         rewrite(directory, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
-    made = document(compressing(models, tmp_path / "delta"), capsys)
+    made = document(compressing(models, tmp_path / "delta", "--samples", "16"), capsys)
     plan = document(["inspect", "--plan", str(models.base)], capsys)["embeddings"]["compress"]
     assert (made["device_bytes"], made["full_bytes"]) == (plan["device_bytes"], plan["full_bytes"])
 

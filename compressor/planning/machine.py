@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -26,8 +27,9 @@ def free_memory(device: torch.device) -> dict[str, int]:
     return free if device.type == "cpu" else free | {"device": free_bytes(device)}
 
 
+@cache
 def measure_rate(device: torch.device) -> MachineRate:
-    """Measure float32 matrix products and copies for `MEASURING_S` each."""
+    """Measure float32 matrix products and copies for `MEASURING_S` each, once in a process."""
     rows, features = PRODUCT_SHAPE
     left, right = torch.ones(rows, features, device=device), torch.ones(features, features, device=device)
     out = torch.empty_like(left)

@@ -9,6 +9,7 @@ import gc
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from msgspec import json
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -49,8 +50,22 @@ def run_engine(config: EngineConfig) -> int:
     return serve_engine(settings, config.address, metrics, stopping)
 
 
-def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopping: threading.Event) -> int:
+def freeze_startup_objects() -> None:
+    """Exempt existing objects from garbage collection, whose pass over the model takes longer than several steps."""
+    gc.collect()
+    gc.freeze()
+
+
+def serve_engine(
+    settings: Settings,
+    address: str,
+    metrics: EngineMetrics,
+    stopping: threading.Event,
+    on_built: Callable[[], None] = freeze_startup_objects,
+) -> int:
     """Bind `address`, load the base and serve clients on this thread until `stopping` is set. Return an exit code.
+
+    `on_built` is called before the first step: a process that outlives its engines must not freeze their objects.
 
     Raises:
         EngineFailed: the address cannot be bound.
@@ -62,7 +77,7 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
         with without_collection():
             from server.engine.build import build_engine
         engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
-        freeze_startup_objects()
+        on_built()
         engine.run(stopping)
     except Draining:
         return 0
@@ -73,12 +88,6 @@ def serve_engine(settings: Settings, address: str, metrics: EngineMetrics, stopp
     finally:
         socket.close()
     return 0
-
-
-def freeze_startup_objects() -> None:
-    """Exempt existing objects from garbage collection, whose pass over the model takes longer than several steps."""
-    gc.collect()
-    gc.freeze()
 
 
 if __name__ == "__main__":

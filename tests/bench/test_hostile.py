@@ -12,6 +12,7 @@ from bench.hostile.__main__ import main
 KINDS = ("growing-normalizer", "long-prompts", "large-schemas")
 
 
+@pytest.mark.deploy
 def test_attacks_are_answered_and_the_honest_text_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def kept_runs(work: Path) -> dict[str, Path]:
     return {path.stem: path for path in work.glob(f"*/quality-*/{PAIR}/*.json")}
 
 
+@pytest.mark.deploy
 def test_every_method_is_measured_in_full(ended: Bench) -> None:
     results = ended.document["pairs"][PAIR]["results"]
     assert len(results) == len(kept_runs(ended.work)) == 13
@@ -85,6 +86,7 @@ def test_every_method_is_measured_in_full(ended: Bench) -> None:
         assert 0 < result["domain"]["kl"] < ended.document["pairs"][PAIR]["base"]["domain"]["kl"]
 
 
+@pytest.mark.deploy
 def test_the_tables_and_the_document_agree_on_the_goals(ended: Bench) -> None:
     assert len(ended.document["goals"]) == len(GOALS)
     for goal in ended.document["goals"]:
@@ -92,11 +94,13 @@ def test_the_tables_and_the_document_agree_on_the_goals(ended: Bench) -> None:
         assert line.endswith("| not met |") != goal["pairs"][PAIR]["met"]
 
 
+@pytest.mark.deploy
 def test_results_name_no_path_of_the_machine(ended: Bench) -> None:
     text = json.dumps(ended.document) + ended.printed
     assert not [path for path in (ended.work, Path.cwd(), Path.home()) if str(path) in text]
 
 
+@pytest.mark.deploy
 def test_a_resumed_bench_makes_only_what_is_missing(ended: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
@@ -112,6 +116,7 @@ def test_a_resumed_bench_makes_only_what_is_missing(ended: Bench, monkeypatch: p
     assert len(document["pairs"][PAIR]["results"]) == 13
 
 
+@pytest.mark.deploy
 def test_the_large_scope_measures_its_runs_alone_and_shows_no_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

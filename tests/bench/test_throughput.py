@@ -23,6 +23,7 @@ RATES: dict[Key, float] = {
 }
 
 
+@pytest.mark.deploy
 def test_a_small_run_fills_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "throughput.json"
     scope = ("--small", "--streams", "16", "--repeats", "1", "--new", "4")

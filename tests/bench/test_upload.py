@@ -13,6 +13,7 @@ from bench.http.sink import receive
 from bench.upload import main
 
 
+@pytest.mark.deploy
 def test_a_small_run_uploads_beside_streams_and_writes_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

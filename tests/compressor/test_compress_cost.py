@@ -33,6 +33,7 @@ def test_the_result_tells_the_growth_of_the_process(tmp_path: Path) -> None:
     assert 0 <= result.peak_memory_bytes < 1 << 30
 
 
+@pytest.mark.deploy
 @pytest.mark.parametrize("bench", [bench_compress, bench_merge])
 def test_a_small_bench_prints_its_table_and_names_its_machine(
     bench: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
 from compressor.fitting.calibration import Calibration
@@ -28,6 +30,7 @@ def peak(stages: list[StageCost], where: str) -> int:
     return max(stage.num_bytes(where, least=True) for stage in stages)
 
 
+@pytest.mark.deploy
 def test_the_memory_that_a_fit_takes_is_what_was_said_within_a_factor(tmp_path: Path) -> None:
     figure = measure(SMALL[0], "both", True, tmp_path)
     assert figure.growth_bytes / 1.5 < figure.predicted_bytes < 1.5 * figure.growth_bytes

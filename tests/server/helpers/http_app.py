@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+import tests.helpers.short_idle  # noqa: F401
 from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
@@ -56,7 +56,9 @@ class HttpApp:
         """Run an engine on a thread, connected to the service."""
         address, stopping = f"inproc://app-{next(_numbers)}", threading.Event()
         serving = asyncio.create_task(
-            asyncio.to_thread(serve_engine, self.settings, address, self.metrics.engine, stopping)
+            asyncio.to_thread(
+                serve_engine, self.settings, address, self.metrics.engine, stopping, on_built=lambda: None
+            )
         )
         self.engine_client.connect(address)
         try:
@@ -70,7 +72,6 @@ class HttpApp:
             self.engine_client.disconnect()
             stopping.set()
             await serving
-            gc.unfreeze()
 
 
 @asynccontextmanager

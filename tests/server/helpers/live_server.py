@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,10 +199,11 @@ def connection(url: str) -> socket.socket:
 
 
 def free_port() -> int:
-    """Return a port that no process listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
+    """Return a port that no process listens on, and that the kernel gives to no other process of its own accord."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)  # below those of Linux' ip_local_port_range
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def json_request(target: str, body: dict[str, Any]) -> bytes:

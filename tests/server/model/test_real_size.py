@@ -91,6 +91,7 @@ def test_the_bench_of_real_models_runs_with_fewer_layers(
     ]
 
 
+@pytest.mark.deploy
 def test_the_bench_fits_one_delta_beside_its_plan(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     tiny = {"model_type": "llama", "vocab_size": 300, "num_key_value_heads": 2, **sizes}

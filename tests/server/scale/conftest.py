@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 
 import pytest
+
+from tests.server.helpers.live_server import free_port
 
 # Before ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -22,8 +23,6 @@ def serve_port() -> Iterator[int]:
     pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'")
     from tests.server.scale.helpers.local_ray import local_ray
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     with local_ray(port):
         yield port

@@ -113,6 +113,7 @@ def test_a_server_that_ends_has_sent_the_spans_of_its_requests(artifacts: Artifa
         assert not [raw for bodies in receiver.bodies.values() for raw in bodies if PROMPT.encode() in raw]
 
 
+@pytest.mark.deploy
 def test_a_collector_that_is_gone_costs_no_request(artifacts: Artifacts, tmp_path: Path) -> None:
     with collector() as receiver:
         url = receiver.url

@@ -271,24 +271,31 @@ def children(server: LiveServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_a_server_leaves_no_part_of_a_download(
-    artifacts: Artifacts, tmp_path: Path, number: signal.Signals
-) -> None:
+def downloads(hub: Hub) -> list[str]:
+    return [path for way, path in hub.requests if way == "GET" and "/resolve/" in path]
+
+
+def end_while_it_downloads(server: LiveServer, hub: Hub, number: signal.Signals) -> int:
+    """Send the server a signal while a download stands still; return its exit code when all its processes are gone."""
+    begun = len(downloads(hub))
+    start(server, "slow", "hf://acme/slow@main")
+    assert eventually(lambda: partial_files(server) and len(downloads(hub)) > begun)
+    running = children(server)
+    code = server.stop(number)
+    psutil.wait_procs(running, timeout=30)
+    return code
+
+
+def test_the_end_of_a_server_leaves_no_part_of_a_download(artifacts: Artifacts, tmp_path: Path) -> None:
     registry = tmp_path / "registry"
     with running_hub() as hub:
         hub.add("slow", artifacts.plain.read_bytes(), stalls=True)
         options = ("--allow-hub", "--hub-url", hub.url, "--max-gpu-deltas", 2, "--shutdown-timeout", 1)
-        with live_server(artifacts.base, registry, *options) as server:
-            start(server, "slow", "hf://acme/slow@main")
-            assert eventually(lambda: partial_files(server))
-            assert eventually(
-                lambda: [way for way, path in hub.requests if way == "GET" and "/resolve/" in path]
-            )
-            running = children(server)
-            assert server.stop(number) == (0 if number == signal.SIGTERM else -number)
-            psutil.wait_procs(running, timeout=30)
-            assert bool(partial_files(server)) == (number == signal.SIGKILL)
-    with live_server(artifacts.base, registry, "--max-gpu-deltas", 2) as again:
-        assert eventually(lambda: not partial_files(again))
-        assert again.client.get("/variants").json() == {"variants": []}
+        with live_server(artifacts.base, registry, *options) as killed:
+            assert end_while_it_downloads(killed, hub, signal.SIGKILL) == -signal.SIGKILL
+            assert partial_files(killed)
+        with live_server(artifacts.base, registry, *options) as again:
+            assert eventually(lambda: not partial_files(again))
+            assert again.client.get("/variants").json() == {"variants": []}
+            assert end_while_it_downloads(again, hub, signal.SIGTERM) == 0
+            assert not partial_files(again)

@@ -141,16 +141,9 @@ def test_production_stacks_router_tells_adapters_from_the_base(lora: LoraServer)
     lora.unload("stack-routed")
 
 
-def test_after_a_restart_of_the_pod_controllers_load_again(artifacts: Artifacts, tmp_path: Path) -> None:
-    for _ in range(2):
-        with lora_server(artifacts, tmp_path) as lora:
-            aibrix = AibrixController(lora.server.client, "restarted", "plain.safetensors")
-            assert aibrix.load() == (True, False)
-            assert aibrix.load() == (False, True)
-            assert len(lora.server.client.get("/variants/restarted").json()["versions"]) == 1
-
-
-def test_an_engine_that_starts_again_forgets_no_adapter(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_an_engine_that_starts_again_forgets_no_adapter_and_a_pod_all(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
     with lora_server(artifacts, tmp_path) as lora:
         aibrix = AibrixController(lora.server.client, "kept", "plain.safetensors")
         assert aibrix.load() == (True, False)
@@ -166,4 +159,10 @@ def test_an_engine_that_starts_again_forgets_no_adapter(artifacts: Artifacts, tm
         assert aibrix.load() == (False, True)
         body = {"model": "kept", "prompt": "hello", "max_tokens": 1}
         assert lora.server.client.post("/v1/completions", json=body).status_code == 200
+    # Not unloaded: the next pod knows the variant, and no adapter.
+    with lora_server(artifacts, tmp_path) as lora:
+        aibrix = AibrixController(lora.server.client, "kept", "plain.safetensors")
+        assert aibrix.load() == (True, False)
+        assert aibrix.load() == (False, True)
+        assert len(lora.server.client.get("/variants/kept").json()["versions"]) == 1
         assert aibrix.unload() == 200

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import tests.helpers.short_idle  # noqa: F401
 from bench.blocking_engine import STOP_S
 from server.engine.main import run_engine
 from server.errors import EngineFailed
@@ -19,7 +20,7 @@ from server.protocol.processes import EngineConfig
 from server.settings import Settings
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "server.engine.build"])
+_context.set_forkserver_preload([__name__, "server.engine.build", "server.kernels.attention_cpu"])
 
 
 @contextmanager

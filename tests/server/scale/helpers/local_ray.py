@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ NUM_CPUS = 16
 @contextmanager
 def local_ray(port: int) -> Iterator[None]:
     """Start Ray and Serve's proxy on a port of loopback; end both."""
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(
         num_cpus=NUM_CPUS,
         num_gpus=0,
@@ -28,6 +30,8 @@ def local_ray(port: int) -> Iterator[None]:
         object_store_memory=100 << 20,
         _node_ip_address="127.0.0.1",
     )
+    # Ray has taken SIGTERM for itself; tests that follow raise it.
+    signal.signal(signal.SIGTERM, before)
     try:
         serve.start(
             http_options=HTTPOptions(host="127.0.0.1", port=port),

@@ -47,7 +47,9 @@ help:
 	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
-# Without bytecode: Python compiles the modules that it imports, which are a small part of all.
+# pip compiles nothing: Python keeps the bytecode of the modules that it imports, which are a small part of all. Without
+# it, each of the hundreds of processes that tests start would take seconds longer.
+unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

@@ -5,7 +5,7 @@ The delay of a request on a replica has three parts, in seconds:
 - its turn: requests that run slow each other, and those beyond the replica's capacity wait for one to end;
 - the load of its variant, unless it is in a slot or being loaded, behind the loads that wait there already: from the
   host cache, or from disk. On a replica that has the bytes in neither, `eviction_s` is added if no slot is free, and
-  an offset that grows with the replica's place in an order that a hash of variant and replica gives.
+  an offset that grows with the replica's rank, which a hash of variant and replica gives.
 
 So a hot variant spreads once the turn on its replicas costs more than a load elsewhere, and a cold one goes where a
 slot is free. The offset is the same in every router, so that few replicas cache the bytes of one variant.
@@ -140,8 +140,8 @@ class VariantRouter:
         if variant in known.report.in_host_cache:
             return ahead_s + costs.load_from_host_s
         eviction_s = 0.0 if known.num_free_slots() > 0 else costs.eviction_s
-        place = _hash(variant, known.report.replica) * len(self._replicas)
-        return ahead_s + costs.load_from_disk_s + eviction_s + costs.affinity_s * log2(1 + place)
+        rank = _hash(variant, known.report.replica) * len(self._replicas)
+        return ahead_s + costs.load_from_disk_s + eviction_s + costs.affinity_s * log2(1 + rank)
 
 
 @lru_cache(maxsize=1 << 20)

@@ -20,7 +20,7 @@ from deltastore.errors import PeraxisError, RegistryUnavailable, StorageFull, Us
 from deltastore.registry.place import SCHEME
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 LOCATION = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>[A-Za-z0-9._/-]*))?")
 # Of calls for small files: with the retry, a call ends within the deadline of a request's resolution.
@@ -62,28 +62,17 @@ class Bucket:
         if found is None:
             raise UsageError(f"{location!r} is no bucket: give --registry s3://BUCKET/PREFIX")
         prefix = (found["prefix"] or "").strip("/") or None
-        # obstore reads it, too, but not beside options that are given.
-        allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-        small = S3Store(
+        small = _store(
             found["bucket"],
-            prefix=prefix,
-            client_options={
-                "allow_http": allow_http,
-                "timeout": SMALL_TIMEOUT,
-                "connect_timeout": SMALL_TIMEOUT,
-            },
-            retry_config={"max_retries": 1, "retry_timeout": SMALL_RETRY_TIMEOUT},
+            prefix,
+            {"timeout": SMALL_TIMEOUT},
+            {"max_retries": 1, "retry_timeout": SMALL_RETRY_TIMEOUT},
         )
-        large = S3Store(
+        large = _store(
             found["bucket"],
-            prefix=prefix,
-            client_options={
-                "allow_http": allow_http,
-                "timeout": PART_TIMEOUT,
-                "connect_timeout": SMALL_TIMEOUT,
-                "read_timeout": READ_TIMEOUT,
-            },
-            retry_config={"max_retries": 3, "retry_timeout": PART_TIMEOUT},
+            prefix,
+            {"timeout": PART_TIMEOUT, "read_timeout": READ_TIMEOUT},
+            {"max_retries": 3, "retry_timeout": PART_TIMEOUT},
         )
         return cls(location, small, large)
 
@@ -126,3 +115,10 @@ class Bucket:
             "credentials and the rights on the bucket, then try again",
             public="the registry's bucket did not answer as expected: nothing was acknowledged; try again",
         )
+
+
+def _store(bucket: str, prefix: str | None, deadlines: ClientConfig, retry: RetryConfig) -> S3Store:
+    # obstore reads AWS_ALLOW_HTTP, too, but not beside options that are given.
+    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    options: ClientConfig = {"allow_http": allow_http, "connect_timeout": SMALL_TIMEOUT, **deadlines}
+    return S3Store(bucket, prefix=prefix, client_options=options, retry_config=retry)

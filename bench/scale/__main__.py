@@ -33,6 +33,7 @@ from demo.table import table
 
 CPU = torch.device("cpu")
 MIN_RESIDENT = 0.9
+HAPROXY, PROXY = "HAProxy", "Ray Serve's proxy"
 # After which no request may fail any more.
 MAX_FAILING_S = 5.0
 REPLACED_S = 60.0
@@ -98,6 +99,7 @@ class ResidentShare:
 class Hop:
     """One replica behind Ray Serve beside a plain server, in turns; medians."""
 
+    proxy: str
     plain_ms: float
     ray_ms: float
     plain_tokens_per_s: float
@@ -126,7 +128,7 @@ class Measured:
     """All figures of a run."""
 
     residency: list[ResidentShare] = field(default_factory=list)
-    hop: Hop | None = None
+    hops: list[Hop] = field(default_factory=list)
     kill: Kill | None = None
 
     def goals(self) -> dict[str, bool]:
@@ -148,9 +150,7 @@ class Measured:
     def as_json(self) -> dict[str, Any]:
         return {
             "residency": [{**asdict(one), "resident_share": one.resident_share} for one in self.residency],
-            "hop": None
-            if self.hop is None
-            else {**asdict(self.hop), "throughput_cost": self.hop.throughput_cost},
+            "hops": [{**asdict(one), "throughput_cost": one.throughput_cost} for one in self.hops],
             "kill": None if self.kill is None else asdict(self.kill),
             "goals": self.goals(),
         }
@@ -162,12 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="a short run, for tests")
-    parser.add_argument("--dir", type=Path, help="for the base, the registry and Ray's files")
+    parser.add_argument("--dir", type=Path, help="for the base and the registry")
     parser.add_argument("--out", type=Path, default=RESULTS / "scale.json")
     args = parser.parse_args(argv)
     scope = SMALL_SCOPE if args.small else ScaleScope()
-    # A short name: Ray's sockets lie below it.
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="s") as name:
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
         found = measure(Path(name), scope)
     print(f"{describe(CPU)}\n\n{tables(found)}")
     figures = {"settings": asdict(scope), "results": found.as_json()}
@@ -176,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(directory: Path, scope: ScaleScope) -> Measured:
-    """Run all parts on one Ray node, one application after the other."""
+    """Run all parts, one application after the other."""
     base, registry = write_base(directory / "base", SMALL), directory / "registry"
     records = publish_variants(Registry(registry), base, SMALL, scope.num_variants)
     traffic = Traffic([record.name for record in records])
@@ -188,9 +187,15 @@ def measure(directory: Path, scope: ScaleScope) -> Measured:
         "allow_unauthenticated": True,
     }
     found, most = Measured(), max(scope.replicas)
-    with ray_node(directory / "ray") as node:
+    plain = serve_plain(base, registry, scope)
+    with (
+        ray_node(has_haproxy=True) as node,
+        application(node, directory, args, num_replicas=1) as url,
+    ):
+        found.hops.append(hop(HAPROXY, url, plain, scope))
+    with ray_node() as node:
         with application(node, directory, args, num_replicas=1) as url:
-            found.hop = hop(url, serve_plain(base, registry, scope), scope)
+            found.hops.append(hop(PROXY, url, plain, scope))
         for num_replicas in scope.replicas:
             with application(node, directory, args, num_replicas) as url:
                 found.residency.append(residency(url, traffic, scope, num_replicas, ROUTER))
@@ -216,7 +221,7 @@ def residency(url: str, traffic: Traffic, scope: ScaleScope, num_replicas: int, 
     return ResidentShare(router, num_replicas, num_requests, cold_starts(url, traffic, num_requests))
 
 
-def hop(url: str, plain: list[object], scope: ScaleScope) -> Hop:
+def hop(proxy: str, url: str, plain: list[object], scope: ScaleScope) -> Hop:
     """Measure both servers in turns, each while the other is idle."""
     seconds: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
@@ -229,6 +234,7 @@ def hop(url: str, plain: list[object], scope: ScaleScope) -> Hop:
                 rate = tokens_per_s(each, scope.num_seqs, scope.rate_requests, scope.rate_tokens)
                 rates.setdefault(each, []).append(rate)
         return Hop(
+            proxy,
             plain_ms=1000 * median(seconds[server.url]),
             ray_ms=1000 * median(seconds[url]),
             plain_tokens_per_s=median(rates[server.url]),
@@ -300,12 +306,19 @@ def tables(found: Measured) -> str:
         for one in found.residency
     ]
     parts = [table(["chosen by", "replicas", "variant resident", "cold starts"], rows)]
-    if found.hop is not None:
+    if found.hops:
         hop_rows = [
-            ["plain server", f"{found.hop.plain_ms:.1f}", f"{found.hop.plain_tokens_per_s:.0f}"],
-            ["Ray Serve, one replica", f"{found.hop.ray_ms:.1f}", f"{found.hop.ray_tokens_per_s:.0f}"],
+            [
+                one.proxy,
+                f"{one.ray_ms:.1f}",
+                f"{one.plain_ms:.1f}",
+                f"{one.ray_tokens_per_s:.0f}",
+                f"{one.plain_tokens_per_s:.0f}",
+            ]
+            for one in found.hops
         ]
-        parts.append(table(["server", "one token, ms", "tokens/s"], hop_rows))
+        heads = ["one replica behind", "one token, ms", "plain server", "tokens/s", "plain server"]
+        parts.append(table(heads, hop_rows))
     if found.kill is not None:
         parts.append(f"kill: {asdict(found.kill)}")
     return "\n\n".join([*parts, f"goals: {found.goals()}"])

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ import psutil
 import ray
 import yaml
 from ray import serve
+
+from bench.scale.haproxy import haproxy_environment
 
 APPLICATION, ENGINES = "peraxis", "Engine"
 ROUTER = "server.scale.request_router.VariantRequestRouter"
@@ -49,33 +52,37 @@ class Node:
 
 
 @contextmanager
-def ray_node(directory: Path) -> Iterator[Node]:
-    """Start a node with a new temporary directory of its own, and connect this process to it.
+def ray_node(has_haproxy: bool = False) -> Iterator[Node]:
+    """Start a node and connect this process to it.
+
+    Args:
+        has_haproxy: HAProxy sends requests to replicas of the ingress, in place of Ray Serve's proxy in Python.
 
     Raises:
         RuntimeError: it does not start.
     """
-    os.environ.update(ENVIRONMENT)
-    directory.mkdir()
-    address = f"127.0.0.1:{free_port()}"
-    flags = {
-        "--node-ip-address": "127.0.0.1",
-        "--port": address.rpartition(":")[2],
-        "--num-cpus": str(NUM_CPUS),
-        "--object-store-memory": str(100 << 20),
-        "--include-dashboard": "false",
-        "--temp-dir": str(directory),
-    }
-    words = [word for flag in flags.items() for word in flag]
-    with _process(
-        ["-m", "ray.scripts.scripts", "start", "--head", "--block", *words], directory / "node.log"
-    ) as process:
-        _until(lambda: _is_listening(address), process, directory / "node.log")
-        ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
-        try:
-            yield Node(psutil.Process(process.pid), address)
-        finally:
-            ray.shutdown()
+    # A short path: Ray's sockets lie below it.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as name:
+        directory = Path(name)
+        os.environ.update({**ENVIRONMENT, **haproxy_environment(directory / "haproxy", has_haproxy)})
+        address = f"127.0.0.1:{free_port()}"
+        flags = {
+            "--node-ip-address": "127.0.0.1",
+            "--port": address.rpartition(":")[2],
+            "--num-cpus": str(NUM_CPUS),
+            "--object-store-memory": str(100 << 20),
+            "--include-dashboard": "false",
+            "--temp-dir": name,
+        }
+        words = [word for flag in flags.items() for word in flag]
+        command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
+        with _process(command, directory / "node.log") as process:
+            _until(lambda: _is_listening(address), process, directory / "node.log")
+            ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
+            try:
+                yield Node(psutil.Process(process.pid), address)
+            finally:
+                ray.shutdown()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'")
 
-from bench.scale.__main__ import Measured, ResidentShare, judged, main
+from bench.scale.__main__ import HAPROXY, PROXY, Measured, ResidentShare, judged, main
 from bench.scale.clients import StreamEnd
 from bench.scale.ray_cluster import RANDOM_ROUTER, ROUTER
 
@@ -28,7 +28,10 @@ def test_a_small_run_reaches_its_goals(tmp_path: Path) -> None:
         (RANDOM_ROUTER, 2),
     }
     assert results["kill"]["failed_begun"] > 0
-    assert results["hop"]["ray_tokens_per_s"] > 0
+    assert {one["proxy"]: one["ray_tokens_per_s"] > 0 for one in results["hops"]} == {
+        HAPROXY: True,
+        PROXY: True,
+    }
     assert str(tmp_path) not in out.read_text()
 
 

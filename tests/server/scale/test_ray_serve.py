@@ -33,12 +33,16 @@ NUM_STREAMS = 3 * NUM_SEQS
 MAX_STREAMED = 500
 
 
-@pytest.fixture(scope="module")
-def ray(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayServer]:
-    """Run one server for this file's tests."""
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.deploy)], ids=["proxy", "haproxy"]
+)
+def ray(
+    artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[RayServer]:
+    """Run one server for this file's tests, behind Ray Serve's proxy or HAProxy."""
     registry = tmp_path_factory.mktemp("ray") / "registry"
     registry.mkdir()
-    with ray_server(artifacts.base, registry) as running:
+    with ray_server(artifacts.base, registry, has_haproxy=request.param) as running:
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201
         yield running

@@ -16,9 +16,17 @@ from pathlib import Path
 
 import psutil
 
+from bench.scale.haproxy import haproxy_environment
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from tests.server.helpers.live_server import ROOT, WAIT_S, LiveServer, clean_environment, free_port
+from tests.server.helpers.live_server import (
+    ROOT,
+    WAIT_S,
+    LiveServer,
+    clean_environment,
+    eventually,
+    free_port,
+)
 
 START_S = 180.0
 # Ray's addresses are its machine's otherwise.
@@ -57,7 +65,7 @@ class RayServer(LiveServer):
 
 
 @contextmanager
-def ray_server(base: Path, registry: Path) -> Iterator[RayServer]:
+def ray_server(base: Path, registry: Path, has_haproxy: bool = False) -> Iterator[RayServer]:
     """Start Ray and the application; at the end stop them, and check that no process is left."""
     # Ray's sockets lie below, and the path of a socket is short.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -70,7 +78,7 @@ def ray_server(base: Path, registry: Path) -> Iterator[RayServer]:
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.server.scale.helpers.ray_program", given],
-            cwd=ROOT, env={**clean_environment(), **ENVIRONMENT},
+            cwd=ROOT, env={**clean_environment(), **ENVIRONMENT, **haproxy_environment(Path(directory), has_haproxy)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     try:
@@ -82,6 +90,7 @@ def ray_server(base: Path, registry: Path) -> Iterator[RayServer]:
         server = RayServer(process, url, log, registry)
         server.client.headers["Authorization"] = f"Bearer {made.text}"
         with server.client:
+            assert eventually(lambda: server.client.get("/ready").status_code == 200), log.read_text()
             yield server
         children = psutil.Process(process.pid).children(recursive=True)
         process.stdin.close()

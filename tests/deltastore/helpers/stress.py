@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -40,11 +41,14 @@ CHANGES = {"publish": 8, "promote": 4, "delete": 2, "end": 1, "collect": 5, "rea
 # In place of a day, because no lock tells that an upload's process has died.
 ABANDONED_AFTER_S = 2
 CACHE_BYTES = 1 << 24
+# A run on a slow machine goes on until so many of each have happened, for at most `PATIENCE_S` more.
+MIN_KILLS, MIN_ACKNOWLEDGED = 4, 4
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The counts of acknowledged changes by kind, and what is wrong with the registry."""
+    """The counts of acknowledged publications, promotions and collections, and what is wrong with the registry."""
 
     num_acknowledged: dict[str, int]
     num_kills: int
@@ -58,7 +62,10 @@ def run(directory: Path, location: str, seconds: float, seed: int) -> Findings:
     processes = [_start(location, log, draw.randrange(1 << 30)) for log in logs]
     end = time.monotonic() + seconds
     num_kills = 0
-    while time.monotonic() < end:
+    while time.monotonic() < end or (
+        time.monotonic() < end + PATIENCE_S
+        and (num_kills < MIN_KILLS or min(_acknowledged(logs).values()) < MIN_ACKNOWLEDGED)
+    ):
         time.sleep(draw.uniform(0.02, 0.3))
         index = draw.randrange(NUM_PROCESSES)
         if draw.random() < 0.3:
@@ -72,9 +79,14 @@ def run(directory: Path, location: str, seconds: float, seed: int) -> Findings:
     for process in processes:
         _kill(process)
     lines = [line for log in logs for line in _lines(log)]
-    acknowledged = [line for line in lines if line["is_done"]]
-    counts = {kind: sum(line["kind"] == kind for line in acknowledged) for kind in CHANGES}
-    return Findings(counts, num_kills, [*_problems(_opened(location, directory / "cache"), lines)])
+    problems = [*_problems(_opened(location, directory / "cache"), lines)]
+    return Findings(_acknowledged(logs), num_kills, problems)
+
+
+def _acknowledged(logs: list[Path]) -> dict[str, int]:
+    """Count the acknowledged changes of the kinds that a run must have."""
+    done = Counter(line["kind"] for log in logs for line in _lines(log) if line["is_done"])
+    return {kind: done[kind] for kind in ("publish", "promote", "collect")}
 
 
 def _start(location: str, log: Path, seed: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -106,6 +107,8 @@ class Loader:
             raise UsageError("a loader needs at least one thread")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._readers = ThreadPoolExecutor(num_threads, "delta-read", initializer=lower_thread_priority)
+        # Held while a load hands all its chunks to the readers, so that `close` refuses it whole or not at all.
+        self._submitting = threading.Lock()
 
     def load(self, source: ObjectSource, host: Tensor, slot: Tensor) -> LoadReport:
         """Read an object's device section into host memory and copy it into a slot; on return any stream may read it.
@@ -156,7 +159,9 @@ class Loader:
         return LoadReport("host", len(host), 0.0, seconds, seconds)
 
     def close(self) -> None:
-        """Wait for running reads and end the reader threads. Later loads raise UsageError."""
+        """Wait for running loads' reads and end the reader threads. Later loads raise UsageError."""
+        with self._submitting:
+            self._readers.shutdown(wait=False)
         self._readers.shutdown()
 
     def _read(self, source: ObjectSource, target: _Target) -> None:
@@ -164,8 +169,9 @@ class Loader:
         reads: list[Future[None]] = []
         with _opened(source) as fd:
             try:
-                for index in range(-(-source.data_end // CHUNK_BYTES)):
-                    reads.append(self._submit(fd, source, index, target))
+                with self._submitting:
+                    for index in range(-(-source.data_end // CHUNK_BYTES)):
+                        reads.append(self._submit(fd, source, index, target))
                 for read in reads:
                     read.result()
             finally:

@@ -6,9 +6,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -324,6 +325,30 @@ def test_closing_waits_for_the_load_that_runs(
         go_on.set()
     assert running.exception() is None
     assert slot[: source.device_bytes].numpy().tobytes() == device_section(source)
+
+
+def test_closing_refuses_no_load_whose_first_chunk_is_read(
+    source: ObjectSource, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(source.chunk_sha256) > 1
+    submit = loader._readers.submit
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(*args: Any) -> Any:
+        future = submit(*args)
+        begun.set()
+        go_on.wait()
+        return future
+
+    monkeypatch.setattr(loader._readers, "submit", hold)
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(load, loader, source, fresh_slot())
+        begun.wait()
+        closing = threads.submit(loader.close)
+        is_closed = bool(wait([closing], 0.1).done)
+        go_on.set()
+    assert not is_closed
+    assert running.exception() is None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def app(args: dict[str, Any]) -> Application:
     _check(settings)
     options = {**_number_of_engines(settings, **number), **_engine_options(settings)}
     engines = serve.deployment(name="Engine", **options)(EngineReplica)
-    life = _life(settings)
+    # No CPU of Ray's, so that as many engines fit on a machine as it has CPUs.
+    life = {**_life(settings), "ray_actor_options": {"num_cpus": 0}}
     shared = serve.deployment(name="Shared", num_replicas=1, max_ongoing_requests=MAX_CALLS, **life)(
         SharedState
     )
@@ -61,6 +62,8 @@ def _number_of_engines(settings: Settings, num_replicas: Any = 1, max_replicas: 
             return {"num_replicas": int(num_replicas)}
         return {"autoscaling_config": autoscaling_config(settings, int(num_replicas), int(max_replicas))}
     except (TypeError, ValueError) as error:
+        if max_replicas is None:
+            raise SettingsError(f"num_replicas is {num_replicas!r}: give a whole number") from error
         raise SettingsError(
             f"num_replicas is {num_replicas!r} and max_replicas {max_replicas!r}: give whole numbers, "
             "max_replicas at least num_replicas"

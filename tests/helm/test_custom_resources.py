@@ -162,7 +162,7 @@ def test_ray_serve_accepts_the_configuration() -> None:
     for values in (None, configurations()["ray-and-download"]):
         _, config = ray_service(values)
         (application,) = schema.ServeDeploySchema.model_validate(config).applications
-        assert [each.name for each in application.deployments] == ["Engine", "Ingress"]
+        assert [each.name for each in application.deployments] == ["Engine", "Ingress", "Shared"]
 
 
 def test_ray_scales_engines_by_the_requests_that_one_runs_at_a_time() -> None:
@@ -188,7 +188,7 @@ def test_a_deployment_of_the_operator_takes_the_place_of_the_chart_s() -> None:
     _, config = ray_service(values)
     names = {each["name"]: each for each in config["applications"][0]["deployments"]}
     assert names["Engine"] == own
-    assert sorted(names) == ["Engine", "Ingress"]
+    assert sorted(names) == ["Engine", "Ingress", "Shared"]
 
 
 def test_ray_takes_the_place_of_the_stateful_set_under_the_same_name_and_port() -> None:

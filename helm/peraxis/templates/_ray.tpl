@@ -144,8 +144,9 @@ applications:
 - name: Engine
   num_replicas: auto
   max_replicas_per_node: 1
+  # With those of the other deployments, a pod of one CPU has room.
   ray_actor_options:
-    num_cpus: 1
+    num_cpus: 0.5
     num_gpus: {{ ternary 1 0 .Values.gpu.enabled }}
   autoscaling_config:
     min_replicas: {{ .Values.ray.minWorkers | int }}
@@ -157,6 +158,12 @@ applications:
   request_router_config:
     request_router_class: server.scale.request_router.VariantRequestRouter
     request_routing_stats_period_s: 0.25
+# Above 0, which would also fit the head.
 - name: Ingress
   num_replicas: {{ .Values.ray.ingressReplicas | int }}
+  ray_actor_options:
+    num_cpus: 0.1
+- name: Shared
+  ray_actor_options:
+    num_cpus: 0.1
 {{- end -}}

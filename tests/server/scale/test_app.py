@@ -39,7 +39,7 @@ def test_only_the_application_for_ray_needs_ray() -> None:
         ({"http_workers": 2, "auth": "keys"}, "num_replicas of the deployment Ingress"),
         ({}, "auth is none"),
         ({"port": "high", "auth": "keys"}, "port"),
-        ({"num_replicas": "two", "auth": "keys"}, "num_replicas is 'two'"),
+        ({"num_replicas": "two", "auth": "keys"}, "num_replicas is 'two': give a whole number"),
         ({"num_replicas": 3, "max_replicas": 2, "auth": "keys"}, "max_replicas at least num_replicas"),
     ],
 )

@@ -23,7 +23,7 @@ def main() -> None:
     port = args.pop("port")
     ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=2,  # as many as engines
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,

@@ -1,4 +1,4 @@
-"""Counts each tenant's requests and tokens of the last minute, by the library `limits`. Must not know the limits.
+"""Counts each tenant's requests and tokens over the last minute with the library `limits`. Must not know any limit.
 
 It uses the strategy "sliding window counter": the current minute's count plus the previous minute's, weighted by the
 part of that minute that lies within the last 60 seconds. Each tenant takes two integers whatever its limit, costs may

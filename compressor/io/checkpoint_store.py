@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compressor.fitted_matrix import FittedMatrix
-from deltastore.errors import CheckpointError, StorageFull, UsageError
+from deltastore.errors import StorageFull, UsageError
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
 from deltastore.memory import is_out_of_memory
@@ -48,7 +48,6 @@ class CheckpointStore:
                 store.
         """
         self.directory = out.with_name(out.name + SUFFIX)
-        self.is_damaged = False
         stored = {"state_format": STATE_FORMAT, **inputs}
         self._inputs = json.dumps(stored, sort_keys=True, default=str).encode()
         self._check_directory()
@@ -70,11 +69,7 @@ class CheckpointStore:
         return not self._is_other_run and self.directory.is_dir()
 
     def load_tensors(self, stage: str) -> dict[str, Tensor] | None:
-        """Return the tensors of a stage; None if it has not ended.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
+        """Return the tensors of a stage; None if it has not ended, or its file is damaged: compute it again."""
         path = self.directory / f"{stage}.safetensors"
         if self._is_other_run or not path.is_file():
             return None
@@ -82,11 +77,12 @@ class CheckpointStore:
             with safe_open(path, framework="pt") as opened:
                 noted = (opened.metadata() or {}).get(CHECKSUM)
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(path) from error
-        if noted != str(checksum(tensors)):
-            raise self._damaged(path)
-        return tensors
+        except (OSError, SafetensorError):
+            noted, tensors = None, {}
+        if noted == str(checksum(tensors)):
+            return tensors
+        _report_damage(path)
+        return None
 
     def save_tensors(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
         # Cloned, because safetensors refuses tensors that share memory.
@@ -95,7 +91,7 @@ class CheckpointStore:
         self._keep(f"{stage}.safetensors", lambda path: save_file(own, path, metadata=noted))
 
     def load_matrices(self, stage: str) -> dict[str, FittedMatrix] | None:
-        """Return the fitted matrices of a stage by name; None if the stage has not ended."""
+        """Return the fitted matrices of a stage by name; None as `load_tensors` does."""
         tensors = self.load_tensors(stage)
         return None if tensors is None else unflatten_matrices(tensors)
 
@@ -103,7 +99,7 @@ class CheckpointStore:
         self.save_tensors(stage, flatten_matrices(matrices))
 
     def load_state(self, stage: str) -> Any:
-        """Return a state of tensors in dicts, lists and tuples; None if none was saved."""
+        """Return a state of tensors in dicts, lists and tuples; None if none was saved, or its file is damaged."""
         path = self.directory / f"{stage}.pt"
         if self._is_other_run or not path.is_file():
             return None
@@ -112,10 +108,11 @@ class CheckpointStore:
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             if is_out_of_memory(error):
                 raise
-            raise self._damaged(path) from error
-        if not isinstance(loaded, dict) or loaded.get(CHECKSUM) != checksum(loaded.get(stage)):
-            raise self._damaged(path)
-        return loaded[stage]
+            loaded = None
+        if isinstance(loaded, dict) and loaded.get(CHECKSUM) == checksum(loaded.get(stage)):
+            return loaded[stage]
+        _report_damage(path)
+        return None
 
     def save_state(self, stage: str, state: Any) -> None:
         noted = {stage: state, CHECKSUM: checksum(state)}
@@ -144,7 +141,7 @@ class CheckpointStore:
                 self._is_other_run = False
             if not self.is_begun:
                 self.directory.mkdir()
-                self._keep(INPUTS, lambda path: path.write_bytes(self._inputs))
+                self._keep(INPUTS, self._write_inputs)
             write(partial)
             os.replace(partial, self.directory / filename)
         except OSError as error:
@@ -158,14 +155,17 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 partial.unlink()
 
+    def _write_inputs(self, path: Path) -> None:
+        # On the disk before any stage: without them no stage can be resumed.
+        with path.open("wb") as opened:
+            opened.write(self._inputs)
+            opened.flush()
+            os.fsync(opened.fileno())
+
     def _full(self, reason: str) -> StorageFull:
         return StorageFull(
             f"{self.directory}: {reason}: free some space for what is done so far and run again with --resume"
         )
-
-    def _damaged(self, path: Path) -> CheckpointError:
-        self.is_damaged = True
-        return CheckpointError(f"{path}: it is damaged: leave --resume away to begin anew")
 
 
 @contextmanager
@@ -175,9 +175,14 @@ def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool)
     try:
         yield store
     except BaseException:
-        if store.is_begun and not store.is_damaged:
+        if store.is_begun:
             print(f"{store.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
         raise
+
+
+def _report_damage(path: Path) -> None:
+    """Say that a stage is computed again. A power loss tears files that were written and not yet on the disk."""
+    print(f"{path}: it is damaged: this stage is computed again", file=sys.stderr)
 
 
 def checksum(value: Any, start: int = 0) -> int:

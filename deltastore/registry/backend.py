@@ -58,6 +58,9 @@ class Backend(Protocol):
     def check_present(self) -> None:
         """Raise RegistryError if the registry is gone: it must not look like one without variants."""
 
+    def probe(self) -> None:
+        """Read the files of the registry's own from the store itself; raises as `check_present` does."""
+
     def explained(self) -> AbstractContextManager[None]:
         """Turn the errors of the store inside the block into StorageFull or RegistryError."""
 

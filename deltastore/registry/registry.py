@@ -255,10 +255,7 @@ class Registry:
                 raise taken(name)
 
     def object_path(self, record: VersionRecord) -> Path:
-        """Return the path of a version's bytes. Read them with length checks; do not map the file.
-
-        The file may be missing, and is not verified.
-        """
+        """Return the path of a version's bytes, unverified or missing. Read with length checks; do not map the file."""
         with self._backend.explained():
             return self._backend.object_path(record)
 
@@ -267,16 +264,13 @@ class Registry:
         return self._backend.is_local(record)
 
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None = None) -> bool:
-        """Stop serving a corrupt object and keep its bytes as evidence. Uploading the artifact again ends it.
+        """Stop serving a corrupt object until its artifact is uploaded again; True if it is quarantined now.
 
         Args:
             record: A version that has the object.
             reason: The mismatch, for messages.
             found_in: The status of the file with the mismatch. If the object is no longer this file, because an upload
-                replaced it or it was removed, it is left as it is.
-
-        Returns:
-            True if the object is quarantined now.
+                replaced it or it was removed, it is left as it is. A quarantined object's bytes are kept as evidence.
         """
         with self._backend.explained():
             return self._backend.quarantine(record, reason, found_in)
@@ -302,6 +296,11 @@ class Registry:
         if self.is_quarantined(record):
             label, reason = f"version {record.version} of {record.name!r}", self._backend.reason(record)
             raise VariantQuarantined(f"{label} is quarantined ({reason}): upload its artifact again")
+
+    def probe(self) -> None:
+        """Read files that no tenant owns, past all caches; raise RegistryUnavailable if that fails or they are gone."""
+        with self._backend.explained():
+            self._backend.probe()
 
     def usage(self) -> Usage:
         with self._backend.explained():

@@ -170,6 +170,13 @@ def file_size(path: Path) -> int | None:
         return None
 
 
+def read_from_volume(path: Path) -> bytes:
+    """Return the contents of a small file as its volume has them, not those that the kernel keeps in memory."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file.readall()
+
+
 def file_time_s(path: Path) -> float | None:
     """Return the time of a file's last change in seconds; None if it does not exist."""
     try:

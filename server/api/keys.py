@@ -24,7 +24,7 @@ async def create_key(
     body: Annotated[KeyBody, Depends(json_body(KeyBody))], service: ServiceDep, auditor: AuditorDep
 ) -> Response:
     """Make a key: 201 with its text, which is never shown again."""
-    made = await service.volume.run_long(partial(_create, service.keys, auditor, body))
+    made = await service.volume.run_long(partial(_create, service.keys, auditor, body), None)
     reply = {"key": made.text, **key_document(made.id, made.record)}
     return JsonReply(reply, 201, headers={"Cache-Control": "no-store"})
 
@@ -32,14 +32,14 @@ async def create_key(
 @router.get("")
 async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> dict[str, Any]:
     """List every key, or one tenant's, oldest first, without its text."""
-    records = await service.volume.run_long(partial(service.keys.records, query.tenant))
+    records = await service.volume.run_long(partial(service.keys.records, query.tenant), None)
     return {"keys": [key_document(key_id, record) for key_id, record in records.items()]}
 
 
 @router.delete("/{key_id}")
 async def revoke_key(key_id: str, service: ServiceDep, auditor: AuditorDep) -> dict[str, Any]:
     """Revoke a key. Every server on the registry refuses it within a second."""
-    await service.volume.run_long(partial(service.keys.revoke, auditor, key_id))
+    await service.volume.run_long(partial(service.keys.revoke, auditor, key_id), None)
     return {"id": key_id, "revoked": True}
 
 

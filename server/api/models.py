@@ -22,7 +22,7 @@ router = APIRouter(prefix="/v1/models")
 @router.get("")
 async def list_models(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`."""
-    records = await service.volume.run_long(partial(_usable, service, tenant))
+    records = await service.volume.run_long(partial(_usable, service, tenant), tenant.name)
     if service.settings.compat == "vllm-lora":
         cards = [_loaded_card(service, loaded) for loaded in await loaded_versions(service, tenant, records)]
     else:

@@ -178,7 +178,7 @@ class Service:
     async def _remove_abandoned_uploads(self) -> None:
         """Remove what processes that were killed had received, of this server or of another one."""
         try:
-            await self.volume.run_long(self.registry.remove_abandoned_uploads)
+            await self.volume.run_long(self.registry.remove_abandoned_uploads, None)
         except PeraxisError as error:
             log.warning("abandoned uploads are left to `peraxis registry gc`: %s", error)
 

@@ -51,7 +51,7 @@ async def upload(
 @router.get("")
 async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """List every variant of the tenant."""
-    variants = await service.volume.run_long(partial(service.registry.variants, tenant.name))
+    variants = await service.volume.run_long(partial(service.registry.variants, tenant.name), tenant.name)
     return {"variants": await _documents(service, variants)}
 
 
@@ -59,7 +59,8 @@ async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any
 async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
     """Show one variant: its versions and the level of each."""
     return await _document(
-        service, await service.volume.run_long(partial(service.registry.variant, tenant.name, name))
+        service,
+        await service.volume.run_long(partial(service.registry.variant, tenant.name, name), tenant.name),
     )
 
 
@@ -72,10 +73,14 @@ async def change_variant(
 ) -> dict[str, Any]:
     """Promote or roll back, or make the variant public or private. Running requests keep their digest."""
     if body.active is not None:
-        await service.volume.run_long(partial(changes.promote, name, body.active))
+        await service.volume.run_long(partial(changes.promote, name, body.active), changes.tenant.name)
     if body.visibility is not None:
-        await service.volume.run_long(partial(changes.set_visibility, name, body.visibility))
-    variant = await service.volume.run_long(partial(service.registry.variant, changes.tenant.name, name))
+        await service.volume.run_long(
+            partial(changes.set_visibility, name, body.visibility), changes.tenant.name
+        )
+    variant = await service.volume.run_long(
+        partial(service.registry.variant, changes.tenant.name, name), changes.tenant.name
+    )
     return await _document(service, variant)
 
 
@@ -84,7 +89,7 @@ async def delete(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    deleted = await service.volume.run_long(partial(changes.delete, name, query.version))
+    deleted = await service.volume.run_long(partial(changes.delete, name, query.version), changes.tenant.name)
     for record in deleted.records:
         _log_failure(service.engine.load("unload", record), "unload", record)
     return {"name": name, "deleted": deleted.versions}
@@ -117,7 +122,7 @@ async def pin(
     record = await _resolve(service, changes.tenant, name, query)
     service.check_base(record)
     status = await _status_after(service, record, "pin")
-    await service.volume.run_long(partial(changes.note, "pin", record))
+    await service.volume.run_long(partial(changes.note, "pin", record), changes.tenant.name)
     return status
 
 
@@ -128,7 +133,7 @@ async def unpin(
     """Allow eviction of a pinned version again, unless another variant of the same bytes is pinned."""
     record = await _resolve(service, changes.tenant, name, query)
     status = await _status_after(service, record, "unpin")
-    await service.volume.run_long(partial(changes.note, "unpin", record))
+    await service.volume.run_long(partial(changes.note, "unpin", record), changes.tenant.name)
     return status
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest, WorkerDied, WorkerKilled, WorkerTimeout
+from server.fair_limiter import FairLimiter, tenant_of
 from server.grammar.grammar import Grammar
 from server.grammar.matching import (
     MAX_MATCHERS,
@@ -29,7 +30,6 @@ from server.grammar.matching import (
 from server.grammar.standing import Rule, Standing
 from server.text.variant_text import BASE_KEY, VariantText
 from server.text.variant_work import WORK_LIMITS, VariantWork, WorkKind
-from server.workers.fair_limiter import FairLimiter, tenant_of
 from server.workers.pool import WorkerPool
 
 # Sequences of one light call.

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest
+from server.fair_limiter import FairLimiter, tenant_of
 from server.grammar.grammar import Grammar
 from server.grammar.lane import Lane, LaneLate, LaneShare
 from server.grammar.matching import MAX_MATCHERS, NewSampled, NextMasks, Vocabulary
 from server.grammar.standing import Standing
 from server.text.variant_text import VariantText
 from server.text.worker_tasks import NotLoaded
-from server.workers.fair_limiter import FairLimiter, tenant_of
 
 NUM_LANES = 3
 # Of one advance of a sequence; each has another cause, such as a worker that died.

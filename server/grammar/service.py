@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from server.errors import InvalidRequest
+from server.fair_limiter import tenant_of
 from server.frontend.engine_link import EngineLink
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Lanes
@@ -21,7 +22,6 @@ from server.grammar.matching import NewSampled, NextMasks, Vocabulary, opening_m
 from server.grammar.standing import Rule, Standing
 from server.text.variant_text import VariantText
 from server.text.variant_work import VariantWork, WorkKind
-from server.workers.fair_limiter import tenant_of
 from server.workers.pool import WorkerPool
 
 # Of the masks of grammars that were tried.

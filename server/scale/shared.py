@@ -102,7 +102,7 @@ class SharedState:
             # Before variants are listed, so that one registered meanwhile keeps its series.
             labels, state = self._aggregator.variant_labels(), None
             with contextlib.suppress(RegistryUnavailable):
-                state = await self._calls.run(partial(read_registry, self._registry), "metrics")
+                state = await self._calls.run(partial(read_registry, self._registry), None, "metrics")
             answer = await asyncio.to_thread(compose, self._aggregator, labels, state, is_ready=is_ready)
         if answer.deleted:
             await self._ask_engines("tell", [encode(ForgetVariants(tuple(answer.deleted)))])

@@ -136,9 +136,9 @@ class EngineKeeper:
     async def _unpin_deleted(self) -> None:
         """Unload, and so unpin, versions that were deleted, by this server or by another one on the same registry."""
         try:
-            deleted = await self._calls.run(partial(_deleted, self._registry, self.client.pinned))
+            deleted = await self._calls.run(partial(_deleted, self._registry, self.client.pinned), None)
             # Again, because the volume may have vanished in the middle of the first look. Then the second one fails.
-            deleted = await self._calls.run(partial(_deleted, self._registry, deleted))
+            deleted = await self._calls.run(partial(_deleted, self._registry, deleted), None)
         except RegistryUnavailable:
             # The calls' watch logs it. The pins stay.
             return

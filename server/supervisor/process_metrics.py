@@ -105,7 +105,7 @@ class ProcessMetrics:
 
     async def _read_registry(self) -> RegistryState | None:
         with contextlib.suppress(RegistryUnavailable):
-            return await self._calls.run_long(partial(read_registry, self._registry))
+            return await self._calls.run_long(partial(read_registry, self._registry), None)
         return None
 
     async def _residents(self) -> tuple[Resident, ...]:

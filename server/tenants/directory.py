@@ -153,7 +153,7 @@ class RecordDirectory(Generic[R]):
     async def _read_on_thread(self) -> None:
         begun = time.monotonic()
         try:
-            await self._calls.run(self.read)
+            await self._calls.run(self.read, None)
         finally:
             self._looked_at = begun
 

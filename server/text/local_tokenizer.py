@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
+from server.fair_limiter import FairLimiter, Share
 from server.text.loaded_tokenizer import LoadedTokenizer
-from server.workers.fair_limiter import FairLimiter, Share
 
 # A shorter text takes less time than a thread does to start on it.
 SHORT_CHARS = 2000

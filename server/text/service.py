@@ -12,6 +12,7 @@ from deltastore.errors import ArtifactError
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.errors import NotServable
+from server.fair_limiter import tenant_of
 from server.text.generation_config import base_generation_config, eos_token_ids, sampling_defaults
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
@@ -113,7 +114,7 @@ class TextService:
         return self._works[key]
 
     async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
-        async with self._staging.staged(record) as staged:
+        async with self._staging.staged(record, tenant_of(work.share)) as staged:
             generation = self._base_facts.generation
             if staged.generation is not None:
                 generation = await work.run(read_generation, staged.generation, record.label)

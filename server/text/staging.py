@@ -55,7 +55,7 @@ class StagedVersion:
 
 
 class Staging:
-    """Staged versions that are in use. Callers that use a version at the same time share one copy.
+    """Staged versions that are in use. Callers of one tenant that use a version at the same time share a copy.
 
     Raises:
         OSError: the base's tokenizer files cannot be read.
@@ -66,13 +66,13 @@ class Staging:
         self._registry = registry
         self._calls = calls
         self._base_files = read_tokenizer_files(base_dir)
-        # By label, not by digest: errors name the version, and another tenant may have the same bytes.
-        self._tasks: dict[str, asyncio.Task[StagedVersion]] = {}
-        self._num_users: dict[str, int] = {}
+        # By tenant and label: errors name the version, and each tenant waits for its own share of the threads.
+        self._tasks: dict[tuple[str, str], asyncio.Task[StagedVersion]] = {}
+        self._num_users: dict[tuple[str, str], int] = {}
 
     @asynccontextmanager
-    async def staged(self, record: VersionRecord) -> AsyncIterator[StagedVersion]:
-        """Keep a version's files in a directory inside the `async with` block.
+    async def staged(self, record: VersionRecord, tenant: str) -> AsyncIterator[StagedVersion]:
+        """Keep a version's files in a directory inside the `async with` block, for a tenant's request.
 
         Raises:
             VariantNotFound: the object is gone.
@@ -80,18 +80,19 @@ class Staging:
             ArtifactError: a file is too large.
             RegistryUnavailable: the registry cannot be read.
         """
-        label = record.label
-        if label not in self._tasks:
-            self._tasks[label] = asyncio.create_task(self._calls.run_long(partial(self._stage, record)))
-            self._num_users[label] = 0
-        task = self._tasks[label]
-        self._num_users[label] += 1
+        key = (tenant, record.label)
+        if key not in self._tasks:
+            reading = self._calls.run_long(partial(self._stage, record), tenant)
+            self._tasks[key] = asyncio.create_task(reading)
+            self._num_users[key] = 0
+        task = self._tasks[key]
+        self._num_users[key] += 1
         try:
             yield await asyncio.shield(task)
         finally:
-            self._num_users[label] -= 1
-            if not self._num_users[label]:
-                del self._tasks[label], self._num_users[label]
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._tasks[key], self._num_users[key]
                 # A thread cannot be cancelled, so the files may only now be written.
                 task.add_done_callback(_remove)
 

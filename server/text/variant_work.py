@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 from server.errors import InvalidRequest, WorkerDied, WorkerTimeout
-from server.workers.fair_limiter import Share
+from server.fair_limiter import Share
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 

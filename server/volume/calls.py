@@ -1,7 +1,8 @@
 """Calls of a registry with a deadline, and whether its volume or bucket answers.
 
-A volume that hangs, such as an NFS mount whose server is away, holds the threads of the calls that it has, and nothing
-else: further calls fail at once until a probe is answered. Must not know what the calls do.
+A call that is late fails alone, since it may be one tenant's. Only a probe, which asks for nothing that a tenant owns,
+tells that a volume hangs, such as an NFS mount whose server is away: then all calls fail at once until a probe is
+answered. Threads of calls are divided among tenants. Must not know what the calls do.
 """
 
 from __future__ import annotations
@@ -10,34 +11,61 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Hashable
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryUnavailable, RegistryUnwritable
+from server.errors import QueueFull
+from server.fair_budget import FairBudget
+from server.fair_limiter import FairLimiter
 from server.volume.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-# A call that takes longer is late, and the volume hangs.
+# A call that takes longer is late.
 CALL_S = 2.0
 # The same of calls that may read or write thousands of files.
 LONG_CALL_S = 30.0
-NUM_THREADS = 8
-NUM_LONG_THREADS = 8
-# Threads that late calls may hold beside these. Calls fail at once when they do.
+# Calls at a time of each of both kinds, those that are late left out; a tenant has at most half of them.
+NUM_CALLS = 16
+# Threads that late calls may hold beside these: one tenant's at most half of what is left, and so on.
 MAX_LATE = 64
+# Calls of one tenant that wait. About as many as a process has connections.
+MAX_WAITING = 4096
 # A late call is made again after this time, when the volume answers other calls.
 KEY_S = 60.0
-# Between two probes of a volume that answers, and of one that does not.
+# Between two probes of a volume that answers, and of one that does not or that a call gives a reason to doubt.
 PROBE_S = 5.0
 RETRY_S = 0.5
 # Probes that hang, each on a thread. More than one, since a volume that was mounted anew answers only new calls.
 NUM_PROBES = 8
 NEW_PROBE_S = 10.0
+# The share of the server's own calls. No tenant has this name.
+SERVER = ""
+
+
+class _Threads:
+    """The threads for calls of one kind, of which each tenant has a share. Event loop only."""
+
+    def __init__(self, name: str, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.permits = FairLimiter(NUM_CALLS, NUM_CALLS // 2, MAX_WAITING)
+        self._held = FairBudget(NUM_CALLS + MAX_LATE, "calls of its registry that are late")
+        self._threads = DaemonThreads(NUM_CALLS + MAX_LATE, name)
+
+    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
+        """Call a function on a thread, which counts for the tenant until the function returns.
+
+        Raises:
+            QueueFull: the tenant holds too many threads by calls that have not returned.
+        """
+        self._held.take(tenant, 1)
+        call = asyncio.wrap_future(self._threads.submit(function))
+        call.add_done_callback(_retrieved)
+        call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
+        return call
 
 
 class RegistryCalls:
@@ -45,7 +73,7 @@ class RegistryCalls:
 
     Args:
         where: the registry, for messages to operators.
-        probe: reads a little of the registry, as a request does; raises RegistryUnavailable if it cannot be read, and
+        probe: reads a little of the registry that no tenant owns; raises RegistryUnavailable if it cannot be read, and
             RegistryUnwritable if it can only be read.
         deadline_s: of short calls.
     """
@@ -54,12 +82,12 @@ class RegistryCalls:
         self._where = where
         self._probe = probe
         self._deadline_s = deadline_s
-        self._short = DaemonThreads(NUM_THREADS, "registry")
-        self._long = DaemonThreads(NUM_LONG_THREADS, "registry-long")
+        self._short = _Threads("registry", deadline_s)
+        self._long = _Threads("registry-long", max(LONG_CALL_S, deadline_s))
         self._probes = DaemonThreads(NUM_PROBES, "registry-probe")
-        self._late: dict[DaemonThreads, int] = {self._short: 0, self._long: 0}
         self._late_keys: dict[Hashable, float] = {}  # with the time since which they are late
         self._hang = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()  # of the calls that are waited for
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: RegistryUnavailable | None = None
         self._unwritable: RegistryUnwritable | None = None
@@ -76,20 +104,22 @@ class RegistryCalls:
         """The reason for which the registry could not be written at the last probe that could read it, or None."""
         return self._unwritable
 
-    async def run(self, function: Callable[[], R], key: Hashable = None) -> R:
+    async def run(self, function: Callable[[], R], tenant: str | None, key: Hashable = None) -> R:
         """Make a short call, such as a resolution.
 
         Args:
+            tenant: the tenant whose share of the threads it takes; None for calls of the server's own.
             key: calls of one key are not made while one of them is late; None is no key.
 
         Raises:
-            RegistryUnavailable: the volume hangs, or fails in the call. A change may still be made later.
+            RegistryUnavailable: the volume fails or hangs, or the call is late. A change may still be made later.
+            QueueFull: the tenant has too many calls that wait or that are late.
         """
-        return await self._run(self._short, self._deadline_s, function, key)
+        return await self._run(self._short, function, tenant, key)
 
-    async def run_long(self, function: Callable[[], R], key: Hashable = None) -> R:
+    async def run_long(self, function: Callable[[], R], tenant: str | None, key: Hashable = None) -> R:
         """Make a call that may read or write thousands of files; otherwise as `run`."""
-        return await self._run(self._long, max(LONG_CALL_S, self._deadline_s), function, key)
+        return await self._run(self._long, function, tenant, key)
 
     async def unless_hanging(self, work: Coroutine[Any, Any, R]) -> R:
         """Await work that uses threads of its own, such as an upload. Leave it to end by itself if the volume hangs.
@@ -127,14 +157,14 @@ class RegistryCalls:
     async def watch(self) -> None:
         """Probe the registry until cancelled, and log each change of whether it can be read."""
         while True:
-            await self._look()
             self._is_in_doubt.clear()
-            if self._failure is not None:
-                await asyncio.sleep(RETRY_S)
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROBE_S):
-                    await self._is_in_doubt.wait()
+            await self._look()
+            # Also in doubt: calls that are late give reasons as often as a tenant likes.
+            await asyncio.sleep(RETRY_S)
+            if self._failure is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PROBE_S - RETRY_S):
+                        await self._is_in_doubt.wait()
 
     async def _look(self) -> None:
         """Probe until an answer or an error; what hangs is tried again on another thread."""
@@ -168,56 +198,46 @@ class RegistryCalls:
             self._may_be_written(error if isinstance(error, RegistryUnwritable) else None)
 
     async def _run(
-        self, threads: DaemonThreads, deadline_s: float, function: Callable[[], R], key: Hashable
+        self, threads: _Threads, function: Callable[[], R], tenant: str | None, key: Hashable
     ) -> R:
-        if self._hang.is_set() or self._late[threads] >= MAX_LATE or not self._may_call(key):
+        if self._hang.is_set():
             raise self._hanging()
-        call = threads.submit(function)
-        waiting = asyncio.wrap_future(call)
-        waiting.add_done_callback(_retrieved)
-        end = time.monotonic() + deadline_s
-        while not waiting.done() and (left_s := end - time.monotonic()) > 0:
-            await asyncio.wait({waiting}, timeout=min(left_s, self._deadline_s))
-            if self._hang.is_set():
-                # Others have found out meanwhile.
-                break
-        if not waiting.done():
-            # A call that waits for a thread behind others says nothing about the volume.
-            if call.running():
-                self._is_late(threads, call, key)
-            call.cancel()
-            raise self._hanging()
+        if time.monotonic() - self._late_keys.get(key, float("-inf")) < KEY_S:
+            raise self._late(threads.deadline_s)
+        share, call = tenant or SERVER, None
         try:
-            return waiting.result()
+            async with self._deadline(threads.deadline_s), threads.permits.permit(share):
+                call = threads.submit(function, share)
+                # Unlike awaiting it, this does not cancel it. A late call keeps its thread and not its permit.
+                await asyncio.wait({call})
+                return call.result()
+        except TimeoutError as error:
+            self._is_in_doubt.set()
+            if call is not None and key is not None:
+                self._late_keys[key] = time.monotonic()
+                call.add_done_callback(lambda _: self._late_keys.pop(key, None))
+            raise (self._hanging() if self._hang.is_set() else self._late(threads.deadline_s)) from error
+        except QueueFull as error:
+            raise RegistryUnavailable(f"{self._where}: {error}", public=str(error)) from error
         except RegistryUnavailable:
             self._is_in_doubt.set()
             raise
 
-    def _may_call(self, key: Hashable) -> bool:
-        return time.monotonic() - self._late_keys.get(key, float("-inf")) >= KEY_S
+    @contextlib.asynccontextmanager
+    async def _deadline(self, deadline_s: float) -> AsyncIterator[None]:
+        """Raise TimeoutError from the block at a deadline, or when the volume is found to hang."""
+        async with asyncio.timeout(deadline_s) as deadline:
+            self._deadlines.add(deadline)
+            try:
+                yield
+            finally:
+                self._deadlines.discard(deadline)
 
-    def _is_late(self, threads: DaemonThreads, call: Future[R], key: Hashable) -> None:
-        """Keep account of a late call until it returns."""
-        loop = asyncio.get_running_loop()
-        self._late[threads] += 1
-        # It may never return, as on a volume that was unmounted while in use, and the next calls need its thread.
-        threads.num_threads += 1
-        if key is not None:
-            self._late_keys[key] = time.monotonic()
-        self._hangs()
-
-        def returned(_: Future[R]) -> None:
-            # The process may have ended its work meanwhile.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(partial(self._returned, threads, key))
-
-        call.add_done_callback(returned)
-
-    def _returned(self, threads: DaemonThreads, key: Hashable) -> None:
-        self._late[threads] -= 1
-        threads.num_threads -= 1
-        self._late_keys.pop(key, None)
-        self._is_in_doubt.set()
+    def _late(self, deadline_s: float) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"{self._where} did not answer a call within {deadline_s:g} s: check the load on its volume or bucket",
+            public=f"the registry did not answer within {deadline_s:g} s: try again; a change may still be made",
+        )
 
     def _hanging(self) -> RegistryUnavailable:
         return RegistryUnavailable(
@@ -228,7 +248,8 @@ class RegistryCalls:
 
     def _hangs(self) -> None:
         self._hang.set()
-        self._is_in_doubt.set()
+        for deadline in self._deadlines:
+            deadline.reschedule(0)
         self._fails(self._hanging())
 
     def _fails(self, error: RegistryUnavailable) -> None:

@@ -1,33 +1,28 @@
-"""The smallest read of a registry that does what a resolution does, to tell whether its volume or bucket answers.
+"""Tells if a registry's volume or bucket answers, and if its directory may be written, without writing.
 
-It also tells whether a directory may be written, without writing. Must not know what is done about it.
+Asks for nothing that a tenant owns. Must not know what is done about the answer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
-from deltastore.errors import RegistryUnavailable, RegistryUnwritable, VariantNotFound
+from deltastore.errors import RegistryUnavailable, RegistryUnwritable
 from deltastore.registry import Registry
-from deltastore.registry.records import PUBLIC
 
-# There need be no such variant.
-NAME = "probe"
 # In a registry's directory. What is published is written there.
 WRITTEN = ("uploads", "variants")
 
 
 def probe(registry: Registry) -> None:
-    """Resolve a name, and check a directory's rights.
+    """Read the registry's own files, and check a directory's rights.
 
     Raises:
         RegistryUnavailable: the registry cannot be read.
         RegistryUnwritable: it is in a directory, can be read, and cannot be written.
     """
-    with contextlib.suppress(VariantNotFound):
-        registry.resolve(PUBLIC, NAME)
+    registry.probe()
     # Only writing would tell the rights on a bucket.
     if isinstance(root := registry.files.root, Path):
         _check_writable(root)

@@ -70,7 +70,7 @@ class Resolutions:
         asked = time.monotonic()
         resolve = partial(self._registry.resolve, tenant, name, version, owned=owned)
         try:
-            record = await self._calls.run(resolve, key=("resolve", *key, owned))
+            record = await self._calls.run(resolve, tenant, ("resolve", *key, owned))
         except (VariantNotFound, VariantQuarantined):
             # The name alone first, since its answer counts for its version.
             for stale in ((tenant, name, None), key):

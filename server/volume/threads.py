@@ -34,10 +34,10 @@ class _ErrorsTo(AbstractContextManager[None], Generic[R]):
 
 
 class DaemonThreads:
-    """At most `num_threads` threads, each started when a call finds none idle. The number may be changed."""
+    """At most `num_threads` threads, each started when a call finds none idle."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.num_threads = num_threads
+        self._num_threads = num_threads
         self._name = name
         self._works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class DaemonThreads:
 
         with self._lock:
             self._num_unfinished += 1
-            must_start = self._num_started < min(self._num_unfinished, self.num_threads)
+            must_start = self._num_started < min(self._num_unfinished, self._num_threads)
             self._num_started += must_start
         self._works.put(call)
         if must_start:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from server.errors import Draining, WorkerDied, WorkerTimeout
-from server.workers.fair_limiter import FairLimiter, Share, tenant_of
+from server.fair_limiter import FairLimiter, Share, tenant_of
 from server.workers.limits import NICENESS, Limits
 from server.workers.replacement import Backoff, Replacement
 from server.workers.worker_main import Reply

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
+import obstore
+
 from deltastore.errors import RegistryError, StorageFull
 from deltastore.registry.bucket.check import check
 from deltastore.registry.bucket.client import Bucket
@@ -68,6 +70,15 @@ class BucketBackend:
             except FileNotFoundError as error:
                 raise self._bucket.gone() from error
             self._found_at = begun
+
+    def probe(self) -> None:
+        try:
+            with self._bucket.calls():
+                obstore.get(self._bucket.small, FORMAT_FILE).bytes()
+                # One page of names, however many there are.
+                next(iter(obstore.list(self._bucket.small, "variants")), None)
+        except FileNotFoundError as error:
+            raise self._bucket.gone() from error
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:

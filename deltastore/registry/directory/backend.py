@@ -12,11 +12,11 @@ from deltastore.errors import RegistryError
 from deltastore.registry.directory.check import check
 from deltastore.registry.directory.collect import Collector, collect_partials
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.layout import check_present, make_layout
+from deltastore.registry.directory.layout import FORMAT_FILE, check_present, make_layout
 from deltastore.registry.directory.objects import Objects
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.reports import CheckReport, GcReport, Usage
-from deltastore.registry.storage import Storage, explained
+from deltastore.registry.storage import Storage, explained, read_from_volume
 from deltastore.registry.uploads import SealedUpload, Upload
 
 
@@ -55,6 +55,12 @@ class DirectoryBackend:
 
     def check_present(self) -> None:
         check_present(self.root)
+
+    def probe(self) -> None:
+        check_present(self.root)
+        read_from_volume(self.root / FORMAT_FILE)
+        with os.scandir(self.root / "variants") as tenants:
+            next(tenants, None)
 
     def explained(self) -> AbstractContextManager[None]:
         return explained(self.root)

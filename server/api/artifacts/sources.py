@@ -72,7 +72,8 @@ async def start_source(request: Request, service: Service, destination: Destinat
     check_names(destination.tenant.name, destination.name)
     if destination.visibility == "public":
         await service.volume.run_long(
-            partial(service.registry.check_name_free, destination.tenant.name, destination.name)
+            partial(service.registry.check_name_free, destination.tenant.name, destination.name),
+            destination.tenant.name,
         )
     reference = _reference(service, body.source)
     # Refuse while no base was ever loaded: without one, no artifact can be checked.

@@ -59,7 +59,8 @@ async def _receive(request: Request, service: Service, destination: Destination)
     check_names(destination.tenant.name, destination.name)
     if destination.visibility == "public":
         await service.volume.run_long(
-            partial(service.registry.check_name_free, destination.tenant.name, destination.name)
+            partial(service.registry.check_name_free, destination.tenant.name, destination.name),
+            destination.tenant.name,
         )
     expected = expected_sha256(request)
     max_bytes = service.settings.max_upload_bytes

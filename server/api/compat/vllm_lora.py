@@ -172,7 +172,9 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
     record = publication.record
     if publication.active_version != record.version:
         # The variant had these bytes, and another version was active.
-        await service.volume.run_long(partial(changes.promote, record.name, record.version))
+        await service.volume.run_long(
+            partial(changes.promote, record.name, record.version), changes.tenant.name
+        )
     return record
 
 
@@ -212,7 +214,9 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
 async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[VersionRecord]:
     """Return the versions of a tenant's own variant whose deltas are in memory; those of public ones serve others."""
     try:
-        variant = await service.volume.run_long(partial(service.registry.variant, tenant.name, name))
+        variant = await service.volume.run_long(
+            partial(service.registry.variant, tenant.name, name), tenant.name
+        )
     except VariantNotFound:
         return []
     states = await service.engine.residency_of(variant.versions)

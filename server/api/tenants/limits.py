@@ -63,7 +63,9 @@ async def _check_stored_bytes(
             "Content-Length",
         )
     # After the bytes were reserved: an upload that ends meanwhile counts twice rather than not at all.
-    stored = await service.volume.run_long(partial(stored_objects, service.registry, tenant.name))
+    stored = await service.volume.run_long(
+        partial(stored_objects, service.registry, tenant.name), tenant.name
+    )
     num_bytes = sum(stored.values()) + seat.reserved_bytes
     if digest not in stored and num_bytes + size_bytes > most:
         raise RateLimited(

@@ -23,11 +23,11 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
     counted = await service.limiter.usage(tenant)
-    stored = await service.volume.run_long(partial(stored_objects, service.registry, tenant))
+    stored = await service.volume.run_long(partial(stored_objects, service.registry, tenant), tenant)
     return {
         "tenant": tenant,
         "roles": sorted(caller.roles),
-        "key": await service.volume.run_long(partial(_key, service, tenant, caller.key_id)),
+        "key": await service.volume.run_long(partial(_key, service, tenant, caller.key_id), tenant),
         "limits": plain(TenantLimits() if counted is None else counted.limits),
         "usage": {
             "requests_last_minute": None if counted is None else counted.num_requests,
@@ -43,7 +43,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
 @router.get("")
 async def list_tenants(service: ServiceDep) -> dict[str, Any]:
     """List every tenant that has a key, a variant or limits of its own, by name, and the limits of all others."""
-    tenants = await service.volume.run_long(partial(_tenants, service))
+    tenants = await service.volume.run_long(partial(_tenants, service), None)
     return {"tenants": tenants, "default_limits": plain(service.settings.default_limits)}
 
 
@@ -55,7 +55,7 @@ async def set_limits(
     auditor: AuditorDep,
 ) -> dict[str, Any]:
     """Replace a tenant's limits; one that is left out is unlimited. Every server counts by them within a second."""
-    await service.volume.run_long(partial(_set_limits, service, auditor, name, body))
+    await service.volume.run_long(partial(_set_limits, service, auditor, name, body), None)
     return {"name": name, "limits": plain(body), "has_own_limits": True}
 
 

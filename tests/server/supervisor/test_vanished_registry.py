@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from deltastore.registry.records import PUBLIC
-from server.volume.probe import NAME
 from tests.server.helpers.live_server import (
     ROOT,
+    WAIT_S,
     Artifacts,
     LiveServer,
     clean_environment,
@@ -129,25 +128,64 @@ def test_what_others_changed_meanwhile_is_served_when_the_volume_is_back(
 
 
 @contextlib.contextmanager
-def hanging(registry: Path, name: str) -> Iterator[None]:
-    """Make every reading of a variant hang, and that of probes: a pipe without a writer stands for the newest entry."""
-    (variant,) = registry.glob(f"variants/*/{name}")
-    probed = registry / "variants" / PUBLIC / NAME
-    pipes = [directory / "state-999999.json" for directory in (variant, probed)]
-    for pipe in pipes:
-        pipe.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(pipe)
+def pipes(*files: Path) -> Iterator[None]:
+    """Make every reading of some files hang: pipes without a writer stand in their places."""
+    asides = {file: file.with_suffix(".aside") for file in files}
+    for file, aside in asides.items():
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(aside)
+        os.mkfifo(file)
     try:
         yield
     finally:
-        for pipe in pipes:
-            aside = pipe.with_suffix(".pipe")
-            pipe.rename(aside)
+        for file, aside in asides.items():
+            pipe = file.with_suffix(".pipe")
+            if aside.exists():
+                os.link(file, pipe)
+                aside.replace(file)
+            else:
+                file.rename(pipe)
             # A reader that waits gets an end of file.
             with contextlib.suppress(OSError):
-                os.close(os.open(aside, os.O_WRONLY | os.O_NONBLOCK))
-            aside.unlink()
-        shutil.rmtree(probed)
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            pipe.unlink()
+
+
+def newest_entry(registry: Path, name: str) -> Path:
+    """Return the path of an entry that every reading of a variant looks at."""
+    (variant,) = registry.glob(f"variants/*/{name}")
+    return variant / "state-999999.json"
+
+
+def test_a_public_variant_that_cannot_be_read_is_its_own_matter_alone(
+    artifacts: Artifacts, server: LiveServer
+) -> None:
+    assert server.upload("probe", artifacts.plain).status_code == 201
+    assert server.client.patch("/variants/probe", json={"visibility": "public"}).is_success
+    artifact, late = artifacts.third.read_bytes(), threading.Event()
+
+    def body() -> Iterator[bytes]:
+        yield artifact[:4096]
+        assert late.wait(WAIT_S)
+        yield artifact[4096:]
+
+    def upload() -> httpx.Response:
+        return httpx.post(f"{server.url}/variants", params={"name": "slow"}, content=body(), timeout=WAIT_S)
+
+    with pipes(newest_entry(server.registry, "probe")), ThreadPoolExecutor() as threads:
+        uploading = threads.submit(upload)
+        try:
+            assert eventually(lambda: any((server.registry / "uploads").iterdir()))
+            # Names of their own, so that each is asked for.
+            for name in ("probe", "probe@1", "probe@2"):
+                check_unavailable(server.generate(name), "not answer")
+                assert registry_of(server) == "ok"
+                assert server.token_ids("cold@1", max_new_tokens=1)
+        finally:
+            late.set()
+        assert uploading.result().status_code == 201
+    for name in ("slow", "probe"):
+        assert server.client.delete(f"/variants/{name}").status_code == 200
 
 
 def test_a_volume_that_hangs_delays_the_first_requests_and_holds_nothing_that_others_need(
@@ -155,7 +193,7 @@ def test_a_volume_that_hangs_delays_the_first_requests_and_holds_nothing_that_ot
 ) -> None:
     expected, base = server.token_ids("resident"), server.token_ids()
     prompt = "hello " * 500
-    with hanging(server.registry, "resident"):
+    with pipes(server.registry / "format.json", newest_entry(server.registry, "resident")):
         # More at once than the threads that requests share.
         asked = [threading.Thread(target=server.generate, args=("resident",)) for _ in range(60)]
         for thread in asked:
@@ -165,7 +203,7 @@ def test_a_volume_that_hangs_delays_the_first_requests_and_holds_nothing_that_ot
         for thread in asked:
             thread.join()
         assert server.token_ids("resident") == expected
-        assert "does not answer" in registry_of(server)
+        assert eventually(lambda: "does not answer" in registry_of(server))
         check_unavailable(server.upload("new", artifacts.third), "does not answer")
         check_unavailable(server.generate("cold@7"), "does not answer")
         check_unavailable(server.client.delete("/variants/cold"), "does not answer")

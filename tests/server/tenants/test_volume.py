@@ -108,7 +108,7 @@ def test_known_keys_go_on_while_the_volume_hangs_and_changes_are_seen_when_it_an
         async with asyncio.timeout(30):
             found = await asyncio.gather(*(keys.caller(key.text) for _ in range(50)))
         assert {each.key_id for each in found} == {key.id}
-        with pytest.raises(RegistryUnavailable, match="does not answer"):
+        with pytest.raises(RegistryUnavailable, match="not answer"):
             await keys.caller(f"pxk_{'0' * 12}_{'0' * 64}")
         (tmp_path / f"tenants/keys/{revoked.id}.json").unlink()
         assert (await keys.caller(revoked.text)).key_id == revoked.id

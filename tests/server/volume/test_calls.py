@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import threading
@@ -16,7 +17,7 @@ import pytest
 from deltastore.errors import RegistryError, RegistryUnavailable, RegistryUnwritable
 from deltastore.registry import Registry
 from server.volume import calls as calls_module
-from server.volume.calls import NUM_THREADS, RegistryCalls
+from server.volume.calls import NUM_CALLS, RegistryCalls
 from server.volume.probe import probe
 from tests.conftest import SmallDisk
 
@@ -71,8 +72,8 @@ def calls_of(volume: Volume) -> RegistryCalls:
 def test_a_call_is_answered_on_another_thread(volume: Volume) -> None:
     async def main() -> None:
         calls = calls_of(volume)
-        assert await calls.run(volume.read) == await calls.run_long(volume.read) == "read"
-        assert await calls.run(threading.get_ident) != threading.get_ident()
+        assert await calls.run(volume.read, None) == await calls.run_long(volume.read, None) == "read"
+        assert await calls.run(threading.get_ident, None) != threading.get_ident()
 
     asyncio.run(main())
 
@@ -83,70 +84,101 @@ def test_an_error_of_the_call_is_raised_and_is_no_failure_of_the_volume(volume: 
         async with watched(calls):
             volume.error = RegistryError("a record is damaged")
             with pytest.raises(RegistryError, match="a record is damaged"):
-                await calls.run(volume.read)
+                await calls.run(volume.read, None)
             assert calls.failure is None
 
     asyncio.run(main())
 
 
-def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_ones_at_once_and_without_a_thread(
+def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it_answers(
     volume: Volume,
 ) -> None:
     async def main() -> None:
         calls = calls_of(volume)
         volume.answers.clear()
         async with watched(calls):
+            with pytest.raises(RegistryUnavailable, match="/mnt/registry did not answer"):
+                await calls.run(volume.read, None)
+            long = asyncio.create_task(calls.run_long(volume.read, None))
+            # The probe finds out, and ends the call that may take 30 s.
             with pytest.raises(RegistryUnavailable, match="/mnt/registry does not answer"):
-                await calls.run(volume.read)
+                await long
             num_calls = volume.num_calls
-            for _ in range(10 * NUM_THREADS):
-                with pytest.raises(RegistryUnavailable):
-                    await calls.run(volume.read)
-                with pytest.raises(RegistryUnavailable):
-                    await calls.run_long(volume.read)
+            for _ in range(10 * NUM_CALLS):
+                with pytest.raises(RegistryUnavailable, match="does not answer"):
+                    await calls.run(volume.read, None)
+                with pytest.raises(RegistryUnavailable, match="does not answer"):
+                    await calls.run_long(volume.read, None)
             # Probes alone go on.
             assert volume.num_calls <= num_calls + 1
             volume.answers.set()
             await until_failing(calls, False)
-            assert await calls.run(volume.read) == "read"
+            assert await calls.run(volume.read, None) == "read"
 
     asyncio.run(main())
 
 
-def test_a_volume_that_answers_probes_is_called_again_although_a_call_never_returns(volume: Volume) -> None:
+def test_a_call_that_is_late_fails_alone_and_asks_for_a_probe(volume: Volume) -> None:
     stuck = threading.Event()
 
+    async def upload() -> str:
+        await asyncio.to_thread(stuck.wait, 60)
+        return "uploaded"
+
     async def main() -> None:
-        calls = calls_of(volume)
+        # A deadline that no probe misses, however busy the machine is.
+        calls = RegistryCalls("/mnt/registry", volume.read)
         async with watched(calls):
-            for number in range(2 * NUM_THREADS):
-                with pytest.raises(RegistryUnavailable):
-                    await calls.run(lambda: stuck.wait(60), key=number)
-                await until_failing(calls, False)
-                assert await calls.run(volume.read) == "read"
+            uploading = asyncio.create_task(calls.unless_hanging(upload()))
+            other = asyncio.create_task(calls.run_long(lambda: stuck.wait(60), "other"))
+            num_probes = volume.num_calls
+            with pytest.raises(RegistryUnavailable, match="did not answer a call within"):
+                await calls.run(lambda: stuck.wait(60), "evil")
+            async with asyncio.timeout(30):
+                while volume.num_calls == num_probes:
+                    await asyncio.sleep(0.01)
+            assert calls.failure is None
             stuck.set()
+            assert await uploading == "uploaded"
+            assert await other
 
     asyncio.run(main())
 
 
-def test_calls_fail_at_once_while_more_threads_are_held_than_may_be(
+def test_late_calls_of_two_tenants_leave_threads_to_the_others(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls_module, "MAX_LATE", 1)
+    monkeypatch.setattr(calls_module, "MAX_LATE", NUM_CALLS)
     stuck = threading.Event()
+
+    async def answered(calls: RegistryCalls, tenant: str | None) -> None:
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(RegistryUnavailable):
+                    assert await calls.run(volume.read, tenant) == "read"
+                    return
+                await asyncio.sleep(0.01)
+
+    async def errors_of_late_calls(calls: RegistryCalls, tenant: str) -> str:
+        late = (calls.run(lambda: stuck.wait(60), tenant) for _ in range(NUM_CALLS))
+        return repr(await asyncio.gather(*late, return_exceptions=True))
 
     async def main() -> None:
         calls = calls_of(volume)
-        async with watched(calls):
-            # Both are late at the same time, so that their number is never the bound.
-            await asyncio.gather(
-                *(calls.run(lambda: stuck.wait(60), key=number) for number in range(2)),
-                return_exceptions=True,
-            )
-            await until_failing(calls, False)
-            with pytest.raises(RegistryUnavailable):
-                await calls.run(volume.read)
+        async with watched(calls), asyncio.timeout(60):
+            for tenant in ("evil", "worse"):
+                while "too many calls of its registry that are late" not in await errors_of_late_calls(
+                    calls, tenant
+                ):
+                    pass
+            async with asyncio.TaskGroup() as others:
+                # While both go on to call.
+                others.create_task(errors_of_late_calls(calls, "evil"))
+                others.create_task(errors_of_late_calls(calls, "worse"))
+                others.create_task(answered(calls, "honest"))
+                others.create_task(answered(calls, None))
             stuck.set()
+            await answered(calls, "evil")
 
     asyncio.run(main())
 
@@ -164,7 +196,7 @@ def test_a_call_of_the_same_key_is_not_made_again_while_it_hangs(volume: Volume)
         async with watched(calls):
             for _ in range(5):
                 with pytest.raises(RegistryUnavailable):
-                    await calls.run(hang, key="one file")
+                    await calls.run(hang, "evil", "one file")
                 await until_failing(calls, False)
             assert num_calls == 1
             stuck.set()
@@ -172,7 +204,7 @@ def test_a_call_of_the_same_key_is_not_made_again_while_it_hangs(volume: Volume)
                 while num_calls == 1:
                     await asyncio.sleep(0.01)
                     try:
-                        await calls.run(hang, key="one file")
+                        await calls.run(hang, "evil", "one file")
                     except RegistryUnavailable:
                         continue
 
@@ -191,7 +223,7 @@ def test_a_volume_that_fails_is_called_on_and_logged_once(
             volume.error = RegistryUnavailable("/mnt/registry is gone: mount its volume again")
             for _ in range(3):
                 with pytest.raises(RegistryUnavailable, match="is gone"):
-                    await calls.run(volume.read)
+                    await calls.run(volume.read, None)
             await until_failing(calls, True)
             with pytest.raises(RegistryUnavailable, match="is gone"):
                 calls.check()

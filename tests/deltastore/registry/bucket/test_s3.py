@@ -111,6 +111,9 @@ def test_a_bucket_that_is_gone_or_cannot_be_reached_is_an_error_and_not_an_empty
     record = push(registry, artifact(1), "a").record
     store = bucket.store("registry")
     obstore.delete(store, [meta["path"] for meta in obstore.list(store).collect()])
+    # Whatever is in memory.
+    with pytest.raises(RegistryUnavailable, match="is gone"):
+        registry.probe()
     monkeypatch.setattr(backend, "PRESENT_FOR_S", -1.0)
     for call in (
         lambda: registry.resolve("default", "a"),

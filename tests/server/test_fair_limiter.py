@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import QueueFull
-from server.workers.fair_limiter import FairLimiter
+from server.fair_limiter import FairLimiter
 
 
 class Tasks:

@@ -121,7 +121,7 @@ def engine_process(settings: Settings, address: str) -> Iterator[Callable[[], No
     config = EngineConfig(settings.model_dump_json(), address, os.getpid())
     environment = dict(os.environ)
     let_threads_sleep(environment)
-    command = [sys.executable, "-m", "server.engine.main"]
+    command = [sys.executable, "-P", "-m", "server.engine.main"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     with process.stdin as stdin:

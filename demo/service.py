@@ -79,7 +79,7 @@ def running(
     Raises:
         ServerFailed: The server ended before it was ready.
     """
-    command = [sys.executable, "-m", "peraxis", "serve", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "peraxis", "serve", "--port", "0"]
     command += ["--base", str(base), "--registry", str(registry)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
@@ -92,6 +92,8 @@ def running(
     finally:
         process.terminate()
         process.wait(timeout=START_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _address(process: subprocess.Popen[str], log: Path, progress: Callable[[str], object]) -> str:

@@ -14,7 +14,7 @@ KILL_S = 5.0
 
 
 class ChildProcess:
-    """A running `python -m MODULE`, started with a configuration on its standard input."""
+    """A running `python -P -m MODULE`, started with a configuration on its standard input."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -33,9 +33,8 @@ class ChildProcess:
         main thread, because the kernel kills it when the thread that started it ends.
         """
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
+            # The working directory may hold a user's `server.py`.
+            *(sys.executable, "-P", "-m", module),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=pass_fds,
             process_group=0,

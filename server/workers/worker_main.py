@@ -1,7 +1,7 @@
 """The body of a worker process: runs one task after the other until its parent closes the pipe.
 
-Started by `worker_process.py` as ``python -m server.workers.worker_main PARENT_PID NICENESS [MODULE ...]``. A message
-in either direction is a pickle behind its length. Imports no module of the parent's program.
+Started by `worker_process.py` as ``python -P -m server.workers.worker_main PARENT_PID NICENESS [MODULE ...]``. A
+message in either direction is a pickle behind its length. Imports no module of the parent's program.
 """
 
 from __future__ import annotations

@@ -21,6 +21,22 @@ from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
 START_S = 60.0
 # One thread is enough for one task, and threads of numeric libraries spin.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Of the environment, what a worker gets if it is set: the rest may hold keys, and a worker parses tenants' files.
+VARIABLES = (
+    *(
+        "PATH",
+        "HOME",
+        "TZ",
+        "LANG",
+        "LC_ALL",
+        "LC_CTYPE",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "MALLOC_ARENA_MAX",
+    ),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"),
+    *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+)
 # Signals by which a process ends itself. A failed allocation in Rust aborts.
 CRASHES: Mapping[int, str] = {
     kind.value: kind.name for kind in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
@@ -36,21 +52,23 @@ class WorkerProcess:
         self._is_last = False
 
     @classmethod
-    async def spawn(cls, modules: tuple[str, ...], directory: Path, niceness: int) -> Self:
+    async def spawn(
+        cls, modules: tuple[str, ...], directory: Path, niceness: int, variables: tuple[str, ...] = ()
+    ) -> Self:
         """Start a process, which imports `modules`. Must not be cancelled: asyncio would leave its pipes open.
 
         Args:
             directory: where the process gets a directory for its temporary files.
             niceness: what is added to the niceness of this process.
+            variables: of the environment, that the process gets beside `VARIABLES`.
         """
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         scratch = Path(tempfile.mkdtemp(dir=directory))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "server.workers.worker_main"),
             *(str(os.getpid()), str(niceness), *modules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path, "TMPDIR": str(scratch)},
+            env={**_inherited(variables), **ONE_THREAD, "TMPDIR": str(scratch)},
         )
         return cls(process, scratch)
 
@@ -122,6 +140,10 @@ class WorkerProcess:
                 f"needed more than {limits.memory_bytes >> 20} MiB of memory, or crashed ({CRASHES[-code]})"
             )
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _inherited(variables: tuple[str, ...]) -> dict[str, str]:
+    return {name: os.environ[name] for name in (*VARIABLES, *variables) if name in os.environ}
 
 
 def pack_task(function: Callable[..., Any], args: tuple[Any, ...], limits: Limits) -> bytes:

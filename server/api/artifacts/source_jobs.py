@@ -23,6 +23,12 @@ NUM_WORKERS = 4
 # A hub's list of a repository's files is parsed in it.
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=60.0)
 MODULES = ("server.sources.hub",)
+# A hub may lie behind a proxy, whose URL may hold a password, and have a certificate of an authority of its own.
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+VARIABLES = (
+    *PROXIES, *(name.lower() for name in PROXIES), "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK",
+)  # fmt: skip
 # Between two reports of the bytes that have come.
 REPORT_S = 1.0
 
@@ -65,7 +71,7 @@ class SourceJobs:
     """
 
     def __init__(self, put: Put) -> None:
-        self.workers = WorkerPool(NUM_WORKERS, LIMITS, MODULES)
+        self.workers = WorkerPool(NUM_WORKERS, LIMITS, MODULES, variables=VARIABLES)
         self._put = put
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +151,8 @@ class LiveServer:
 
 
 def serve_command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "peraxis", "serve", *map(str, args)]
+    """Return the installed command, which imports nothing from the working directory."""
+    return [str(Path(sys.executable).with_name("peraxis")), "serve", *map(str, args)]
 
 
 def clean_environment() -> dict[str, str]:
@@ -161,13 +162,20 @@ def clean_environment() -> dict[str, str]:
 
 
 @contextmanager
-def live_server(base: Path, registry: Path, *args: object) -> Iterator[LiveServer]:
+def live_server(
+    base: Path,
+    registry: Path,
+    *args: object,
+    working_directory: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[LiveServer]:
     """Start a server on a free port, wait until it is ready, and kill it at the end of the block."""
     log = registry.parent / f"{registry.name}.{time.monotonic_ns()}.log"
     command = serve_command("--base", base, "--registry", registry, "--port", 0, "--dtype", "float32", *args)
+    variables = {**clean_environment(), **(environment or {})}
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=working_directory, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
         assert process.stdout is not None

@@ -24,6 +24,8 @@ CONNECT_S = 10.0
 # Calls of commands; uploads and generation wait longer.
 CALL_S = 60.0
 MAX_REASON_CHARS = 300
+# The code of a server whose port does not have the call; a variant that is missing has another one.
+NO_SUCH_CALL = "not_found"
 
 T = TypeVar("T")
 
@@ -125,6 +127,11 @@ class ServerAddress:
             fields = ErrorFields(_unknown_error(self.url, reply))
         message, retry_after = printable(fields.message), reply.headers.get("retry-after", "")
         kind = ServerRefused
+        if fields.code == NO_SUCH_CALL:
+            message = (
+                f"{message}: {self.url} is not the port for this call; with --admin-port, a server has those that "
+                "administer it there, and all others on --port: give that address as --url"
+            )
         if reply.status_code == 401:
             kind, message = AuthenticationFailed, self._unauthenticated(message)
         elif reply.status_code == 403:

@@ -15,7 +15,7 @@ from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponent
 
 from client.artifact_file import ArtifactFile
 from client.errors import NoAnswer, NoServer, ServerRefused
-from client.http import RemoteServer, parsed
+from client.http import NO_SUCH_CALL, RemoteServer, parsed
 from client.reference import path_of
 from client.replies import VariantReply, VersionReply
 from deltastore.progress import byte_progress
@@ -96,7 +96,7 @@ def _known_version(server: RemoteServer, publishing: Publishing) -> tuple[Varian
         params = {"version": str(found.version)}
         reply = server.send("GET", f"{path}/artifact", params=params, headers=headers)
     except ServerRefused as error:
-        if error.status in (NOT_FOUND, QUARANTINED):
+        if error.status in (NOT_FOUND, QUARANTINED) and error.code != NO_SUCH_CALL:
             return None
         raise
     return (variant, found) if reply.status_code == NOT_MODIFIED else None

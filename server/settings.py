@@ -238,12 +238,15 @@ class LoadedSettings:
         return "\n".join(lines)
 
 
-def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> LoadedSettings:
+def load_settings(
+    flags: Mapping[str, Any], config: Path | None = None, *, given_by: str | None = None
+) -> LoadedSettings:
     """Load the settings from flags, environment, TOML file and defaults, in this order of precedence.
 
     Args:
         flags: values of the flags that were given, by setting name.
         config: a TOML file of settings, or None.
+        given_by: the place of `flags` for messages, if it is not the command line.
 
     Raises:
         SettingsError: a setting is invalid. One line names the setting, the value's source and what it must be.
@@ -267,11 +270,11 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None) -> Loade
 
     from_env = EnvSettingsSource(Sourced)()
     names = {*Settings.model_fields, *from_file, *flags}
-    origins = {name: _origin(name, flags, from_env, from_file) for name in names}
+    origins = {name: _origin(name, flags, from_env, from_file, given_by) for name in names}
     try:
         settings = Settings(**Sourced(**flags).model_dump())
     except ValidationError as error:
-        raise SettingsError(_first_problem(error, origins)) from error
+        raise SettingsError(_first_problem(error, origins, given_by)) from error
     return LoadedSettings(settings, origins)
 
 
@@ -302,25 +305,33 @@ def _read_file(config: Path | None) -> Mapping[str, Any]:
 
 
 def _origin(
-    name: str, flags: Mapping[str, Any], from_env: Mapping[str, Any], from_file: Mapping[str, Any]
+    name: str,
+    flags: Mapping[str, Any],
+    from_env: Mapping[str, Any],
+    from_file: Mapping[str, Any],
+    given_by: str | None,
 ) -> str:
     if name in flags:
-        return f"from {_flag_name(name)}"
+        return f"from {given_by or _flag_name(name)}"
     if name in from_env:
         return f"from {ENV_PREFIX}{name.upper()}"
     return "from the configuration file" if name in from_file else "default"
 
 
-def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> str:
+def _first_problem(error: ValidationError, origins: Mapping[str, str], given_by: str | None) -> str:
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
         return message
     name = str(first["loc"][0])
     if first["type"] == "missing":
-        return f"{name} is missing: give {_flag_name(name)}, {ENV_PREFIX}{name.upper()} or {name} in a --config file"
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        if given_by is not None:
+            return f"{name} is missing: give it in {given_by}, or give {variable}"
+        return f"{name} is missing: give {_flag_name(name)}, {variable} or {name} in a --config file"
     if first["type"] == "extra_forbidden":
-        return f"{name} ({origins[name]}) is not a setting: `peraxis serve --help` lists them"
+        lists = "`peraxis serve --help`" if given_by is None else "docs/reference.md"
+        return f"{name} ({origins[name]}) is not a setting: {lists} lists them"
     if first["type"] == "path_not_directory":
         path = first["input"]
         problem = f"{path} is a file" if Path(path).exists() else f"there is no directory {path}"

@@ -21,6 +21,8 @@ from server.scale.shared import SharedState
 
 # Between health checks, so that a killed replica is replaced soon.
 HEALTH_S = 2.0
+# The place of settings, for messages: in a file of Serve's, or NAME=VALUE of `serve run`.
+ARGS = "args of the application"
 ROUTER = "server.scale.request_router.VariantRequestRouter"
 # Between two reports of a replica to the routers.
 ROUTING_STATS_S = 0.25
@@ -42,7 +44,7 @@ def app(args: dict[str, Any]) -> Application:
     """
     given = dict(args)
     number = {name: given.pop(name) for name in ("num_replicas", "max_replicas") if name in given}
-    settings = load_settings(given).settings
+    settings = load_settings(given, given_by=ARGS).settings
     _check(settings)
     options = {**_number_of_engines(settings, **number), **_engine_options(settings)}
     engines = serve.deployment(name="Engine", **options)(EngineReplica)

@@ -19,6 +19,10 @@ NO_TEMPLATE = (
     "there is no chat template here: publish the variant with a tokenizer that has one, "
     "or send a prompt to /v1/completions"
 )
+NO_BASE_TEMPLATE = (
+    "the base has no chat template: ask a variant that has one, or send a prompt to /v1/completions; the operator can "
+    "add a template to the base's tokenizer"
+)
 
 
 def render(template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:

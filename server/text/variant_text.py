@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 from server.fair_limiter import Share, tenant_of
-from server.text.chat_template import NO_TEMPLATE, render
+from server.text.chat_template import NO_BASE_TEMPLATE, NO_TEMPLATE, render
 from server.text.conversation import Conversation
 from server.text.decoding.incremental import NewText, NewTokens
 from server.text.loaded_tokenizer import LoadedTokenizer
@@ -91,7 +91,7 @@ class VariantText:
         if self._facts.key is not None:
             return await self._in_worker(LoadedTokenizer.render_chat, conversation, max_tokens)
         if self._facts.template is None:
-            raise InvalidRequest(NO_TEMPLATE, "messages")
+            raise InvalidRequest(NO_BASE_TEMPLATE if self._record is None else NO_TEMPLATE, "messages")
         variables = self._base.loaded.template_variables
         text = await self._work.run(render, self._facts.template, conversation, variables)
         special = conversation.add_special_tokens

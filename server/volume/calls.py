@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryUnavailable, RegistryUnwritable
+from deltastore.registry.place import is_bucket
 from server.errors import QueueFull
 from server.fair_budget import FairBudget
 from server.fair_limiter import FairLimiter
@@ -80,6 +81,7 @@ class RegistryCalls:
 
     def __init__(self, where: str, probe: Callable[[], object], deadline_s: float = CALL_S) -> None:
         self._where = where
+        self._kind = "bucket" if is_bucket(where) else "volume"
         self._probe = probe
         self._deadline_s = deadline_s
         self._short = _Threads("registry", deadline_s)
@@ -235,14 +237,14 @@ class RegistryCalls:
 
     def _late(self, deadline_s: float) -> RegistryUnavailable:
         return RegistryUnavailable(
-            f"{self._where} did not answer a call within {deadline_s:g} s: check the load on its volume or bucket",
+            f"{self._where} did not answer a call within {deadline_s:g} s: check the load on its {self._kind}",
             public=f"the registry did not answer within {deadline_s:g} s: try again; a change may still be made",
         )
 
     def _hanging(self) -> RegistryUnavailable:
         return RegistryUnavailable(
-            f"{self._where} does not answer: check that its volume or bucket can be reached",
-            public="the registry's volume does not answer: ask its operator to check it, and try again; "
+            f"{self._where} does not answer: check that the {self._kind} can be reached",
+            public=f"the registry's {self._kind} does not answer: ask its operator to check it, and try again; "
             "a change may still be made when it answers",
         )
 

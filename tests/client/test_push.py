@@ -308,3 +308,11 @@ def test_without_progress_stderr_stays_empty(
     monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
     assert pushed(file, ABSENT, CREATED)[0] == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_public_port_of_a_server_with_an_admin_port_is_told_from_one_without_the_variant(
+    file: Path, capsys: Output
+) -> None:
+    code, server = pushed(file, refuse(404, "not_found", "there is no call GET /variants/a"))
+    assert (code, server.calls) == (1, ["GET /variants/a"])
+    assert "--admin-port" in capsys.readouterr().err

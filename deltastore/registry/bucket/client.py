@@ -32,6 +32,8 @@ PART_TIMEOUT = timedelta(minutes=5)
 # Error codes of S3, MinIO and Ceph for a bucket or user that may store no more bytes.
 FULL = re.compile(r"QuotaExceeded|XMinioStorageFull|XMinioAdminBucketQuotaExceeded|InsufficientStorage|507 ")
 GONE = "NoSuchBucket"
+# The variables of an endpoint that obstore reads.
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 MAX_REASON = 300
 
 
@@ -50,17 +52,19 @@ class Bucket:
         self.large = large
         # The beginning of all paths: messages show a key as BUCKET/PREFIX/KEY.
         self.root = PurePosixPath(self.location.removeprefix(SCHEME))
+        self._was_found = False
 
     @classmethod
     def open(cls, location: str) -> Self:
         """Open a bucket by its location. Makes no call.
 
         Raises:
-            UsageError: The location is malformed.
+            UsageError: The location is malformed, or the endpoint has no TLS and that was not allowed.
         """
         found = LOCATION.fullmatch(location)
         if found is None:
             raise UsageError(f"{location!r} is no bucket: give --registry s3://BUCKET/PREFIX")
+        _check_endpoint()
         prefix = (found["prefix"] or "").strip("/") or None
         small = _store(
             found["bucket"],
@@ -85,20 +89,33 @@ class Bucket:
         """Turn errors into RegistryUnavailable or StorageFull; FileNotFoundError passes if the bucket exists."""
         try:
             yield
+            self._was_found = True
         except AlreadyExistsError:
             raise
         except FileNotFoundError as error:
             if GONE in str(error):
-                raise self.gone() from error
+                raise (self.gone() if self._was_found else self._absent()) from error
             raise
         except (BaseError, ValueError) as error:
             raise self._explained(str(error)) from error
 
     def gone(self) -> RegistryUnavailable:
-        """Return the error for a bucket or prefix that does not hold the registry any more."""
+        """Return the error for a bucket or prefix that does not hold the registry any more, or never did."""
+        if not self._was_found:
+            return RegistryUnavailable(
+                f"{self.location} is not a registry: give the location that `peraxis serve --registry` was given, or "
+                "restore the bucket",
+                public="the server's bucket holds no registry: ask its operator to check it",
+            )
         return RegistryUnavailable(
             f"{self.location} is gone: restore the bucket, or give --registry another one",
             public="the registry's bucket is gone: ask its operator to restore it",
+        )
+
+    def _absent(self) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"there is no bucket {self.root.parts[0]}: create it or restore it, or give --registry another one",
+            public="the registry's bucket does not exist: ask its operator to create or restore it",
         )
 
     def _explained(self, text: str) -> PeraxisError:
@@ -117,8 +134,22 @@ class Bucket:
         )
 
 
+def _allows_http() -> bool:
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+
+
+def _check_endpoint() -> None:
+    """Refuse an endpoint that every call would fail on, with an error that names no reason."""
+    for name in ENDPOINTS:
+        endpoint = os.environ.get(name, "")
+        if endpoint.lower().startswith("http://") and not _allows_http():
+            raise UsageError(
+                f"the endpoint {endpoint} of {name} has no TLS: set AWS_ALLOW_HTTP=true to send credentials and "
+                "artifacts in plain text, or give an https:// endpoint"
+            )
+
+
 def _store(bucket: str, prefix: str | None, deadlines: ClientConfig, retry: RetryConfig) -> S3Store:
     # obstore reads AWS_ALLOW_HTTP, too, but not beside options that are given.
-    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-    options: ClientConfig = {"allow_http": allow_http, "connect_timeout": SMALL_TIMEOUT, **deadlines}
+    options: ClientConfig = {"allow_http": _allows_http(), "connect_timeout": SMALL_TIMEOUT, **deadlines}
     return S3Store(bucket, prefix=prefix, client_options=options, retry_config=retry)

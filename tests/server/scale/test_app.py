@@ -39,6 +39,11 @@ def test_only_the_application_for_ray_needs_ray() -> None:
         ({"http_workers": 2, "auth": "keys"}, "num_replicas of the deployment Ingress"),
         ({}, "auth is none"),
         ({"port": "high", "auth": "keys"}, "port"),
+        (
+            {"max_gpu_deltaz": 3, "auth": "keys"},
+            r"max_gpu_deltaz \(from args of the application\) is not a setting: .*reference",
+        ),
+        ({"max_gpu_deltas": "many", "auth": "keys"}, r"max_gpu_deltas \(from args of the application\)"),
         ({"num_replicas": "two", "auth": "keys"}, "num_replicas is 'two': give a whole number"),
         ({"num_replicas": 3, "max_replicas": 2, "auth": "keys"}, "max_replicas at least num_replicas"),
     ],

@@ -125,6 +125,15 @@ def test_a_variant_without_a_template_has_none_though_its_base_has(texts: Texts,
     texts.run(test)
 
 
+def test_a_base_without_a_template_is_not_told_to_publish_one(tmp_path: Path) -> None:
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text = await service.of(None, "default")
+        with pytest.raises(InvalidRequest, match="the base has no chat template: ask a variant that has one"):
+            await text.render_chat(CONVERSATION, MAX_TOKENS)
+
+    make_texts(tmp_path, make_tokenizer()).run(test)
+
+
 def test_twenty_first_requests_read_the_variant_once(
     texts: Texts, own_files: dict[str, bytes], reads: list[str]
 ) -> None:

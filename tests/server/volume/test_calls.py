@@ -118,6 +118,21 @@ def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("where", "kind"), [("/mnt/registry", "volume"), ("s3://models/registry", "bucket")])
+def test_what_hangs_is_called_by_its_kind(volume: Volume, where: str, kind: str) -> None:
+    async def main() -> None:
+        calls = RegistryCalls(where, volume.read, DEADLINE_S)
+        volume.answers.clear()
+        async with watched(calls):
+            await until_failing(calls, True)
+            assert calls.failure is not None
+            assert f"the registry's {kind} does not answer" in calls.failure.public
+            assert f"{where} does not answer: check that the {kind} can be reached" in str(calls.failure)
+            volume.answers.set()
+
+    asyncio.run(main())
+
+
 def test_a_call_that_is_late_fails_alone_and_asks_for_a_probe(volume: Volume) -> None:
     stuck = threading.Event()
 

@@ -122,14 +122,28 @@ def test_a_bucket_that_is_gone_or_cannot_be_reached_is_an_error_and_not_an_empty
     ):
         with pytest.raises(RegistryUnavailable, match="is gone"):
             call()
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    with pytest.raises(RegistryUnavailable):
-        Registry.open("s3://no-such-bucket/registry", ObjectCache(tmp_path / "none", CACHE_BYTES))
+    # Neither is gone, since it never was there.
+    cache = ObjectCache(tmp_path / "none", CACHE_BYTES)
+    with pytest.raises(RegistryUnavailable, match="there is no bucket no-such-bucket: create it"):
+        Registry.open("s3://no-such-bucket/registry", cache)
+    with pytest.raises(RegistryUnavailable, match="-mistyped is not a registry"):
+        Registry.open(f"{bucket.url}-mistyped", cache, is_made=False)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
         with pytest.raises(RegistryUnavailable, match="nothing was acknowledged; check the endpoint"):
             machine(bucket, tmp_path / "unreachable")
+
+
+def test_an_endpoint_without_tls_must_be_allowed(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(bucket, tmp_path)
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(
+        UsageError, match=f"{bucket.endpoint} of AWS_ENDPOINT_URL has no TLS: set AWS_ALLOW_HTTP"
+    ):
+        machine(bucket, tmp_path)
 
 
 @pytest.mark.parametrize("location", ["s3://", "s3://UPPER/x", "s3://bucket/../x?y"])

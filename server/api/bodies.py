@@ -1,26 +1,39 @@
-"""Read request bodies: in time, JSON strictly and within a bound on the bytes of all bodies. Knows no route."""
+"""Read request bodies: in time, JSON strictly and within bounds on bytes and values. Knows no route.
+
+A parsed array, object or string takes up to a hundred times the memory of its text, and as much more time, so JSON is
+bounded in these before it is parsed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from contextlib import aclosing
-from typing import TypeVar
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
 from deltastore.errors import shown
-from server.errors import InvalidRequest, QueueFull, RequestTimeout
+from server.api.schemas import MAX_VALUES, num_values
+from server.errors import InvalidRequest, RequestTimeout
+from server.fair_budget import FairBudget
+from server.fair_limiter import FairLimiter
 
 JSON = "application/json"
 # Of one JSON body.
 MAX_BYTES = 8 << 20
-# Of all JSON bodies that are being read, beyond the first `FREE_BYTES` of each: small requests are always read.
-MAX_READING_BYTES = 128 << 20
+# Of all JSON bodies that are read or wait to be tokenized, beyond the first `FREE_BYTES` of each: small requests are
+# always read. One tenant alone may have half of it.
+MAX_HELD_BYTES = 256 << 20
+# Larger bodies are parsed off the event loop, and bytes are reserved in steps of it.
 FREE_BYTES = 64 << 10
+# Bodies of one tenant that wait to be parsed; their bytes are bounded before.
+MAX_WAITING = 4096
 # A JSON body must be complete after this time.
 JSON_S = 120.0
 # Each `SLOW_S` of waiting for a client must bring `SLOW_BYTES` of its body, or the end: 4 KiB/s.
@@ -36,55 +49,60 @@ AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 B = TypeVar("B", bound=msgspec.Struct)
 
 
-class BodyBudget:
-    """Bytes that the JSON bodies of one process may take while they are read."""
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """What the JSON bodies of one application share: memory, and the thread that parses the large ones."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._free = num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Reserve bytes; raise QueueFull if they are not free."""
-        if num_bytes > self._free:
-            raise QueueFull("the server is reading too many large bodies: try again in a moment")
-        self._free -= num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        self._free += num_bytes
+    budget: FairBudget
+    parsing: FairLimiter
 
 
-def install(app: FastAPI, num_bytes: int = MAX_READING_BYTES) -> None:
+def install(app: FastAPI, num_bytes: int = MAX_HELD_BYTES) -> None:
     """Give the application's JSON bodies a budget of bytes."""
-    app.state.body_budget = BodyBudget(num_bytes)
+    # One at a time: a parser holds the interpreter's lock.
+    parsing = FairLimiter(1, 1, MAX_WAITING)
+    app.state.bodies = Bodies(FairBudget(num_bytes, "bytes of large bodies"), parsing)
 
 
 def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """Return a dependency that parses the body as a `kind`.
-
-    FastAPI's own body parameters read a body of any size, for any time, into memory. msgspec stops at the first error,
-    so that a hostile body costs no more than an honest one of its size.
-
-    The dependency raises InvalidRequest for another media type or an invalid body, RequestTimeout for a slow one,
-    QueueFull when too many bytes of bodies are being read, and HTTPException 413 for a body that is too large.
-    """
-    decoder = msgspec.json.Decoder(kind)
+    """Return a dependency that parses the body as a `kind`; it raises as `read_json` does."""
 
     async def parse(request: Request) -> B:
-        _check_headers(request)
-        budget: BodyBudget = request.app.state.body_budget
-        body, taken = bytearray(), 0
-        try:
-            async with aclosing(timed_chunks(request, JSON_S)) as chunks:
-                async for chunk in chunks:
-                    body += chunk
-                    _check_size(len(body))
-                    if len(body) > FREE_BYTES:
-                        budget.take(len(chunk))
-                        taken += len(chunk)
-            return _decode(decoder, body)
-        finally:
-            budget.give_back(taken)
+        with ExitStack() as held:
+            return await read_json(request, kind, held)
 
     return parse
+
+
+async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
+    """Read and parse the body of a request that `access.authorize` has let in.
+
+    FastAPI's own body parameters read a body of any size, for any time, into memory.
+
+    Args:
+        held: holds the bytes that are reserved for the body, until nothing of its size is in memory.
+
+    Raises:
+        InvalidRequest: another media type, an invalid body, or one of too many values.
+        RequestTimeout: the body comes too slowly.
+        QueueFull: the tenant has too many bytes of bodies.
+        HTTPException: 413 for a body that is too large.
+    """
+    _check_headers(request)
+    bodies: Bodies = request.app.state.bodies
+    tenant: str = request.scope["state"]["tenant"]
+    body, num_reserved = bytearray(), FREE_BYTES
+    async with aclosing(timed_chunks(request, JSON_S)) as chunks:
+        async for chunk in chunks:
+            _check_size(len(body) + len(chunk))
+            while len(body) + len(chunk) > num_reserved:
+                held.enter_context(bodies.budget.holding(tenant, FREE_BYTES))
+                num_reserved += FREE_BYTES
+            body += chunk
+    if len(body) <= FREE_BYTES:
+        return _parse(kind, body)
+    async with bodies.parsing.permit(tenant):
+        return await asyncio.to_thread(_parse, kind, body)
 
 
 def media_type_of(request: Request) -> str:
@@ -141,11 +159,17 @@ def _check_size(num_bytes: int) -> None:
         raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: split the request")
 
 
-def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
+def _parse(kind: type[B], body: bytearray) -> B:
+    if num_values(body) > MAX_VALUES:
+        raise InvalidRequest(
+            f"the body has more than {MAX_VALUES} arrays, objects and strings: send fewer",
+            _largest_field(kind, body),
+        )
     try:
+        decoder: msgspec.json.Decoder[B] = _decoder(kind)
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid(str(error), decoder.type.__struct_fields__) from error
+        raise invalid(str(error), kind.__struct_fields__) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(
             f"the body is no valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
@@ -154,6 +178,22 @@ def _decode(decoder: msgspec.json.Decoder[B], body: bytearray) -> B:
         raise InvalidRequest("the body is not in UTF-8: encode it so") from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply: send a flatter one") from error
+
+
+@cache
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _largest_field(kind: type[msgspec.Struct], body: bytearray) -> str | None:
+    """Return the field that is most of a body; None if there is none, or the body is no JSON."""
+    names = kind.__struct_fields__
+    unparsed = msgspec.defstruct("Unparsed", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
+    try:
+        fields = msgspec.json.decode(body, type=unparsed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return next((name for name in names if 2 * len(getattr(fields, name)) > len(body)), None)
 
 
 def invalid(message: str, fields: Collection[str] = ()) -> InvalidRequest:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any
 
 import fastapi
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from server.api.bodies import json_body
+from server.api.bodies import read_json
 from server.api.json_replies import server_sent_event
 from server.api.outputs.text_outputs import ScoredText, SequenceEnd, TextToken
 from server.api.replies import WholeSequence, answer
 from server.api.schemas import GenerateBody, GenerateQuery, Reference
 from server.api.service import AnyService, TenantDep
 from server.api.submission import GenerationCall, Submission
+from server.tenants.tenant import Tenant
 from server.text.conversation import Conversation
 
 router = APIRouter()
@@ -24,15 +27,20 @@ router = APIRouter()
 async def generate(
     request: fastapi.Request,
     query: Annotated[GenerateQuery, Query()],
-    body: Annotated[GenerateBody, Depends(json_body(GenerateBody))],
     service: AnyService,
     tenant: TenantDep,
 ) -> Response:
     """Answer with the tokens of `variant`, or of the base without one."""
     reference = Reference.parse(query.variant)
+    return await answer(request, service, tenant, partial(_call, request, tenant, reference))
+
+
+async def _call(
+    request: fastapi.Request, tenant: Tenant, reference: Reference, held: ExitStack
+) -> tuple[GenerationCall, type[GenerateReply]]:
+    body = await read_json(request, GenerateBody, held)
     prompt = Conversation(body.conversation()) if body.prompt is None else body.prompt
-    call = GenerationCall(tenant, reference, (prompt,), body.sampling_params(), body.stream)
-    return await answer(request, service, call, GenerateReply)
+    return GenerationCall(tenant, reference, (prompt,), body.sampling_params(), body.stream), GenerateReply
 
 
 class GenerateReply:

@@ -1,11 +1,12 @@
 """Answer a call, whole or as server-sent events. Each route that generates gives its own JSON.
 
-Owns the life of a call between its parsed body and its last byte. Knows no field of any reply.
+Owns the life of a call from its tenant's seat to its last byte. Knows no field of any reply.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,10 +20,11 @@ from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import EventStream, RequestEvents, while_connected
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
 from server.api.service import Service
-from server.api.submission import GenerationCall, Submission, submit
+from server.api.submission import GenerationCall, Submission, submit, take_seat
 from server.errors import InvalidRequest
 from server.grammar.tool_calls import CallDelta, ToolCall, joined
 from server.protocol.events import FinishReason
+from server.tenants.tenant import Tenant
 
 # Log-probabilities that a whole reply may hold, those of the likeliest tokens included: about 300 MB in memory.
 MAX_LOGPROBS = 1 << 20
@@ -74,20 +76,24 @@ class ReplyFormat(Protocol):
 async def answer(
     request: fastapi.Request,
     service: Service,
-    call: GenerationCall,
-    format_of: Callable[[Submission], ReplyFormat],
+    tenant: Tenant,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
 ) -> Response:
-    """Submit a call and answer it. The engine's work ends when the client leaves.
+    """Read a call, submit it and answer it. The engine's work ends when the client leaves.
+
+    Args:
+        read: reads the body, and returns the call and the format of its reply; its argument holds what is reserved
+            for the body, until the call is submitted.
 
     Raises:
-        PeraxisError: as `submit` does, or because a request failed before the first byte of its reply.
+        PeraxisError: as `read` and `submit` do, or because a request failed before the first byte of its reply.
     """
     http_request_id = http_request_id_of(request)
     events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
     try:
-        submission = await while_connected(request, submit(service, call, events))
-        replies = format_of(submission)
-        if not call.stream:
+        await take_seat(service, tenant, events)
+        submission, replies, is_stream = await _submitted(request, service, read, events)
+        if not is_stream:
             sequences = await while_connected(request, _gather(submission))
             if submission.sampling_params.logprobs is None:
                 return _whole_reply(submission, replies, sequences)
@@ -101,6 +107,22 @@ async def answer(
     content = _stream(submission, replies, first, http_request_id)
     headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return EventStream(events, content, headers)
+
+
+async def _submitted(
+    request: fastapi.Request,
+    service: Service,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
+    events: RequestEvents,
+) -> tuple[Submission, ReplyFormat, bool]:
+    """Read and submit a call. Return its submission, the format of its reply, and whether it is a stream.
+
+    Afterwards nothing refers to the body and its prompts, which may be a thousand times as large as the answer.
+    """
+    with ExitStack() as held:
+        call, format_of = await read(held)
+        submission = await while_connected(request, submit(service, call, events))
+        return submission, format_of(submission), call.stream
 
 
 def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[WholeSequence]) -> Response:

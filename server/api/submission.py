@@ -1,7 +1,7 @@
 """Submit a call to the engine: resolve its version, tokenize its prompts, choose its sampling parameters.
 
-Every route that generates tokens goes through here. The tenant's limits are asked twice: for a seat before any costly
-work, and for the tokens when they are known. Knows no route's JSON.
+Every route that generates tokens goes through here. The tenant's limits are asked three times: for a seat before the
+body is read, for what the call needs when it is parsed, and for the tokens when they are known. Knows no route's JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from server.protocol.limits import Rates, Tokens
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
 from server.request_context import current_request
-from server.tenants.limits.limiter import Seat
 from server.tenants.tenant import Tenant
 from server.text.conversation import Conversation
 from server.text.variant_text import VariantText
@@ -42,6 +41,8 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 # Of all prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
+# Of any call.
+FEWEST = Tokens(1, 1)
 
 
 Prompt = str | Sequence[int] | Conversation
@@ -119,24 +120,39 @@ class Submission:
         return {**version_headers(self.variant, self.record), **rate_headers(self.rates)}
 
 
-async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
-    """Resolve the version, take the tenant's seat, tokenize every prompt, then submit a request for each.
+async def take_seat(service: Service, tenant: Tenant, events: RequestEvents) -> None:
+    """Count a request of a tenant before its body is read; its events hold the seat until they end.
 
     Raises:
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
+        RateLimited: the tenant is over a limit.
+    """
+    with _counting_refusals(service, tenant):
+        service.check_ready()
+        events.hold(await service.limiter.admit(tenant.name, FEWEST))
+
+
+async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
+    """Resolve the version, ask for what the call needs, tokenize every prompt, then submit a request for each.
+
+    Args:
+        events: hold the tenant's seat.
+
+    Raises:
+        QueueFull, EngineRestarted: the server does not admit requests now.
         VariantNotFound, VariantQuarantined, BaseMismatch: the version cannot be served.
         RegistryUnavailable: the registry cannot be asked, and the version is not in memory.
         RateLimited: the tenant is over a limit.
         InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
             its output cannot be used.
     """
+    seat = events.seat
     with _counting_refusals(service, call.tenant):
-        service.check_ready()
         _check_number(call, service.settings.max_queue)
     record = await resolved(service, call.tenant, call.reference)
     with _counting_refusals(service, call.tenant):
         # Before the variant's files are read and texts are tokenized, which takes a worker's time.
-        seat = await _seat_for(service, call, events)
+        await seat.need(len(call.prompts), call.least_tokens(), call.length_field)
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes = await _tokenized(call, text, max_tokens)
@@ -157,15 +173,6 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         else TextOutputs(events, requests, text)
     )
     return Submission(requests, outputs, echoes, seat.rates)
-
-
-async def _seat_for(service: Service, call: GenerationCall, events: RequestEvents) -> Seat:
-    """Take the tenant's seat for a call; its events hold it until they end."""
-    seat = await service.limiter.admit(
-        call.tenant.name, len(call.prompts), call.least_tokens(), call.length_field
-    )
-    events.hold(seat)
-    return seat
 
 
 async def _tokenized(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.api.bodies import json_body
+from server.api.bodies import read_json
 from server.api.json_replies import JsonReply
 from server.api.openai.schemas import DetokenizeBody, TokenizeBody
 from server.api.schemas import BASE, Reference
@@ -22,13 +22,13 @@ from server.text.variant_text import VariantText
 
 router = APIRouter()
 
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
+
 
 @router.post("/tokenize")
-async def tokenize(
-    body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], service: ServiceDep, tenant: TenantDep
-) -> Response:
+async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
     """Answer with the token ids of a prompt or a conversation, as a request for tokens would have them."""
-    async with _text(service, tenant, body.model) as (text, headers):
+    async with _read(request, service, tenant, TokenizeBody) as (body, text, headers):
         max_tokens = service.engine.facts.max_model_len
         if body.prompt is not None:
             ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
@@ -48,13 +48,9 @@ async def tokenize(
 
 
 @router.post("/detokenize")
-async def detokenize(
-    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))],
-    service: ServiceDep,
-    tenant: TenantDep,
-) -> Response:
+async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
     """Answer with the text of token ids, special tokens included."""
-    async with _text(service, tenant, body.model) as (text, headers):
+    async with _read(request, service, tenant, DetokenizeBody) as (body, text, headers):
         max_tokens = service.engine.facts.max_model_len
         if len(body.tokens) > max_tokens:
             raise InvalidRequest(
@@ -68,20 +64,21 @@ async def detokenize(
 
 
 @asynccontextmanager
-async def _text(
-    service: Service, tenant: Tenant, model: str | None
-) -> AsyncIterator[tuple[VariantText, dict[str, str]]]:
-    """Yield the text of the model that a body names, by default the base, and the headers that name its version.
+async def _read(
+    request: Request, service: Service, tenant: Tenant, kind: type[B]
+) -> AsyncIterator[tuple[B, VariantText, dict[str, str]]]:
+    """Yield the body, the text of the model that it names, by default the base, and the headers of its version.
 
-    The call counts as one request of the tenant.
+    The call counts as one request of the tenant, before its body is read.
     """
     service.check_ready()
-    reference = Reference.parse(model)
-    record = await resolved(service, tenant, reference)
-    headers = version_headers(reference.name or BASE, record)
-    # Before the variant's files are read, which takes a worker's time.
     seat = await service.limiter.admit(tenant.name)
     try:
-        yield await service.text.of(record, tenant.name), headers
+        with ExitStack() as held:
+            body = await read_json(request, kind, held)
+            reference = Reference.parse(body.model)
+            record = await resolved(service, tenant, reference)
+            headers = version_headers(reference.name or BASE, record)
+            yield body, await service.text.of(record, tenant.name), headers
     finally:
         seat.release()

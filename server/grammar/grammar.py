@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from msgspec.json import encode
+
 from server.errors import InvalidRequest
 
-# Of all schemas of one request. llguidance compiles larger ones, but each step would have to carry them.
+# Of all schemas of one request, and of its tools. llguidance compiles larger ones, but each step would have to carry
+# them.
 MAX_BYTES = 256 << 10
 # serde_json, which llguidance reads schemas with, refuses deeper documents.
 MAX_DEPTH = 100
@@ -99,23 +102,40 @@ def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
 
 
 def check_schema(document: object, param: str) -> None:
-    """Refuse JSON that is nested more than `MAX_DEPTH` deep, or that bounds a number beyond 64 bits.
+    """Refuse JSON that is too large, nested more than `MAX_DEPTH` deep, or that bounds a number beyond 64 bits.
 
     Raises:
         InvalidRequest: names `param`.
     """
+    # Before it is walked, which takes far longer.
+    encoded(document, param)
     level = [document]
     for _ in range(MAX_DEPTH):
         for value in level:
             _check_bounds(value, param)
-        level = [child for value in level for child in _children(value)]
+        children = (child for value in level for child in _children(value))
+        level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return
-    raise InvalidRequest(f"{param}: a schema is nested more than {MAX_DEPTH} deep: make it flatter", param)
+    raise _too_deep(param)
+
+
+def encoded(document: object, param: str) -> bytes:
+    """Return tools or a schema as JSON; InvalidRequest names `param` if there are more than `MAX_BYTES`."""
+    try:
+        text = encode(document)
+    except RecursionError:
+        raise _too_deep(param) from None
+    _check_size(len(text), param)
+    return text
+
+
+def _too_deep(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: a schema is nested more than {MAX_DEPTH} deep: make it flatter", param)
 
 
 def _check_bounds(value: object, param: str) -> None:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return
     for key in BOUND_KEYS:
         bound = value.get(key)
@@ -125,11 +145,10 @@ def _check_bounds(value: object, param: str) -> None:
             )
 
 
-def _children(value: object) -> Iterator[object]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list):
-        yield from value
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -141,9 +160,13 @@ def _text(text: str) -> str:
     return json.dumps(text)
 
 
-def _checked(text: str, param: str) -> Grammar:
-    if len(text) > MAX_BYTES:
+def _check_size(num_bytes: int, param: str) -> None:
+    if num_bytes > MAX_BYTES:
         raise InvalidRequest(
-            f"{param}: its schemas have {len(text)} bytes, more than {MAX_BYTES}: make them shorter", param
+            f"{param}: its schemas have {num_bytes} bytes, more than {MAX_BYTES}: make them shorter", param
         )
+
+
+def _checked(text: str, param: str) -> Grammar:
+    _check_size(len(text), param)
     return Grammar(text, param)

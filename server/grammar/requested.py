@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from server.errors import InvalidRequest
-from server.grammar.grammar import Grammar, ToolSchema, any_object, arguments_of, calls_of, matching_schema
+from server.grammar.grammar import (
+    Grammar,
+    ToolSchema,
+    any_object,
+    arguments_of,
+    calls_of,
+    encoded,
+    matching_schema,
+)
 
 MAX_TOOLS = 128
 # Arguments of a function that names no parameters, as OpenAI has it.
@@ -80,13 +88,16 @@ class Requested:
 
     Args:
         grammar: all of the output matches it; None leaves it free.
-        tools: as the chat template is given them; empty if the model may call none.
+        tools: as the chat template is given them, in JSON, which is short beside its values; empty if the model may
+            call none.
+        names: of the tools.
         form: how tool calls stand in the output.
         called: the only tool that is called, with the form ``arguments``.
     """
 
     grammar: Grammar | None = None
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: bytes = b""
+    names: frozenset[str] = frozenset()
     form: CallForm = "free"
     called: str | None = None
 
@@ -100,7 +111,7 @@ def requested(
     """Return what the fields of a request ask for.
 
     Raises:
-        InvalidRequest: they contradict each other, or a schema is too large.
+        InvalidRequest: they contradict each other, or the tools or a schema are too large.
     """
     tools = tools or []
     if not tools and tool_choice not in (None, "none", "auto"):
@@ -111,22 +122,23 @@ def requested(
     grammar = _format_grammar(response_format)
     if not tools or tool_choice == "none":
         return Requested(grammar)
-    shown: tuple[dict[str, Any], ...] = tuple(to_builtins(tool) for tool in tools)
+    shown = encoded(tools, "tools")
+    known = frozenset(names)
     if tool_choice in (None, "auto"):
         if grammar is not None:
             raise InvalidRequest(
                 "response_format with tools that may be called is not supported: set tool_choice to none or required",
                 "response_format",
             )
-        return Requested(None, shown)
+        return Requested(None, shown, known)
     if isinstance(tool_choice, NamedTool):
         name = tool_choice.function.name
         if name not in names:
             raise InvalidRequest(f"tool_choice: there is no tool {name}: name one of tools", "tool_choice")
-        return Requested(arguments_of(_schema(tools[names.index(name)])), shown, "arguments", name)
-    return Requested(
-        calls_of([_schema(tool) for tool in tools], parallel_tool_calls is not False), shown, "array"
-    )
+        grammar = arguments_of(_schema(tools[names.index(name)]))
+        return Requested(grammar, shown, known, "arguments", name)
+    grammar = calls_of([_schema(tool) for tool in tools], parallel_tool_calls is not False)
+    return Requested(grammar, shown, known, "array")
 
 
 def _format_grammar(response_format: ResponseFormat | None) -> Grammar | None:

@@ -44,20 +44,21 @@ class FreeAnswer:
     is_whole: bool = True
 
 
-async def parsed(
-    text: VariantText, answers: Sequence[FreeAnswer], tools: Sequence[dict[str, Any]]
-) -> list[ParsedAnswer] | None:
+async def parsed(text: VariantText, answers: Sequence[FreeAnswer], tools: bytes) -> list[ParsedAnswer] | None:
     """Split answers into content and tool calls by the variant's response template; return None if it has none.
+
+    Args:
+        tools: a JSON array.
 
     Raises:
         InvalidRequest: the template needs too much time or memory.
     """
-    parse = partial(parse_answers, answers=list(answers), tools=list(tools))
+    parse = partial(parse_answers, answers=list(answers), tools=tools)
     return await text.run_in(None, parse, parse)
 
 
 def parse_answers(
-    tokenizer: LoadedTokenizer, answers: list[FreeAnswer], tools: list[dict[str, Any]]
+    tokenizer: LoadedTokenizer, answers: list[FreeAnswer], tools: bytes
 ) -> list[ParsedAnswer] | None:
     """Parse answers. A whole one that the variant's response template cannot parse is content.
 
@@ -66,7 +67,8 @@ def parse_answers(
     template = tokenizer.response_template
     if template is None:
         return None
-    return [_parsed(tokenizer, dict(template), answer, tools) for answer in answers]
+    known: list[dict[str, Any]] = json.loads(tools)
+    return [_parsed(tokenizer, dict(template), answer, known) for answer in answers]
 
 
 def _parsed(

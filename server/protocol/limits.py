@@ -20,7 +20,10 @@ class Tokens(Struct, frozen=True, array_like=True):
 
 
 class TakeSeat(Struct, frozen=True, tag=True):
-    """Count work of a tenant as under way until a GiveBack. Answered by SeatTaken, SeatRefused or LimitsUnknown."""
+    """Count work of a tenant as under way until a GiveBack. Answered by SeatTaken, SeatRefused or LimitsUnknown.
+
+    The same id again says what the call of a seat needs, now that it is known. SeatRefused then gives the seat back.
+    """
 
     call_id: int  # names the seat, too
     tenant: str

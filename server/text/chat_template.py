@@ -5,6 +5,7 @@ The sandbox keeps a template from reading the host; it bounds neither its time n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def render(template: str, conversation: Conversation, variables: Mapping[str, An
         render_all: Any = chat_template_utils.render_jinja_template
         rendered, _ = render_all(
             [conversation.messages],
-            tools=list(conversation.tools) or None,
+            tools=json.loads(conversation.tools) if conversation.tools else None,
             chat_template=template,
             add_generation_prompt=conversation.add_generation_prompt,
             **variables,

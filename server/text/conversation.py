@@ -14,10 +14,10 @@ class Conversation:
         messages: each has at least ``role`` and ``content``.
         add_generation_prompt: the template opens the assistant's turn behind them.
         add_special_tokens: the tokenizer adds its own, too; most templates write them.
-        tools: functions that the template tells the model of, in OpenAI's form.
+        tools: functions that the template tells the model of, as a JSON array in OpenAI's form; empty for none.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: bytes = b""

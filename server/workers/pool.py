@@ -97,10 +97,11 @@ class WorkerPool:
             RuntimeError: `function` raised another exception; the message is its traceback.
         """
         limits = limits or self._limits
-        task = pack_task(function, args, limits)
         async with self._limiter.permit(share):
             if check is not None:
                 check()
+            # Not before: a task that waits would take its bytes twice.
+            task = pack_task(function, args, limits)
             worker = await self._take(share)
             try:
                 async with asyncio.timeout(deadline_s):

@@ -6,23 +6,26 @@ The variant's own chat template makes the prompt.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import fastapi
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from server.api.bodies import json_body
+from server.api.bodies import read_json
 from server.api.openai.documents import Documents, chat_logprobs, failed_chunks
 from server.api.openai.schemas import ChatBody
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
-from server.api.replies import WholeSequence, answer
+from server.api.replies import ReplyFormat, WholeSequence, answer
 from server.api.schemas import Reference
 from server.api.service import AnyService, TenantDep
 from server.api.submission import GenerationCall, Submission
 from server.grammar.tool_calls import CallDelta, ToolCall
 from server.protocol.events import FinishReason
+from server.tenants.tenant import Tenant
 from server.text.conversation import Conversation
 
 KIND = "chat.completion"
@@ -32,13 +35,15 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions")
-async def chat(
-    request: fastapi.Request,
-    body: Annotated[ChatBody, Depends(json_body(ChatBody))],
-    service: AnyService,
-    tenant: TenantDep,
-) -> Response:
+async def chat(request: fastapi.Request, service: AnyService, tenant: TenantDep) -> Response:
     """Answer with the assistant's next message; without a length, it is as long as fits."""
+    return await answer(request, service, tenant, partial(_call, request, tenant))
+
+
+async def _call(
+    request: fastapi.Request, tenant: Tenant, held: ExitStack
+) -> tuple[GenerationCall, Callable[[Submission], ReplyFormat]]:
+    body = await read_json(request, ChatBody, held)
     sampling = body.sampling()
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
@@ -55,17 +60,17 @@ async def chat(
         length_field=body.length_field,
         requested=requested,
     )
-    return await answer(request, service, call, partial(ChatReply, body))
+    return call, partial(ChatReply, body.model, body.includes_usage, bool(body.logprobs))
 
 
 class ChatReply:
-    """The JSON of `POST /v1/chat/completions`."""
+    """The JSON of `POST /v1/chat/completions`. Keeps nothing of the size of the request's body."""
 
-    def __init__(self, body: ChatBody, submission: Submission) -> None:
-        self._documents = Documents(body, submission, "chatcmpl")
+    def __init__(self, model: str, includes_usage: bool, has_logprobs: bool, submission: Submission) -> None:
+        self._documents = Documents(submission, "chatcmpl", model, includes_usage)
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
-        self._has_logprobs = bool(body.logprobs)
+        self._has_logprobs = has_logprobs
         self._calling: set[int] = set()  # choices with calls
 
     def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
@@ -121,10 +126,10 @@ def _message(sequence: WholeSequence) -> dict[str, Any]:
     message = {"role": "assistant", "content": sequence.text or (None if calls else ""), "refusal": None}
     if sequence.reasoning:
         message["reasoning_content"] = sequence.reasoning
-    return {**message, "tool_calls": list(map(_call, calls))} if calls else message
+    return {**message, "tool_calls": list(map(_tool_call, calls))} if calls else message
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {
         "id": _call_id(),
         "type": "function",
@@ -136,7 +141,7 @@ def _call_delta(delta: CallDelta) -> dict[str, Any]:
     """Return what a stream adds to a call: its identity comes with the name."""
     if delta.name is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    return {"index": delta.index, **_call(ToolCall(delta.name, delta.arguments))}
+    return {"index": delta.index, **_tool_call(ToolCall(delta.name, delta.arguments))}
 
 
 def _call_id() -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import fastapi
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import Response
 
-from server.api.bodies import json_body
+from server.api.bodies import read_json
 from server.api.openai.documents import Documents, completion_logprobs, failed_chunks
 from server.api.openai.schemas import CompletionBody
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
-from server.api.replies import WholeSequence, answer
+from server.api.replies import ReplyFormat, WholeSequence, answer
 from server.api.schemas import Reference
 from server.api.service import AnyService, TenantDep
 from server.api.submission import GenerationCall, Submission
 from server.protocol.events import FinishReason
+from server.tenants.tenant import Tenant
 
 KIND = "text_completion"
 
@@ -26,13 +28,15 @@ router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def complete(
-    request: fastapi.Request,
-    body: Annotated[CompletionBody, Depends(json_body(CompletionBody))],
-    service: AnyService,
-    tenant: TenantDep,
-) -> Response:
+async def complete(request: fastapi.Request, service: AnyService, tenant: TenantDep) -> Response:
     """Answer with the tokens that follow each prompt, or with log-probabilities of the prompts themselves."""
+    return await answer(request, service, tenant, partial(_call, request, tenant))
+
+
+async def _call(
+    request: fastapi.Request, tenant: Tenant, held: ExitStack
+) -> tuple[GenerationCall, Callable[[Submission], ReplyFormat]]:
+    body = await read_json(request, CompletionBody, held)
     sampling = body.sampling()
     if body.logprobs is not None:
         sampling["logprobs"] = body.logprobs
@@ -51,19 +55,30 @@ async def complete(
         echo=bool(body.echo),
         requested=body.requested(),
     )
-    return await answer(request, service, call, partial(CompletionReply, body))
+    has_logprobs, is_prompt_only = body.logprobs is not None, body.max_tokens == 0
+    return call, partial(CompletionReply, body.model, body.includes_usage, has_logprobs, is_prompt_only)
 
 
 class CompletionReply:
-    """The JSON of `POST /v1/completions`: the choices of the first prompt come first."""
+    """The JSON of `POST /v1/completions`: the choices of the first prompt come first.
 
-    def __init__(self, body: CompletionBody, submission: Submission) -> None:
-        self._documents = Documents(body, submission, "cmpl")
+    Of the request's body it keeps the prompts, if the reply repeats them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        includes_usage: bool,
+        has_logprobs: bool,
+        is_prompt_only: bool,
+        submission: Submission,
+    ) -> None:
+        self._documents = Documents(submission, "cmpl", model, includes_usage)
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
         self._echoes = submission.echoes
-        self._has_logprobs = body.logprobs is not None
-        self._is_prompt_only = body.max_tokens == 0
+        self._has_logprobs = has_logprobs
+        self._is_prompt_only = is_prompt_only
         self._unechoed = set(range(self._n * len(submission.echoes)))
 
     def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:

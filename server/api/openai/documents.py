@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from server.api.json_replies import unnamed_event
-from server.api.openai.schemas import OpenAIBody
 from server.api.outputs.text_outputs import ScoredText, TextToken
 from server.api.submission import Submission
 from server.text.decoding.incremental import INCOMPLETE
@@ -22,15 +21,17 @@ class Documents:
 
     Args:
         prefix: begins the reply's id, as in OpenAI's API.
+        model: as the client named it.
+        includes_usage: a stream ends with the number of tokens.
     """
 
-    def __init__(self, body: OpenAIBody, submission: Submission, prefix: str) -> None:
+    def __init__(self, submission: Submission, prefix: str, model: str, includes_usage: bool) -> None:
         record = submission.record
         self._submission = submission
-        self._includes_usage = body.includes_usage
+        self._includes_usage = includes_usage
         self._id = f"{prefix}-{submission.requests[0].id}"
         self._created = int(time.time())
-        self._model = body.model
+        self._model = model
         self._fingerprint = None if record is None else record.digest[:FINGERPRINT_CHARS]
 
     def document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from msgspec.json import decode
 
 from server.api.schemas import (
     MAX_MESSAGES,
+    MAX_VALUES,
     MinProbability,
     NumLogprobs,
     NumSequences,
@@ -24,6 +25,7 @@ from server.api.schemas import (
     StopStrings,
     Temperature,
     TopK,
+    num_values,
     sampling_of,
 )
 from server.errors import InvalidRequest
@@ -191,6 +193,22 @@ class ChatMessage(Struct, frozen=True):
         return message
 
 
+def _for_templates(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates take.
+
+    Raises:
+        InvalidRequest: the arguments of calls, which are JSON in JSON, have too many values.
+    """
+    arguments = (call.function.arguments for message in messages for call in message.tool_calls or ())
+    if sum(num_values(each.encode()) for each in arguments) > MAX_VALUES:
+        raise InvalidRequest(
+            f"messages: the arguments of tool calls have more than {MAX_VALUES} arrays, objects and strings: "
+            "leave messages out",
+            "messages",
+        )
+    return [message.for_template() for message in messages]
+
+
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
@@ -217,8 +235,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
             raise InvalidRequest(f"{self.length_field} must be at least 1", self.length_field)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages in the form that chat templates take."""
-        return [message.for_template() for message in self.messages]
+        """Return the messages in the form that chat templates take; raises as `_for_templates`."""
+        return _for_templates(self.messages)
 
     def requested(self) -> Requested:
         return requested(self.response_format, self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -248,8 +266,8 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ValueError("give either prompt or messages")
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages in the form that chat templates take."""
-        return [message.for_template() for message in self.messages or ()]
+        """Return the messages in the form that chat templates take; raises as `_for_templates`."""
+        return _for_templates(self.messages or ())
 
 
 class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from server.api.compat.vllm_lora import LoadLoraBody, UnloadLoraBody
+from server.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from server.api.operations.docs_page import ASSETS
-from server.api.schemas import SourceBody
+from server.api.schemas import GenerateBody, SourceBody
 
 Call = tuple[str, str]
 
@@ -28,6 +29,11 @@ ARTIFACT = {"application/octet-stream": {"schema": FILE}}
 
 # JSON bodies that routes parse themselves; those of the others are dependencies of the route.
 OWN_BODIES: Mapping[Call, type[msgspec.Struct]] = {
+    ("POST", "/generate"): GenerateBody,
+    ("POST", "/v1/completions"): CompletionBody,
+    ("POST", "/v1/chat/completions"): ChatBody,
+    ("POST", "/tokenize"): TokenizeBody,
+    ("POST", "/detokenize"): DetokenizeBody,
     ("POST", "/variants"): SourceBody,
     ("POST", "/v1/load_lora_adapter"): LoadLoraBody,
     ("POST", "/v1/unload_lora_adapter"): UnloadLoraBody,

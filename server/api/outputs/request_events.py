@@ -58,7 +58,7 @@ class RequestEvents:
         self._num_unread = 0
         self._num_open = 0
         self._num_tokens = 0
-        self._seat = Seat()
+        self.seat = Seat()
         self._counting: asyncio.Task[None] | None = None
         self._sequences: list[tuple[str, int]] = []
         self._is_cancelled = False
@@ -72,7 +72,7 @@ class RequestEvents:
         Raises:
             ClientDisconnect: `cancel` was called; the seat is given back.
         """
-        self._seat = seat
+        self.seat = seat
         self._check_open()
 
     def new_request_id(self) -> str:
@@ -146,7 +146,7 @@ class RequestEvents:
             self._make_span(number, "cancelled")
         if self._counting is not None:
             self._counting.cancel()
-        self._seat.release(self._num_tokens)
+        self.seat.release(self._num_tokens)
 
     def _check_open(self) -> None:
         # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
@@ -161,7 +161,7 @@ class RequestEvents:
         if isinstance(event, TokenEvent):
             self._num_tokens += 1
             self._num_unread += 1 + len(event.top)
-            if self._seat.must_count(self._num_tokens) and (self._counting is None or self._counting.done()):
+            if self.seat.must_count(self._num_tokens) and (self._counting is None or self._counting.done()):
                 self._counting = asyncio.create_task(self._count())
             if self._num_unread > MAX_UNREAD:
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
@@ -173,14 +173,14 @@ class RequestEvents:
         elif isinstance(event, DoneEvent):
             self._num_open -= 1
             if not self._num_open:
-                self._seat.release(self._num_tokens)
+                self.seat.release(self._num_tokens)
         self._events.append((number, event))
         self._arrived.set()
 
     async def _count(self) -> None:
         """Count the tokens so far; end the sequences if they have used all that their tenant may have."""
         try:
-            may_go_on = await self._seat.count_generated(self._num_tokens)
+            may_go_on = await self.seat.count_generated(self._num_tokens)
         except QueueFull:
             # The next count says whether they may go on.
             return

@@ -58,7 +58,6 @@ class ToolOutputs(TextOutputs):
         super().__init__(events, requests, text)
         self._requested = requested
         self._as_it_comes = as_it_comes
-        self._names = {tool["function"]["name"] for tool in requested.tools}
         # Until the variant's response template was asked for.
         self._may_have_template = True
         indices = range(requests[0].sampling_params.n * len(requests))
@@ -110,5 +109,5 @@ class ToolOutputs(TextOutputs):
 
     def _plain(self, text: str, is_whole: bool) -> ParsedAnswer:
         if is_whole:
-            return parse_plain(text, self._names)
+            return parse_plain(text, self._requested.names)
         return ParsedAnswer("" if may_be_calls(text) else text)

@@ -60,20 +60,28 @@ class Refusal(NamedTuple):
 
 
 def refusal_of_seat(
-    call: TakeSeat, limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute
+    call: TakeSeat, limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute, num_counted: int = 0
 ) -> Refusal | None:
-    """Return the limit with the longest wait that keeps work out; None if it fits with the fewest tokens of it."""
+    """Return the limit with the longest wait that keeps work out; None if it fits with the fewest tokens of it.
+
+    Args:
+        num_counted: requests of the call that count already. All of them count again when it is sent again.
+    """
     if call.kind == "upload":
         is_full = limits.max_uploads is not None and under_way.num_uploads >= limits.max_uploads
         return Refusal("max_uploads", RETRY_S) if is_full else None
     waits: dict[str, float | None] = {}
+    num_further = call.num_requests - num_counted
     if (limit := limits.requests_per_minute) is not None:
-        waits["requests_per_minute"] = _wait_s(last_minute.requests, 0, limit, call.num_requests)
+        fits = call.num_requests <= limit and last_minute.requests.used + num_further <= limit
+        waits["requests_per_minute"] = (
+            0.0 if fits else _wait_s(last_minute.requests, 0, limit, call.num_requests)
+        )
     if (limit := limits.tokens_per_minute) is not None and (amount := _amount(call.tokens, limits)):
         reserved = under_way.num_reserved_tokens
         waits["tokens_per_minute"] = _wait_s(last_minute.tokens, reserved, limit, amount)
     if (limit := limits.max_running) is not None:
-        has_place = under_way.num_running + call.num_requests <= limit
+        has_place = under_way.num_running + num_further <= limit
         waits["max_running"] = None if call.num_requests > limit else 0.0 if has_place else RETRY_S
     longest = max(waits, key=lambda name: _order(waits[name]), default=None)
     return None if longest is None or waits[longest] == 0 else Refusal(longest, waits[longest])

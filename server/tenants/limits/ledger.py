@@ -1,9 +1,10 @@
 """Counts the work of all tenants of one server and decides what their limits admit. One process of the server has it.
 
-A call takes its seat before its prompts are tokenized, adds their tokens afterwards, and its generated tokens as they
-come. Work under way is kept by its holder, which is an HTTP process, so that a process that dies frees what it held.
-The windows of the last minute belong to no holder and outlive every process but this one. Tokens that a running request
-may still generate are reserved beside the window. Knows no connection and no HTTP.
+A call takes its seat before its body is read, says what it needs when it is parsed, adds the tokens of its prompts when
+they are tokenized, and its generated tokens as they come. Work under way is kept by its holder, which is an HTTP
+process, so that a process that dies frees what it held. The windows of the last minute belong to no holder and outlive
+every process but this one. Tokens that a running request may still generate are reserved beside the window. Knows no
+connection and no HTTP.
 """
 
 from __future__ import annotations
@@ -101,7 +102,12 @@ class Ledger:
 
     async def _take(self, holder: str, call: TakeSeat, limits: TenantLimits) -> SeatTaken | SeatRefused:
         under_way, last_minute = self._under_way[call.tenant], await self._last_minute(call.tenant)
-        refusal = refusal_of_seat(call, limits, under_way, last_minute)
+        known = self._seats[holder].get(call.call_id)
+        num_counted = 0 if known is None else known.call.num_requests
+        refusal = refusal_of_seat(call, limits, under_way, last_minute, num_counted)
+        if known is not None:
+            known.count(under_way, -1)
+            del self._seats[holder][call.call_id]
         if refusal is not None:
             rates = rates_of(limits, under_way, last_minute)
             return refused(call.call_id, call.tenant, refusal, limits, rates)
@@ -109,7 +115,7 @@ class Ledger:
         seat = self._seats[holder][call.call_id] = TakenSeat(call)
         seat.count(under_way, 1)
         if call.kind == "request":
-            await self._windows.add(_requests(call.tenant), call.num_requests)
+            await self._windows.add(_requests(call.tenant), call.num_requests - num_counted)
             last_minute = await self._last_minute(call.tenant)
         return SeatTaken(call.call_id, rates_of(limits, under_way, last_minute), limits, reserved_bytes)
 

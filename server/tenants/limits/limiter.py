@@ -49,18 +49,48 @@ class Seat:
     Args:
         taken: the ledger's answer; None without limits.
         link: the way to the ledger; None without limits.
+        tenant: the owner of the work.
     """
 
-    def __init__(self, taken: SeatTaken | None = None, link: LedgerLink | None = None) -> None:
+    def __init__(
+        self, taken: SeatTaken | None = None, link: LedgerLink | None = None, tenant: str = ""
+    ) -> None:
         self.rates = Rates() if taken is None else taken.rates
         self.limits = TenantLimits() if taken is None else taken.limits
         self.reserved_bytes = 0 if taken is None else taken.reserved_bytes
         self._taken = taken
         self._link = link
+        self._tenant = tenant
         self._num_counted = 0  # generated tokens
         limit = self.limits.tokens_per_minute
         # Below what a call without a length reserves, so that it is ended before it has used more.
         self._count_tokens = None if limit is None else max(1, min(COUNT_TOKENS, limit // COUNT_PART))
+
+    async def need(self, num_requests: int, least: Tokens, length_field: str) -> None:
+        """Count the further requests of a call, now that it is known; the seat counts as one until then.
+
+        Args:
+            num_requests: prompts; the sequences of one prompt are one request.
+            least: the fewest tokens that the requests can need, as far as that is known without a tokenizer.
+            length_field: the name in the call of what bounds its new tokens, for errors.
+
+        Raises:
+            RateLimited: they do not fit now; the seat is given back.
+            InvalidRequest: they exceed a limit by themselves; the seat is given back.
+            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
+        """
+        if self._link is None or self._taken is None:
+            return
+        if num_requests == 1 and self.limits.tokens_per_minute is None:
+            # All that a limit can refuse has been counted.
+            return
+        call = TakeSeat(self._taken.call_id, self._tenant, "request", num_requests, least)
+        answer = await _ask(self._link, call)
+        if isinstance(answer, SeatRefused):
+            self._link = None
+            raise _refusal(answer, least, length_field)
+        assert isinstance(answer, SeatTaken)
+        self.rates = answer.rates
 
     async def add_tokens(self, tokens: Tokens, length_field: str) -> None:
         """Count the tokens of the prompts, and reserve those that the requests may generate until `release`.
@@ -129,29 +159,22 @@ class Limiter:
         self._link = link
         self._call_ids = itertools.count()
 
-    async def admit(
-        self,
-        tenant: str,
-        num_requests: int = 1,
-        least: Tokens = NO_TOKENS,
-        length_field: str = "max_new_tokens",
-    ) -> Seat:
-        """Count requests of a tenant, before any work is done for them. Release the seat when they have ended.
+    async def admit(self, tenant: str, least: Tokens = NO_TOKENS) -> Seat:
+        """Count a request of a tenant, before its body is read. Release the seat when it has ended.
 
-        Requests for tokens then call `Seat.add_tokens`; those that only use a tokenizer do not.
+        A call for tokens then calls `Seat.need` and `Seat.add_tokens`; one that only uses a tokenizer does not.
 
         Args:
-            num_requests: prompts; the sequences of one prompt are one request.
-            least: the fewest tokens that the requests can need, as far as that is known without a tokenizer.
-            length_field: the name in the call of what bounds its new tokens, for errors.
+            least: the fewest tokens that any such call needs.
 
         Raises:
             RateLimited: the tenant is over a limit.
-            InvalidRequest: the requests exceed a limit by themselves.
+            InvalidRequest: no such call fits into a limit.
             QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
         """
-        call = TakeSeat(next(self._call_ids), tenant, "request", num_requests=num_requests, tokens=least)
-        return await self._take(call, length_field)
+        return await self._take(
+            TakeSeat(next(self._call_ids), tenant, "request", num_requests=1, tokens=least)
+        )
 
     async def admit_upload(self, tenant: str, size_bytes: int) -> Seat:
         """Count an upload of a tenant. Release the seat when it is published or has failed.
@@ -174,7 +197,7 @@ class Limiter:
         assert isinstance(answer, UsageOfTenant)
         return answer
 
-    async def _take(self, call: TakeSeat, length_field: str = "") -> Seat:
+    async def _take(self, call: TakeSeat) -> Seat:
         if self._link is None:
             return Seat()
         try:
@@ -184,9 +207,9 @@ class Limiter:
             self._link.tell(GiveBack(call.call_id, 0))
             raise
         if isinstance(answer, SeatRefused):
-            raise _refusal(answer, call.tokens, length_field)
+            raise _refusal(answer, call.tokens, "prompt")
         assert isinstance(answer, SeatTaken)
-        return Seat(answer, self._link)
+        return Seat(answer, self._link, call.tenant)
 
 
 async def _ask(link: LedgerLink, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:

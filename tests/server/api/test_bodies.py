@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any
 
@@ -24,6 +25,13 @@ class Text(Struct, forbid_unknown_fields=True):
 
     text: str
 
+    def __post_init__(self) -> None:
+        parsed_by[len(self.text)] = threading.get_ident()
+
+
+# Threads by the length of the text that they have parsed.
+parsed_by: dict[int, int] = {}
+
 
 def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]]:
     """Return an application that answers with the length of a body's text."""
@@ -36,17 +44,19 @@ def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]
         return len(body.text)
 
     async def with_id(scope: Any, receive: Any, send: Any) -> None:
-        scope.setdefault("state", {})["request_id"] = "test"
+        tenant = dict(scope["headers"]).get(b"x-tenant", b"acme").decode()
+        scope.setdefault("state", {}).update(request_id="test", tenant=tenant)
         await app(scope, receive, send)
 
     return with_id
 
 
-def post(body: bytes, length: int | None = None) -> bytes:
-    """Return a request whose body has, or only announces, a length."""
+def post(body: bytes, length: int | None = None, tenant: str = "acme") -> bytes:
+    """Return a request of a tenant whose body has, or only announces, a length."""
     announced = len(body) if length is None else length
     head = (
-        f"POST / HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {announced}\r\n\r\n"
+        f"POST / HTTP/1.1\r\nHost: t\r\nX-Tenant: {tenant}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {announced}\r\n\r\n"
     )
     return head.encode() + body
 
@@ -123,7 +133,30 @@ def test_many_bodies_without_end_are_refused_and_small_ones_still_read() -> None
         for _ in range(4):
             assert await web.ask(post(text(3 * MEBIBYTE))) == (200, str(3 * MEBIBYTE).encode())
 
-    run(what, 4 * MEBIBYTE)
+    run(what, 8 * MEBIBYTE)
+
+
+def test_a_tenant_with_many_bodies_leaves_another_s_a_share() -> None:
+    async def what(web: Web) -> None:
+        pending = [await web.connect(post(b'{"text": "' + b"a" * MEBIBYTE, MAX_BYTES)) for _ in range(6)]
+        replies = [asyncio.create_task(answer(reader)) for reader, _ in pending]
+        await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        found = await web.ask(post(text(MEBIBYTE), tenant="other"))
+        for _, writer in pending:
+            writer.close()
+        await asyncio.gather(*replies, return_exceptions=True)
+        assert found == (200, str(MEBIBYTE).encode())
+
+    run(what, 8 * MEBIBYTE)
+
+
+def test_a_large_body_is_parsed_beside_the_event_loop() -> None:
+    async def what(web: Web) -> None:
+        for num_bytes in (1000, 100_000):
+            assert (await web.ask(post(text(num_bytes))))[0] == 200
+        assert parsed_by[1000] == threading.get_ident() != parsed_by[100_000]
+
+    run(what)
 
 
 def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:

@@ -48,7 +48,8 @@ def test_formats_are_grammars() -> None:
 def test_tools_that_may_be_called_leave_the_output_free() -> None:
     free = ask(tools=[tool(description="d", parameters=SCHEMA)])
     assert (free.grammar, free.form) == (None, "free")
-    assert free.tools == (tool(description="d", parameters=SCHEMA),)
+    assert json.loads(free.tools) == [tool(description="d", parameters=SCHEMA)]
+    assert free.names == {"f"}
 
 
 def test_tools_that_must_not_be_called_are_not_shown() -> None:

@@ -47,7 +47,7 @@ def parse(texts: Texts, template: dict[str, Any] | None, answer: str, directory:
         text = await service.of(record, "default")
         prompt, ids = [tuple(await text.encode(part, MAX_TOKENS)) for part in (PROMPT, answer)]
         answers = [FreeAnswer(prompt, ids[:size], answer, size == len(ids)) for size in range(len(ids) + 1)]
-        found.extend(await parsed(text, answers, TOOLS) or [])
+        found.extend(await parsed(text, answers, json.dumps(TOOLS).encode()) or [])
 
     texts.run(test)
     return found

@@ -48,6 +48,30 @@ def test_a_result_comes_back_and_the_worker_is_used_again(loop: Any) -> None:
     with_pool(test, loop=loop)
 
 
+class Argument:
+    """An argument that knows whether it was packed."""
+
+    is_packed = False
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        self.is_packed = True
+        return str, ()
+
+
+def test_a_task_is_packed_when_its_turn_has_come(tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        first = asyncio.create_task(pool.run("a", WAIT_S, tasks.wait_for, tmp_path / "go"))
+        argument = Argument()
+        second = asyncio.create_task(pool.run("a", WAIT_S, str, argument))
+        await pool.run("b", WAIT_S, tasks.add, 1, 1)
+        assert not argument.is_packed
+        (tmp_path / "go").touch()
+        await asyncio.gather(first, second)
+        assert argument.is_packed
+
+    with_pool(test)
+
+
 def test_a_peraxis_error_comes_through_as_it_is() -> None:
     async def test(pool: WorkerPool) -> None:
         with pytest.raises(InvalidRequest, match=r"^no$") as caught:

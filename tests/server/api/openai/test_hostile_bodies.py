@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from tests.server.helpers.live_server import LiveServer, connection, error_of, eventually
+from tests.server.supervisor.test_faults import HTTP, processes
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -89,3 +92,88 @@ def test_a_million_items_are_refused(server: LiveServer, item: bytes) -> None:
     items = b",".join([item] * MILLION)[: 8 * MILLION].rpartition(b",")[0]
     for route, field in (("/v1/completions", b"prompt"), ("/v1/chat/completions", b"messages")):
         assert refused(server, route, b'{"model": "plain", "%s": [%s]}' % (field, items)) == field.decode()
+
+
+def tools(parameters: bytes) -> bytes:
+    return b'[{"type": "function", "function": {"name": "f", "parameters": {"a": %s}}}]' % parameters
+
+
+def calls(arguments: bytes) -> bytes:
+    call = b'{"id": "1", "type": "function", "function": {"name": "f", "arguments": "%s"}}' % arguments
+    return b'[{"role": "assistant", "tool_calls": [%s]}, {"role": "user", "content": "hi"}]' % call
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'""', b"1"])
+@pytest.mark.parametrize(
+    ("field", "of"),
+    [
+        ("tools", tools),
+        ("messages", calls),
+        (
+            "response_format",
+            b'{"type": "json_schema", "json_schema": {"name": "s", "schema": {"a": %s}}}'.__mod__,
+        ),
+        ("logit_bias", b"%s".__mod__),
+        ("a_field_of_tomorrow", b"%s".__mod__),
+    ],
+)
+def test_values_that_a_route_does_not_type_are_bounded(
+    server: LiveServer, field: str, of: Callable[[bytes], bytes], value: bytes
+) -> None:
+    """Parsed, each of these bodies would take up to half a gigabyte."""
+    items = b"[%s]" % b",".join([value] * (3 * MILLION // 2))
+    if field == "messages":
+        items = items.replace(b'"', b'\\"')
+    if value == b"1" and field in ("messages", "a_field_of_tomorrow"):
+        pytest.skip("numbers are not counted: eight million take what a body does")
+    fields = {
+        "model": b'"chatty"',
+        "messages": json.dumps(MESSAGES).encode(),
+        "max_tokens": b"1",
+        field: of(items),
+    }
+    body = b"{%s}" % b",".join(b'"%s": %s' % (name.encode(), value) for name, value in fields.items())
+    body = body[: 8 << 20] if len(body) > 8 << 20 else body
+    param = refused(server, "/v1/chat/completions", body)
+    assert param == (None if field == "a_field_of_tomorrow" else field)
+
+
+def test_a_long_text_full_of_code_is_no_hostile_body(server: LiveServer) -> None:
+    code = 'value = {"a": [1, "\\\\", {}]}  # "[{\n' * 60_000
+    reply = server.client.post("/tokenize", json={"model": "base", "prompt": code})
+    # Too many tokens, and not too many values.
+    assert reply.status_code == 400
+    assert "tokens" in error_of(reply)["message"]
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "["}] * 5}] * 4000
+    reply = server.client.post("/v1/chat/completions", json={"model": "chatty", "messages": conversation})
+    assert reply.status_code == 400
+    assert "tokens" in error_of(reply)["message"]
+
+
+def test_prompts_of_a_hundred_thousand_ids_are_read(server: LiveServer) -> None:
+    for route, field in (("/v1/completions", "prompt"), ("/detokenize", "tokens")):
+        reply = server.client.post(route, json={"model": "base", field: [1] * 131_072})
+        assert reply.status_code == 400
+        assert "131072 tokens" in error_of(reply)["message"]
+
+
+def test_nothing_keeps_a_body_until_its_answer_has_ended(server: LiveServer) -> None:
+    """A template does not show a message's name, so that a large one fits."""
+    [process] = processes(server, HTTP)
+    large = [{"role": "user", "content": "hi", "name": "x" * (7 << 20)}]
+    body = {"model": "chatty", "messages": large, "stream": True, "max_tokens": 3000, "temperature": 1.5}
+    body["logit_bias"] = {}
+    with ExitStack() as streams:
+
+        def stream() -> None:
+            reply = streams.enter_context(server.client.stream("POST", "/v1/chat/completions", json=body))
+            assert reply.status_code == 200
+            replies.append(reply.iter_bytes())
+            next(replies[-1])
+
+        replies: list[Iterator[bytes]] = []
+        stream()
+        before = process.memory_info().rss
+        for _ in range(12):
+            stream()
+        assert process.memory_info().rss - before < 6 * (7 << 20)

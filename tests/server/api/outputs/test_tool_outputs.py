@@ -58,7 +58,8 @@ def outputs_of(
         tokens: list[Event] = [TokenEvent(0, token) for token in (*ids, EOS)]
         done = DoneEvent(Timings(0.0, 0.0, False, 0.0, 0.0))
         events = GivenEvents([*tokens, FinishEvent(0, "stop"), done])
-        outputs = ToolOutputs(events, [request], text, Requested(None, TOOLS), as_it_comes)
+        requested = Requested(None, json.dumps(TOOLS).encode(), frozenset(["add"]))
+        outputs = ToolOutputs(events, [request], text, requested, as_it_comes)
         while taken := await outputs.take():
             found.extend(taken)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -83,13 +83,14 @@ def test_every_prompt_of_a_call_is_a_request_and_every_token_of_its_sequences_co
         assert counted["requests_last_minute"] == 2
         assert counted["tokens_last_minute"] == reply.json()["usage"]["total_tokens"]
         assert counted["running"] == 0
-        assert reply.headers["x-ratelimit-remaining-requests"] == "1"
-        # Two prompts are more than the one request that is left.
+        assert reply.headers["x-ratelimit-remaining-requests"] == "2"
+        assert (await generate(app)).status_code == 200
+        # Two prompts are more than the one request that is left, and its body was read.
         refused = await app.client.post("/v1/completions", json=body)
         assert (refused.status_code, error_of(refused)["param"]) == (429, "requests_per_minute")
-        assert (await generate(app)).status_code == 200
+        assert await usage(app) == {**await usage(app), "requests_last_minute": 4, "running": 0}
 
-    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=3), talk)
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=4), talk)
 
 
 def test_calls_at_the_same_time_share_what_the_tenant_may_still_generate(
@@ -229,17 +230,27 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized_frees_its_seat(
     serve(artifacts, tmp_path / "registry", TenantLimits(max_running=1), talk)
 
 
-def test_an_unknown_variant_is_not_found_whatever_the_limits_and_counts_as_nothing(
+def test_a_request_counts_before_its_body_is_read_whatever_becomes_of_it(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
-    async def talk(app: HttpApp) -> None:
-        for status in (200, 429):
-            unknown = await app.client.post("/generate?variant=absent", json=BODY)
-            assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
-            assert (await generate(app)).status_code == status
-        assert (await usage(app))["requests_last_minute"] == 1
+    read: list[str] = []
 
-    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=1), talk)
+    async def talk(app: HttpApp) -> None:
+        async def body(route: str) -> AsyncIterator[bytes]:
+            read.append(route)
+            yield b"[" * 1000
+
+        headers = {"Content-Type": "application/json"}
+        unknown = await app.client.post("/generate?variant=absent", json=BODY)
+        assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+        for status in (400, 429):
+            for route in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                reply = await app.client.post(route, content=body(route), headers=headers)
+                assert reply.status_code == status, route
+        assert await usage(app) == {**await usage(app), "requests_last_minute": 6, "running": 0}
+        assert len(read) == 5
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=6), talk)
 
 
 def test_a_chat_without_a_length_is_admitted_with_a_few_tokens_and_one_with_a_length_with_all_of_them(

@@ -116,8 +116,9 @@ def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(tokens
 
     async def main() -> None:
         limiter = Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(tokens_per_minute=100))))
+        seat = await limiter.admit("a")
         with pytest.raises(InvalidRequest, match="100 tokens per minute") as caught:
-            await limiter.admit("a", 1, tokens, "max_tokens")
+            await seat.need(1, tokens, "max_tokens")
         assert caught.value.param == param
         seat = await limiter.admit("a")
         with pytest.raises(InvalidRequest, match="100 tokens per minute") as caught:
@@ -126,6 +127,34 @@ def test_a_call_that_may_generate_more_than_the_limit_names_what_to_lower(tokens
         seat = await limiter.admit("a")
         await seat.add_tokens(Tokens(98, 2), "max_tokens")
         assert seat.rates.tokens == Rate(100, 0, mock.ANY)
+
+    asyncio.run(main())
+
+
+def test_a_call_counts_as_one_request_until_its_prompts_are_known() -> None:
+    async def main() -> None:
+        limiter = Limiter(
+            LocalLink(Ledger(lambda tenant: TenantLimits(requests_per_minute=5, max_running=4)))
+        )
+        first, second, third = [await limiter.admit("a") for _ in range(3)]
+        await first.need(2, Tokens(), "max_tokens")
+        with pytest.raises(RateLimited) as caught:
+            await second.need(2, Tokens(), "max_tokens")
+        assert caught.value.param == "max_running"
+        with pytest.raises(InvalidRequest, match="this call alone is more"):
+            await third.need(6, Tokens(), "max_tokens")
+        usage = await limiter.usage("a")
+        assert usage is not None
+        assert (usage.num_requests, usage.num_running) == (4, 2)
+        fourth = await limiter.admit("a")
+        with pytest.raises(RateLimited) as caught:
+            await fourth.need(2, Tokens(), "max_tokens")
+        assert caught.value.param == "requests_per_minute"
+        first.release()
+        await asyncio.sleep(0)
+        usage = await limiter.usage("a")
+        assert usage is not None
+        assert (usage.num_requests, usage.num_running) == (5, 0)
 
     asyncio.run(main())
 
@@ -228,7 +257,8 @@ def test_limits_that_cannot_be_read_refuse_the_request() -> None:
 def test_without_a_ledger_everything_is_admitted_and_nothing_is_known() -> None:
     async def main() -> None:
         limiter = Limiter()
-        seat = await limiter.admit("a", 10**6)
+        seat = await limiter.admit("a")
+        await seat.need(10**6, Tokens(), "max_tokens")
         await seat.add_tokens(Tokens(10**9, 10**9), "max_tokens")
         seat.release(10**9)
         assert (seat.rates, seat.limits) == (Rates(), TenantLimits())

@@ -73,8 +73,8 @@ def _value_schema(name: str, described: dict[str, Any]) -> dict[str, Any]:
     if name == "default_limits":
         limit = {"type": "integer", "minimum": 0}
         return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(FIELDS, limit)}
-    if name == "source_dir":
-        # Directories with colons between them, as the environment holds them.
+    if name in ("source_dir", "allowed_host"):
+        # Directories with colons between them and hosts with commas, as the environment holds them.
         return {"type": "string", "minLength": 1}
     # A setting without a value is left out of the values.
     allowed = next(each for each in described.get("anyOf", [described]) if each["type"] != "null")

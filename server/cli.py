@@ -26,6 +26,7 @@ COMPUTED: Mapping[str, str] = {
     "max_batch_tokens": "128 on the CPU, 2048 on CUDA, at least twice --max-num-seqs",
     "max_model_len": "as the base was trained for",
     "source_dir": "none",
+    "allowed_host": "localhost and IP addresses, any with --allow-unauthenticated",
     "hub_url": f"HF_ENDPOINT, else {DEFAULT_HUB_URL}",
 }
 
@@ -156,6 +157,12 @@ def serve(
         typer.Option(
             "--allow-unauthenticated",
             help="Take --auth none on an address that other machines reach: anyone there may change every variant.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --auth none: a name that requests may have in their Host, against pages of browsers; repeatable."
         ),
     ] = None,
     source_dir: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_
 ENV_PREFIX = "PERAXIS_"
 DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
+HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -115,6 +117,8 @@ class Settings(BaseModel):
     auth: Literal["none", "keys"] = "none"
     # Serve without keys on an address that other machines reach.
     allow_unauthenticated: bool = False
+    # With `auth` none: names in a request's Host beside localhost. None given and `allow_unauthenticated`: any.
+    allowed_host: Annotated[tuple[str, ...], NoDecode] = ()
     default_limits: LimitsSetting = Field(
         default=TenantLimits(),
         description="With --auth keys: a table of the limits of tenants that have none of their own in the registry.",
@@ -130,6 +134,19 @@ class Settings(BaseModel):
     def _split_directories(cls, value: object) -> object:
         # In the environment, as in PATH.
         return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+
+    @field_validator("allowed_host", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: object) -> object:
+        return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    @field_validator("allowed_host")
+    @classmethod
+    def _check_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not HOST_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a host: give it without scheme, port and path")
+        return tuple(map(str.lower, value))
 
     @field_validator("source_dir")
     @classmethod

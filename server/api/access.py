@@ -1,17 +1,25 @@
 """The role that each route needs, and the one place that asks for it. Knows no route's work.
 
 `authorize` is a dependency of every application, so it runs before a route reads its parameters or its body.
+
+A browser sends what a page asks it to. With keys, a page has none to send; without, a request is refused if a page of
+another site caused it (its `Origin` and `Sec-Fetch-Site`), or one that reached this server under a name of its own, by
+DNS rebinding (its `Host`).
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Literal
+from urllib.parse import urlsplit
 
 from fastapi import Request
 
+from deltastore.errors import shown
 from server.api.service import AnyService, Service
 from server.errors import Forbidden, InvalidApiKey
+from server.settings import Settings
 from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 
 # "any": a key with any role of a tenant, so all but `metrics`. None: no key. A request for a route that is not listed
@@ -61,8 +69,11 @@ async def authorize(request: Request, service: AnyService) -> None:
 
     Raises:
         InvalidApiKey: the route needs a key, and the request has none that is valid.
-        Forbidden: the key does not have the route's role.
+        Forbidden: the key does not have the route's role; or there are no keys, and the request may be a page's.
     """
+    if service.settings.auth == "none":
+        _check_host(request, service.settings)
+        _check_site(request)
     needed = ROLES[request.method, request.scope["route"].path]
     if needed is None:
         return
@@ -73,6 +84,53 @@ async def authorize(request: Request, service: AnyService) -> None:
     if not allowed:
         role = "inference or publish" if needed == "any" else needed
         raise Forbidden(f"this call needs a key with the role {role}: ask the operator for one")
+
+
+def _check_host(request: Request, settings: Settings) -> None:
+    """Refuse a name that is not this server's."""
+    if settings.allow_unauthenticated and not settings.allowed_host:
+        return
+    for host in request.headers.getlist("host"):
+        name = _host_of(f"//{host}")[0]
+        if name not in ("localhost", *settings.allowed_host) and not _is_address(name):
+            raise Forbidden(
+                f"{shown(name)} is no name of this server: use localhost or an IP address, or start it with "
+                "--allowed-host NAME"
+            )
+
+
+def _check_site(request: Request) -> None:
+    """Refuse what a page of another origin asks for, but for a link to this server."""
+    headers = request.headers
+    site = headers.get("sec-fetch-site", "none")
+    is_link = request.method == "GET" and headers.get("sec-fetch-dest") == "document"
+    is_foreign = site not in ("none", "same-origin") and not is_link
+    # A gateway may rewrite Host; the browser has compared the origins itself if it says so.
+    if site != "same-origin" and (origin := headers.get("origin")) is not None:
+        is_foreign |= _host_of(origin) != _host_of(f"//{headers.get('host', '')}")
+    if is_foreign:
+        raise Forbidden(
+            "a page of another site sent this request, and this server has no keys: send it from a program, or start "
+            "the server with --auth keys"
+        )
+
+
+def _host_of(url: str) -> tuple[str, int | None]:
+    """Return the host and the port of an URL; no host if it has none."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "", None
+    return (parts.hostname or "").rstrip("."), None if port in (80, 443) else port
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 async def _caller_of(request: Request, service: Service) -> Caller:

@@ -135,7 +135,9 @@ def test_a_key_for_metrics_reads_them_on_either_port_and_nothing_else(
         service = make_service(settings)
         app = create_app(service) if admin_port is None else create_admin_app(service)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", headers=headers
+        ) as client:
             for method, path in routes_of(app):
                 if ROLES[method, path] is not None:
                     status = (await client.request(method, path)).status_code
@@ -151,4 +153,76 @@ def test_liveness_needs_no_key(tmp_path: Path, path: str) -> None:
         # Without an engine the application is not ready.
         assert (await app.client.get(path)).status_code in (200, 404, 503)
 
+    exercise(tmp_path, talk)
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+LOCAL = "localhost:8000"
+
+
+@pytest.mark.parametrize("admin_port", [None, 1])
+def test_without_keys_a_page_of_a_browser_cannot_act(tmp_path: Path, admin_port: int | None) -> None:
+    async def main() -> None:
+        for given, admitted, refused in (
+            (
+                {},
+                [LOCAL, "LOCALHOST", "127.0.0.1:8000", "[::1]:8000"],
+                ["evil.example", "localhost.evil.example", ""],
+            ),
+            (
+                {"allowed_host": "models.lan,b.example"},
+                ["models.lan:8000", "B.example", LOCAL],
+                ["evil.example"],
+            ),
+            ({"allow_unauthenticated": True}, ["gateway.example", LOCAL], []),
+            (
+                {"allow_unauthenticated": True, "allowed_host": "a.example"},
+                ["a.example"],
+                ["gateway.example"],
+            ),
+        ):
+            settings = settings_of(tmp_path, tmp_path / "registry", admin_port=admin_port, **given)
+            service = make_service(settings)
+            app = create_app(service) if admin_port is None else create_admin_app(service)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                for host in (*admitted, *refused):
+                    reply = await client.get("/variants", headers={"Host": host})
+                    assert reply.status_code == (200 if host in admitted else 403), host
+                    if host in refused:
+                        assert error_of(reply)["code"] == "forbidden"
+                        assert "--allowed-host" in error_of(reply)["message"]
+                for headers in (
+                    {"Origin": "http://evil.example"},
+                    {"Origin": "null"},
+                    {"Origin": "http://localhost:3000"},
+                    {"Sec-Fetch-Site": "cross-site"},
+                    {"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:8000"},
+                ):
+                    for kind in (FORM, {}):
+                        sent = {"Host": admitted[0], **kind, **headers}
+                        form = await client.post("/variants?name=a", content=b"--b--", headers=sent)
+                        assert (form.status_code, error_of(form)["code"]) == (403, "forbidden"), headers
+                    assert (
+                        await client.get("/docs", headers={"Host": admitted[0], **headers})
+                    ).status_code == 403
+                for headers in (
+                    {"Origin": f"http://{admitted[0]}", "Sec-Fetch-Site": "same-origin"},
+                    {"Sec-Fetch-Site": "none"},
+                    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"},
+                ):
+                    assert (
+                        await client.get("/docs", headers={"Host": admitted[0], **headers})
+                    ).status_code == 200
+            await service.close()
+
+    asyncio.run(main())
+
+
+def test_with_keys_the_key_alone_decides(tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        headers = {"X-API-Key": key, "Host": "a.example", "Origin": "https://b.example"}
+        assert (await app.client.get("/variants", headers=headers)).status_code == 200
+
+    key = make_key(tmp_path)
     exercise(tmp_path, talk)

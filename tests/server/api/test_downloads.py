@@ -238,7 +238,7 @@ def test_a_client_that_does_not_read_holds_no_thread_and_little_memory(
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((address.host, address.port))
-        client.sendall(b"GET / HTTP/1.1\r\nHost: test\r\n\r\n")
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         stalled.append(client)
     try:
         assert eventually(lambda: len(reads.threads) >= len(stalled))

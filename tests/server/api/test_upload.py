@@ -133,7 +133,9 @@ def test_a_query_that_is_not_understood_is_refused(server: LiveServer, query: st
 
 
 def test_an_announced_size_over_the_limit_is_refused_before_a_byte_is_read(server: LiveServer) -> None:
-    head = "POST /variants?name=huge HTTP/1.1\r\nHost: test\r\nContent-Type: application/octet-stream\r\n"
+    head = (
+        "POST /variants?name=huge HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n"
+    )
     with connection(server.url) as raw:
         raw.sendall(f"{head}Content-Length: {10**10}\r\n\r\n".encode())
         reply = HTTPResponse(raw)
@@ -168,7 +170,7 @@ def test_a_killed_upload_leaves_nothing_and_is_no_failure_of_the_server(
 ) -> None:
     rejected, failed = (server.metric("uploads_total", result=result) for result in ("rejected", "failed"))
     kind = "multipart/form-data; boundary=b" if as_form else "application/octet-stream"
-    head = f"POST /variants?name=killed HTTP/1.1\r\nHost: test\r\nContent-Type: {kind}\r\n"
+    head = f"POST /variants?name=killed HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
     begin = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n' if as_form else b""
     with connection(server.url) as raw:
         raw.sendall(f"{head}Content-Length: {50 * MEBIBYTE}\r\n\r\n".encode() + begin)
@@ -207,7 +209,7 @@ def test_a_file_that_cannot_be_an_artifact_is_refused_by_its_first_bytes(
     server: LiveServer, announced: bool
 ) -> None:
     length = f"Content-Length: {400 * MEBIBYTE}" if announced else "Transfer-Encoding: chunked"
-    head = f"POST /variants?name=noise HTTP/1.1\r\nHost: test\r\n{length}\r\n\r\n"
+    head = f"POST /variants?name=noise HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n"
     with connection(server.url) as raw:
         raw.sendall(head.encode() + (b"" if announced else b"1000\r\n") + b"\xff" * 4096)
         reply = HTTPResponse(raw)
@@ -222,7 +224,7 @@ def begin_uploads(server: LiveServer, stack: ExitStack, number: int, content: by
     uploads = []
     for index in range(number):
         raw = stack.enter_context(connection(server.url))
-        head = f"POST /variants?name=slow-{index} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /variants?name=slow-{index} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         raw.sendall(head.encode() + content[: len(content) // 2])
         uploads.append(raw)
     return uploads

@@ -19,7 +19,7 @@ from tests.server.helpers.live_server import ROOT, WAIT_S
 from tests.server.helpers.web import Web, answer, code_of, serving, talk
 from tests.server.helpers.web_program import hello
 
-GET = b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF = b"GET / HTTP/1.1\r\nHost: te"
 # Longer than every deadline of a connection that waits.
 LATE_S = 100.0
@@ -150,7 +150,7 @@ def test_bytes_that_are_no_http_are_refused_in_the_shape_of_errors(first: bytes)
 
 def test_a_request_to_upgrade_is_answered_as_a_plain_one() -> None:
     async def what(web: Web) -> None:
-        upgrade = b"GET / HTTP/1.1\r\nHost: test\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        upgrade = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
         assert await web.ask(upgrade) == (200, b"hello")
 
     talk(what)
@@ -159,7 +159,7 @@ def test_a_request_to_upgrade_is_answered_as_a_plain_one() -> None:
 def test_the_rest_of_a_refused_body_is_awaited_only_for_a_while() -> None:
     async def what(web: Web) -> None:
         reader, writer = await web.connect(
-            b"POST / HTTP/1.1\r\nHost: test\r\nContent-Length: 1000000\r\n\r\n"
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
         )
         assert await answer(reader) == (200, b"hello")
         writer.write(b"a" * 1000)
@@ -224,7 +224,7 @@ def test_a_body_without_its_end_does_not_hold_up_the_end_of_the_server(
 
         async def what(web: Web) -> None:
             raw = stack.enter_context(socket.create_connection(web.address))
-            raw.sendall(b"POST / HTTP/1.1\r\nHost: test\r\nContent-Length: 1000000\r\n\r\na")
+            raw.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\na")
             await asyncio.sleep(0.1)
 
         talk(what, app)

@@ -80,7 +80,7 @@ async def running_app(settings: Settings) -> AsyncIterator[HttpApp]:
     metrics, engine = LocalMetrics(), EngineClient("test")
     service = make_service(settings, metrics, engine)
     transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         try:
             yield HttpApp(service, client, metrics, settings, engine)
         finally:

@@ -217,7 +217,7 @@ def free_port() -> int:
 def json_request(target: str, body: dict[str, Any]) -> bytes:
     """Return the bytes of a POST."""
     content = json.dumps(body).encode()
-    head = f"POST {target} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -16,7 +16,7 @@ from tests.server.helpers.live_server import WAIT_S
 from tests.server.helpers.web_program import hello
 
 App = Callable[..., Awaitable[None]]
-GET = b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)

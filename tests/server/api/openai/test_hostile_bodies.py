@@ -68,7 +68,7 @@ def test_deep_json_is_refused(server: LiveServer, route: str, opening: bytes) ->
 
 @every_route
 def test_a_hundred_megabytes_are_refused_before_they_are_read(server: LiveServer, route: str) -> None:
-    head = f"POST {route} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with connection(server.url) as raw:
         raw.sendall(f"{head}Content-Length: {100 * MILLION}\r\n\r\n".encode() + b'{"prompt": "')
         assert b" 413 " in raw.recv(65536)
@@ -80,7 +80,7 @@ def test_a_chunked_body_that_is_cut_off_ends_its_request_alone(server: LiveServe
         return server.metric("http_requests_total", route=route, code="499")
 
     before = closed()
-    head = f"POST {route} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with connection(server.url) as raw:
         raw.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n400\r\n".encode() + b'{"model": ')
     assert eventually(lambda: closed() == before + 1)

@@ -54,7 +54,7 @@ def ask(tmp_path: Path, make: Callable[[Service], FastAPI], *paths: str) -> list
         service = make_service(settings_of(tmp_path, tmp_path / "registry", auth="keys", admin_port=1))
         transport = httpx.ASGITransport(make(service))
         try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return [await client.get(path) for path in paths]
         finally:
             await service.close()

@@ -130,7 +130,9 @@ class Service:
         pool, embedding = self._text_workers, base.embedding
         num_embeddings = base.shapes[embedding or ""][0]
         self._text = await asyncio.to_thread(
-            TextService, self.settings.base, self.registry, self.volume, pool, embedding, num_embeddings
+            TextService,
+            *(self.settings.base, self.registry, self.volume, pool, embedding, num_embeddings),
+            several_tenants=self.settings.auth == "keys",
         )
         self._warming = asyncio.create_task(self._warm())
         await self._remove_abandoned_uploads()

@@ -26,11 +26,15 @@ MAX_BYTES: Mapping[str, int] = {
 def check_sizes(files: Mapping[str, bytes], where: str) -> None:
     """Refuse a file that is larger than any model's; ArtifactError names it."""
     for name, content in files.items():
-        if name in MAX_BYTES and len(content) > MAX_BYTES[name]:
-            raise ArtifactError(
-                f"{where}: its {name} has {len(content)} bytes, more than {MAX_BYTES[name]}: leave out what no "
-                "request uses"
-            )
+        check_size(name, len(content), where)
+
+
+def check_size(name: str, num_bytes: int, where: str) -> None:
+    """Refuse a file that is larger than any model's; ArtifactError names it."""
+    if num_bytes > MAX_BYTES.get(name, num_bytes):
+        raise ArtifactError(
+            f"{where}: its {name} has {num_bytes} bytes, more than {MAX_BYTES[name]}: leave out what no request uses"
+        )
 
 
 def tokenizer_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -49,13 +53,16 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
-def content_key(files: Mapping[str, bytes]) -> str:
-    """Return a name for the content of tokenizer files: equal files are loaded once."""
-    digest = hashlib.sha256()
-    for name, content in tokenizer_files(files).items():
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()
+def digests_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of each file."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def content_key(digests: Mapping[str, str]) -> str:
+    """Return a name for the content of tokenizer files, given their digests: equal files are loaded once."""
+    return hashlib.sha256(
+        "".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()
+    ).hexdigest()
 
 
 def write_tokenizer(files: Mapping[str, bytes], base_dir: Path, directory: Path) -> None:

@@ -21,11 +21,15 @@ Ts = TypeVarTuple("Ts")
 
 
 class LocalTokenizer:
-    """Asynchronous calls of a loaded tokenizer whose files are trusted. Event loop only."""
+    """Asynchronous calls of a loaded tokenizer whose files are trusted. Event loop only.
 
-    def __init__(self, loaded: LoadedTokenizer) -> None:
+    Args:
+        several_tenants: one tenant has at most all threads but one, whatever the number of its variants.
+    """
+
+    def __init__(self, loaded: LoadedTokenizer, several_tenants: bool = False) -> None:
         self.loaded = loaded
-        self._limiter = FairLimiter(NUM_THREADS, 1, MAX_WAITING)
+        self._limiter = FairLimiter(NUM_THREADS, 1, MAX_WAITING, NUM_THREADS - 1 if several_tenants else None)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def run(

@@ -12,7 +12,6 @@ from deltastore.errors import ArtifactError
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.errors import NotServable
-from server.fair_limiter import tenant_of
 from server.text.generation_config import base_generation_config, eos_token_ids, sampling_defaults
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
@@ -45,6 +44,7 @@ class TextService:
         pool: a pool of `text_pool`.
         embedding: the name of the base's input embedding.
         num_embeddings: its rows.
+        several_tenants: one tenant has at most a part of what all share.
 
     Raises:
         NotServable: the base's tokenizer cannot be loaded.
@@ -58,6 +58,7 @@ class TextService:
         pool: WorkerPool,
         embedding: str | None,
         num_embeddings: int,
+        several_tenants: bool = False,
     ) -> None:
         self._pool = pool
         self._embedding = embedding
@@ -67,9 +68,9 @@ class TextService:
             generation = Generation(eos_token_ids(config), sampling_defaults(config))
         except ArtifactError as error:
             raise NotServable(str(error)) from error
-        self._base = LocalTokenizer(loaded)
+        self._base = LocalTokenizer(loaded, several_tenants)
         self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_template)
-        self._staging = Staging(base_dir, registry, calls)
+        self._staging = Staging(base_dir, registry, calls, several_tenants)
         self._facts: OrderedDict[str, TextFacts] = OrderedDict()
         self._reading: SingleFlight[TextFacts] = SingleFlight()
         self._works: OrderedDict[tuple[str, str], VariantWork] = OrderedDict()
@@ -114,7 +115,7 @@ class TextService:
         return self._works[key]
 
     async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
-        async with self._staging.staged(record, tenant_of(work.share)) as staged:
+        async with self._staging.staged(record, work.share) as staged:
             generation = self._base_facts.generation
             if staged.generation is not None:
                 generation = await work.run(read_generation, staged.generation, record.label)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
-from server.fair_limiter import Share, tenant_of
+from server.fair_limiter import Share
 from server.text.chat_template import NO_BASE_TEMPLATE, NO_TEMPLATE, render
 from server.text.conversation import Conversation
 from server.text.decoding.incremental import NewText, NewTokens
@@ -155,7 +155,7 @@ class VariantText:
         except NotLoaded:
             if self._facts.key is None or self._record is None:
                 return await work.load(with_tokenizer, key, self._staging.base_dir, label, cold, ())
-            async with self._staging.staged(self._record, tenant_of(self._work.share)) as staged:
+            async with self._staging.staged(self._record, self._work.share) as staged:
                 return await work.load(with_tokenizer, key, staged.path, label, cold, ())
 
     async def _in_worker(self, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
@@ -166,7 +166,7 @@ class VariantText:
         try:
             return await self._work.run(with_tokenizer, key, None, self._work.label, function, args)
         except NotLoaded:
-            async with self._staging.staged(record, tenant_of(self._work.share)) as staged:
+            async with self._staging.staged(record, self._work.share) as staged:
                 return await self._work.load(
                     with_tokenizer, key, staged.path, self._work.label, function, args
                 )

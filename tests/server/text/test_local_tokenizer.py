@@ -41,3 +41,23 @@ def test_an_error_of_work_whose_client_has_left_is_not_logged() -> None:
         return logged
 
     assert asyncio.run(main()) == []
+
+
+def test_a_tenant_s_long_texts_leave_a_thread_to_others() -> None:
+    left = threading.Event()
+
+    async def main() -> None:
+        local = LocalTokenizer(LoadedTokenizer(make_tokenizer()), several_tenants=True)
+        slow = [
+            asyncio.create_task(local.run(("a", name), SHORT_CHARS + 1, lambda _: left.wait()))
+            for name in ("one", "two")
+        ]
+        try:
+            async with asyncio.timeout(30):
+                assert await local.run(("b", "one"), SHORT_CHARS + 1, lambda _: 1) == 1
+        finally:
+            left.set()
+        await asyncio.gather(*slow)
+        local.close()
+
+    asyncio.run(main())

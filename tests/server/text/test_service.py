@@ -14,17 +14,19 @@ import pytest
 from deltastore.errors import ArtifactError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from deltastore.variant_files import VariantFiles, read_files
+from deltastore.variant_files import TakeFile, VariantFiles, read_files
 from server.errors import InvalidRequest, WorkerDied
 from server.text import service as service_module
 from server.text import staging
 from server.text.conversation import Conversation
 from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
+from server.volume.calls import RegistryCalls
 from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import flip_byte
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import ROWS, Texts, files_of, make_texts
+from tests.server.helpers.worker_processes import WAIT_S
 from tests.server.helpers.worker_tasks import kill_itself
 
 MAX_TOKENS = 512
@@ -47,12 +49,51 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The digests of the variants whose files have been read."""
     digests: list[str] = []
 
-    def counted(registry: Registry, of: VersionRecord) -> VariantFiles:
+    def counted(registry: Registry, of: VersionRecord, take: TakeFile) -> VariantFiles:
         digests.append(of.digest)
-        return read_files(registry, of)
+        return read_files(registry, of, take)
 
     monkeypatch.setattr(staging, "read_files", counted)
     return digests
+
+
+def test_few_cold_variants_are_staged_at_a_time_and_a_tenant_leaves_one_to_others(
+    texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = []
+    for number in range(5):
+        (tmp_path / f"files-{number}").mkdir()
+        records.append(texts.publish(files_of(make_tokenizer(3 + number), tmp_path / f"files-{number}")))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    entered: list[str] = []
+
+    async def main() -> None:
+        calls = RegistryCalls(str(texts.registry.root), lambda: None)
+        staged = staging.Staging(texts.base_dir, texts.registry, calls, several_tenants=True)
+        may_end = asyncio.Event()
+
+        async def use(tenant: str, record: VersionRecord) -> None:
+            async with staged.staged(record, (tenant, record.digest)) as found:
+                assert (found.path or temporary).joinpath("tokenizer.json").stat().st_size
+                entered.append(tenant)
+                await may_end.wait()
+
+        uses = [asyncio.create_task(use("a", record)) for record in records]
+        uses += [asyncio.create_task(use("a", records[0])), asyncio.create_task(use("b", records[4]))]
+        while len(entered) < 4:
+            await asyncio.sleep(0.01)
+        # Two versions of one tenant, one of them for two requests, and one of the other's.
+        assert sorted(entered) == ["a", "a", "a", "b"]
+        assert len(list(temporary.iterdir())) == 3
+        may_end.set()
+        await asyncio.gather(*uses)
+        while list(temporary.iterdir()):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+    assert len(entered) == 7
 
 
 def test_a_variant_without_files_has_the_base_s_text(texts: Texts) -> None:

@@ -1,13 +1,14 @@
 """The log of every process of a server: text or JSON on standard error, with the process's role and the request's id.
 
 Messages of exceptions that are not Peraxis' own are left out unless prompts are logged, because they may quote a
-tenant's text.
+tenant's text. Text of a tenant in other messages stays within their line.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import traceback
 from datetime import UTC, datetime
 from types import TracebackType
@@ -20,6 +21,9 @@ from server.settings import Settings
 TEXT = "%(asctime)s %(levelname)s {role}[%(process)d] %(name)s: %(message)s%(request)s"
 # Hidden messages in a traceback.
 HIDDEN = "(message hidden: --log-prompts shows it)"
+
+# What ends a line or steers a terminal.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -45,6 +49,9 @@ class TextFormatter(logging.Formatter):
         # Another formatter's text of the exception may show its message.
         record.exc_text = None
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _in_one_line(super().formatMessage(record))
 
     def formatException(self, ei: ExceptionInfo) -> str:
         """Return a traceback; see the file's docstring for messages in it."""
@@ -90,13 +97,17 @@ def _add_request(record: logging.LogRecord) -> bool:
     return True
 
 
+def _in_one_line(text: str) -> str:
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def _without_messages(error: BaseException) -> list[str]:
     """Return the lines of a traceback in which only Peraxis' own errors have messages."""
     lines: list[str] = []
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         lines += [*_without_messages(cause), "\nwhich led to:\n\n"]
-    message = str(error) if isinstance(error, PeraxisError) else HIDDEN
+    message = _in_one_line(str(error)) if isinstance(error, PeraxisError) else HIDDEN
     frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
     return [
         *lines,

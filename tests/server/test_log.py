@@ -124,3 +124,15 @@ def test_a_server_that_logs_prompts_shows_every_message(
     stream = configured(log_format=log_format, log_prompts=True)
     logged_failure()
     assert SECRET in stream.getvalue()
+
+
+def test_a_message_holds_no_line_of_a_client_s_choosing(configured: Callable[..., io.StringIO]) -> None:
+    stream = configured()
+    log.warning("refused: %s", "a\n2026-01-01 INFO forged\r\x1b[2J\u2028end")
+    try:
+        raise RegistryError("a\nforged")
+    except RegistryError as error:
+        log.warning("failed", exc_info=error)
+    lines = stream.getvalue().splitlines()
+    assert r"a\n2026-01-01 INFO forged\r\x1b[2J\u2028end" in lines[0]
+    assert lines[-1] == r"RegistryError: a\nforged"

@@ -111,7 +111,7 @@ class ArtifactChecks:
         except WorkerDied as error:
             raise ArtifactError(f"{WHERE} cannot be checked: {error}") from error
         except RuntimeError as error:
-            log.warning("the check of an upload of tenant %s failed: %s", tenant, error)
+            log.warning("the check of an upload of tenant %s failed", tenant, exc_info=error)
             raise ArtifactError(f"{WHERE} cannot be read: its check failed") from error
 
 

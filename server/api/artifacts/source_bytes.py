@@ -102,5 +102,5 @@ async def _run(
     except WorkerDied as error:
         raise SourceUnavailable(f"the hub's answer could not be read: {error}") from error
     except RuntimeError as error:
-        log.warning("a download for tenant %s failed: %s", tenant, error)
+        log.warning("a download for tenant %s failed", tenant, exc_info=error)
         raise SourceUnavailable("the hub cannot be reached: try again later") from error

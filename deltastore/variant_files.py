@@ -45,8 +45,8 @@ def read_files(
 ) -> VariantFiles:
     """Read a version's files from chunks that match the digests of its record; every needed chunk is read once.
 
-    Takes as much memory as the files that `take` leaves and two chunks. The rows of the variant's embedding, below which
-    its token ids lie, are ``shapes[base.embedding][0]``, or the base's own rows if `shapes` lacks that name.
+    Takes as much memory as the files that `take` leaves and two chunks. The rows of the variant's embedding, below
+    which its token ids lie, are ``shapes[base.embedding][0]``, or the base's own rows if `shapes` lacks that name.
 
     Raises:
         VariantQuarantined: The object is quarantined, or was found corrupt or truncated and is quarantined now.

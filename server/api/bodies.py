@@ -51,7 +51,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """What the JSON bodies of one application share: memory, and the thread that parses the large ones."""
+    """Memory that the JSON bodies of one application share, and turns of the thread that parses the large ones."""
 
     budget: FairBudget
     parsing: FairLimiter

@@ -201,6 +201,21 @@ def test_ray_takes_the_place_of_the_stateful_set_under_the_same_name_and_port() 
     assert serving["spec"]["ports"][0]["port"] == public["spec"]["ports"][0]["port"]
 
 
+@pytest.mark.parametrize("configuration", ["ray", "ray-and-download"])
+def test_ray_asks_all_who_reach_its_ports_for_a_token_and_offers_none_to_its_clients(
+    configuration: str,
+) -> None:
+    cluster = the(objects_of(configuration), "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    # The oldest version with tokens.
+    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0)
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {port["name"] for port in head["ports"]} == {"gcs-server", "dashboard", "serve"}
+    (policy,) = of_kind(objects_of(configuration), "NetworkPolicy")
+    named = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
+    assert named == {"serve", "dashboard"}
+
+
 def test_ray_s_autoscaler_alone_has_the_account_that_kuberay_makes() -> None:
     def head(*, autoscaler: bool) -> Any:
         values = {**configurations()["ray-and-download"], "ray": {"enabled": True, "autoscaler": autoscaler}}

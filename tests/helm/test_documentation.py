@@ -141,7 +141,7 @@ def test_the_guide_s_pods_mount_claims_of_the_chart_or_of_the_guide() -> None:
         assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} <= known
 
 
-@pytest.mark.parametrize(("value", "role"), [("adminKey", "admin"), ("metricsKey", "metrics")])
+@pytest.mark.parametrize(("value", "role"), [("metricsKey", "metrics"), ("publishKey", "publish")])
 def test_the_first_keys_of_the_guide_are_the_secrets_of_the_examples(value: str, role: str) -> None:
     secrets = {configurations()[path.stem].get(value, {}).get("secretName") for path in EXAMPLES}
     (named,) = secrets - {None}

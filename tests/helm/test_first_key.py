@@ -22,8 +22,21 @@ from server.tenants.keys import KeyStore
 from tests.helm.helpers.rendering import NAMESPACE, ROOT, Object, environment, of_kind, rendered, server, the
 
 JOB = "demo-peraxis-first-key"
-ADMIN, METRICS = "demo-peraxis-admin-key", "demo-peraxis-metrics-key"
-OBJECTS = rendered({"adminKey": {"create": True}, "monitoring": {"serviceMonitor": {"enabled": True}}})
+ADMIN, METRICS, PUBLISH = NAMES = tuple(
+    f"demo-peraxis-{kind}-key" for kind in ("admin", "metrics", "publish")
+)
+OBJECTS = rendered(
+    {
+        "adminKey": {"create": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+        "compressor": {
+            "enabled": True,
+            "variant": "instruct",
+            "tenant": "acme",
+            "finetune": {"existingClaim": "tuned"},
+        },
+    }
+)
 PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/"
 
 
@@ -32,9 +45,7 @@ class KubernetesApi(HTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Calls)
-        self.secrets: dict[str, dict[str, Any]] = {
-            PATH + name: {"kind": "Secret"} for name in (ADMIN, METRICS)
-        }
+        self.secrets: dict[str, dict[str, Any]] = {PATH + name: {"kind": "Secret"} for name in NAMES}
         self.refuses_changes = False
 
     def key(self, name: str) -> str:
@@ -108,14 +119,15 @@ def run(api: KubernetesApi, directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_keys_in_the_secrets_are_an_administrator_s_and_one_for_metrics(
+def test_the_keys_in_the_secrets_are_an_administrator_s_one_for_metrics_and_one_to_publish(
     api: KubernetesApi, tmp_path: Path
 ) -> None:
     done = run(api, tmp_path)
     assert done.returncode == 0, done.stderr
-    for name, role in ((ADMIN, "admin"), (METRICS, "metrics")):
+    expected = ((ADMIN, "ops", "admin"), (METRICS, "ops", "metrics"), (PUBLISH, "acme", "publish"))
+    for name, tenant, role in expected:
         caller = asyncio.run(KeyStore(tmp_path / "registry").caller(api.key(name)))
-        assert (caller.tenant.name, caller.roles) == ("ops", frozenset({role}))
+        assert (caller.tenant.name, caller.roles) == (tenant, frozenset({role}))
         assert api.key(name) not in done.stdout + done.stderr
 
 
@@ -123,7 +135,8 @@ def test_a_secret_that_has_a_key_keeps_it(api: KubernetesApi, tmp_path: Path) ->
     api.put(ADMIN, "mine")
     assert run(api, tmp_path).returncode == 0
     assert api.key(ADMIN) == "mine"
-    assert [record.roles for record in KeyStore(tmp_path / "registry").records().values()] == [("metrics",)]
+    made = {record.roles for record in KeyStore(tmp_path / "registry").records().values()}
+    assert made == {("metrics",), ("publish",)}
 
 
 def test_a_key_that_could_not_be_stored_is_revoked(api: KubernetesApi, tmp_path: Path) -> None:
@@ -132,11 +145,11 @@ def test_a_key_that_could_not_be_stored_is_revoked(api: KubernetesApi, tmp_path:
     assert not KeyStore(tmp_path / "registry").records()
 
 
-def test_without_a_service_monitor_there_is_no_key_for_metrics() -> None:
+def test_there_is_no_key_for_what_is_not_there() -> None:
     objects = rendered({"adminKey": {"create": True}})
     assert [each["metadata"]["name"] for each in of_kind(objects, "Secret")] == [ADMIN]
     (container,) = the(objects, "Job", JOB)["spec"]["template"]["spec"]["containers"]
-    assert json.loads(environment(container)["KEYS"]) == [["admin", ADMIN, "key"]]
+    assert json.loads(environment(container)["KEYS"]) == [["admin", ADMIN, "key", "ops"]]
 
 
 def test_the_job_may_read_and_change_its_secrets_and_nothing_else() -> None:
@@ -145,7 +158,7 @@ def test_the_job_may_read_and_change_its_secrets_and_nothing_else() -> None:
         {
             "apiGroups": [""],
             "resources": ["secrets"],
-            "resourceNames": [ADMIN, METRICS],
+            "resourceNames": [*NAMES],
             "verbs": ["get", "patch"],
         }
     ]
@@ -158,7 +171,7 @@ def test_the_job_may_read_and_change_its_secrets_and_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [ADMIN, METRICS])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_chart_renders_a_secret_without_content(name: str) -> None:
     # An upgrade then leaves what the Job stored, and Helm's own records never hold it.
     secret = the(OBJECTS, "Secret", name)

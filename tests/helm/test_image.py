@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.helm.helpers.rendering import ROOT, containers, environment, objects_of, pod_templates, server
+import pytest
+import yaml
+
+from server.settings import ENV_PREFIX, load_settings
+from tests.helm.helpers.rendering import (
+    ROOT,
+    Object,
+    configurations,
+    containers,
+    environment,
+    objects_of,
+    of_kind,
+    pod_templates,
+    server,
+)
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 # One instruction per line.
@@ -44,3 +59,35 @@ def test_arguments_go_to_the_image_s_entry_point() -> None:
     assert entry_point.endswith('/bin/peraxis"')
     container = server(objects_of("defaults"))
     assert (container["args"], "command" in container) == (["serve"], False)
+
+
+def set_variables(container: Object, patch: pytest.MonkeyPatch, base: Path) -> None:
+    """Set the settings' variables as they are in a container: the image's, and the chart's over them."""
+    for name, value in {**IMAGE_ENV, **environment(container)}.items():
+        if name.startswith(ENV_PREFIX):
+            # The directory must exist.
+            patch.setenv(name, str(base) if name == "PERAXIS_BASE" else value)
+
+
+@pytest.mark.parametrize("configuration", [each for each in sorted(configurations()) if "ray" not in each])
+def test_the_server_of_every_configuration_takes_its_settings_in_the_image(
+    configuration: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_variables(server(objects_of(configuration)), monkeypatch, tmp_path)
+    settings = load_settings({}).settings
+    assert (settings.port, settings.admin_port) == (8080, 9090)
+
+
+@pytest.mark.parametrize("configuration", [each for each in sorted(configurations()) if "ray" in each])
+def test_the_application_of_every_configuration_is_built_in_each_of_ray_s_pods(
+    configuration: str, tmp_path: Path
+) -> None:
+    scale = pytest.importorskip("server.scale.app", reason="needs the extra ray: pip install -e '.[ray]'")
+    objects = objects_of(configuration)
+    (service,) = of_kind(objects, "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    for pod in pod_templates(objects):
+        with pytest.MonkeyPatch.context() as patch:
+            (container,) = pod["spec"]["containers"]
+            set_variables(container, patch, tmp_path)
+            scale.app({**application["args"], "base": str(tmp_path)})

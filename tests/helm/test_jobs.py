@@ -75,7 +75,7 @@ def test_what_was_compressed_is_published_through_the_admin_port(monkeypatch: py
     (port,) = the(objects_of("existing-claims"), "Service", f"{NAME}-admin")["spec"]["ports"]
     assert given["url"] == f"http://{NAME}-admin:{port['port']}"
     (key,) = [each for each in publish["env"] if each["name"] == "PERAXIS_API_KEY"]
-    assert key["valueFrom"]["secretKeyRef"] == {"name": "peraxis-admin-key", "key": "key"}
+    assert key["valueFrom"]["secretKeyRef"] == {"name": "peraxis-publish-key", "key": "key"}
 
 
 def test_the_key_is_in_the_pod_that_publishes_alone() -> None:

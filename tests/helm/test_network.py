@@ -82,12 +82,26 @@ def ingress_of(objects: list[Object], port: str) -> list[Any]:
     "configuration", [each for each in SERVING if each not in ("everything", "existing-claims")]
 )
 def test_the_admin_port_is_open_to_the_namespaces_of_monitoring_alone(configuration: str) -> None:
-    given = configurations()[configuration].get("networkPolicy", {})
+    given = (
+        configurations()[configuration].get("networkPolicy", {}).get("monitoringNamespaces", ["monitoring"])
+    )
     peers = ingress_of(objects_of(configuration), "admin")
-    assert peers == [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
-        for name in given.get("monitoringNamespaces", ["monitoring"])
-    ]
+    names = [peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for peer in peers]
+    assert names == [each if isinstance(each, str) else each["namespace"] for each in given]
+
+
+@pytest.mark.parametrize("configuration", SERVING)
+def test_without_keys_the_admin_port_is_open_to_chosen_pods_alone(configuration: str) -> None:
+    if configurations()[configuration].get("settings", {}).get("auth", "keys") == "none":
+        assert all(peer["podSelector"] for peer in ingress_of(objects_of(configuration), "admin"))
+
+
+def test_pods_that_reach_the_admin_port_are_chosen_by_their_namespace_and_labels_together() -> None:
+    picker, _ = ingress_of(objects_of("llm-d"), "admin")
+    assert picker == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "llm"}},
+        "podSelector": {"matchLabels": {"inferencepool": "peraxis-pool-epp"}},
+    }
 
 
 def test_the_compressor_of_the_release_reaches_the_admin_port_too() -> None:

@@ -208,13 +208,13 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
             {"adminKey": {"secretName": "key"}, "monitoring": {"serviceMonitor": {"enabled": True}}},
             ["metricsKey.secretName", "role metrics"],
         ),
-        ({"compressor": {"enabled": True}}, ["compressor.enabled", "adminKey.secretName"]),
+        ({"compressor": {"enabled": True}}, ["compressor.enabled", "publishKey.secretName", "role publish"]),
         (
-            {"adminKey": {"secretName": "key"}, "compressor": {"enabled": True}},
+            {"publishKey": {"secretName": "key"}, "compressor": {"enabled": True}},
             ["compressor.enabled", "compressor.variant"],
         ),
         (
-            {"adminKey": {"secretName": "key"}, "compressor": {"enabled": True, "variant": "a"}},
+            {"publishKey": {"secretName": "key"}, "compressor": {"enabled": True, "variant": "a"}},
             ["compressor.finetune.existingClaim"],
         ),
         ({"ingress": {"enabled": True}}, ["ingress.hosts"]),

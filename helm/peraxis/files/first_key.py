@@ -13,10 +13,10 @@ from pathlib import Path
 
 import httpx
 
-REGISTRY, TENANT = os.environ["PERAXIS_REGISTRY"], os.environ["TENANT"]
+REGISTRY = os.environ["PERAXIS_REGISTRY"]
 ACCOUNT = Path(os.environ["SERVICE_ACCOUNT"])
 SECRETS = f"/api/v1/namespaces/{os.environ['NAMESPACE']}/secrets"
-# A list of [role, name of the Secret, its field].
+# A list of [role, name of the Secret, its field, tenant].
 KEYS = json.loads(os.environ["KEYS"])
 TIMEOUT_S = 30
 
@@ -32,13 +32,13 @@ def store(api: httpx.Client, path: str, field: str, key: str) -> None:
     api.patch(path, content=json.dumps(content), headers=headers).raise_for_status()
 
 
-def fill(api: httpx.Client, role: str, secret: str, field: str) -> None:
+def fill(api: httpx.Client, role: str, secret: str, field: str, tenant: str) -> None:
     path = f"{SECRETS}/{secret}"
     found = api.get(path).raise_for_status().json()
     if field in (found.get("data") or {}):
         print(f"the Secret {secret} has a key", file=sys.stderr)
         return
-    made = json.loads(peraxis("keys", "create", "--tenant", TENANT, "--role", role))
+    made = json.loads(peraxis("keys", "create", "--tenant", tenant, "--role", role))
     try:
         store(api, path, field, made["key"])
     except httpx.HTTPStatusError:
@@ -54,8 +54,8 @@ def main() -> None:
     with httpx.Client(
         base_url=os.environ["API_URL"], headers=headers, verify=trusted, timeout=TIMEOUT_S
     ) as api:
-        for role, secret, field in KEYS:
-            fill(api, role, secret, field)
+        for role, secret, field, tenant in KEYS:
+            fill(api, role, secret, field, tenant)
 
 
 if __name__ == "__main__":

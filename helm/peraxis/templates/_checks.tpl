@@ -74,8 +74,8 @@
 {{- if and .Values.monitoring.serviceMonitor.enabled (not (include "peraxis.metricsKeySecret" .)) -}}
 {{- fail "monitoring.serviceMonitor.enabled needs metricsKey.secretName or adminKey.create: with settings.auth keys, /metrics asks for a key of the role metrics" -}}
 {{- end -}}
-{{- if and .Values.compressor.enabled (not (include "peraxis.adminKeySecret" .)) -}}
-{{- fail "compressor.enabled needs adminKey.secretName or adminKey.create: with settings.auth keys, publishing asks for a key" -}}
+{{- if and .Values.compressor.enabled (not (include "peraxis.publishKeySecret" .)) -}}
+{{- fail "compressor.enabled needs publishKey.secretName or adminKey.create: with settings.auth keys, publishing asks for a key of the role publish" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.adminKey.create (ne .Values.settings.auth "keys") -}}

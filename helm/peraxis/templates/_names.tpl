@@ -85,6 +85,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with the key that the compressor publishes with; empty where there is none. */}}
+{{- define "peraxis.publishKeySecret" -}}
+{{- if .Values.adminKey.create -}}
+{{- .Values.publishKey.secretName | default (printf "%s-publish-key" (include "peraxis.fullname" .)) -}}
+{{- else -}}
+{{- .Values.publishKey.secretName -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Seconds that a server takes to end after SIGTERM: the drain, 5 s for the last bytes, and 15 s for its processes. */}}
 {{- define "peraxis.shutdownSeconds" -}}
 {{- add (ceil (.Values.settings.shutdown_timeout | default 30) | int) 20 -}}

@@ -40,6 +40,9 @@ spec:
       env:
         - name: RAY_USAGE_STATS_ENABLED
           value: "0"
+        # Ray Serve has one port, and the image names another for administration.
+        - name: PERAXIS_ADMIN_PORT
+          value: ""
         {{- include "peraxis.scratchEnv" $root | nindent 8 }}
         {{- with $root.Values.extraEnv }}
         {{- toYaml . | nindent 8 }}
@@ -50,8 +53,6 @@ spec:
           containerPort: 6379
         - name: dashboard
           containerPort: 8265
-        - name: client
-          containerPort: 10001
         {{- end }}
         - name: serve
           containerPort: 8000

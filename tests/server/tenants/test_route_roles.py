@@ -6,7 +6,6 @@ A route that `CALLS` does not list fails the first test.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -290,18 +289,15 @@ def test_only_an_administrator_acts_for_another_tenant(table: Table) -> None:
     assert table.clients["admin"].get("/variants", params={"tenant": "../x"}).status_code == 400
 
 
-def test_a_key_works_within_a_second_of_its_making_and_ends_within_one_of_its_revocation(
-    table: Table,
-) -> None:
+def test_a_key_works_soon_after_its_making_and_ends_soon_after_its_revocation(table: Table) -> None:
     made = table.clients["admin"].post("/keys", json={"tenant": "new", "roles": ["publish"]})
     assert (made.status_code, made.headers["Cache-Control"]) == (201, "no-store")
     headers = {"X-API-Key": made.json()["key"]}
-    time.sleep(1)
+    assert eventually(lambda: table.server.client.get("/variants", headers=headers).status_code == 200)
     assert table.server.client.get("/variants", headers=headers).json() == {"variants": []}
     # Revoked by a command on the registry's machine, which no server is told of.
     table.keys.revoke(table.auditor, made.json()["id"])
-    time.sleep(1)
-    assert table.server.client.get("/variants", headers=headers).status_code == 401
+    assert eventually(lambda: table.server.client.get("/variants", headers=headers).status_code == 401)
 
 
 def test_every_change_of_a_variant_leaves_a_line_in_the_audit_log(table: Table) -> None:

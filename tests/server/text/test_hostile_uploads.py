@@ -14,7 +14,9 @@ import pytest
 from deltastore.errors import ArtifactError, PeraxisError
 from server.errors import WorkerDied, WorkerTimeout
 from server.text.service import text_pool
+from server.text.variant_work import WORK_LIMITS
 from server.text.worker_tasks import check_text_files
+from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
@@ -47,8 +49,13 @@ class Checks:
         self._runner = asyncio.Runner()
         self._pool = self._runner.run(_make_pool())
 
-    def check(self, files: Mapping[str, bytes], deadline_s: float = WAIT_S) -> None:
-        self._runner.run(self._pool.run("a", deadline_s, check_text_files, dict(files), self._base_dir))
+    def check(
+        self, files: Mapping[str, bytes], deadline_s: float = WAIT_S, limits: Limits | None = None
+    ) -> None:
+        checking = self._pool.run(
+            "a", deadline_s, check_text_files, dict(files), self._base_dir, limits=limits
+        )
+        self._runner.run(checking)
 
     def refusal(self, files: Mapping[str, bytes]) -> PeraxisError | None:
         """Return the error that refuses an upload, or None. Any other exception is a defect."""
@@ -223,8 +230,10 @@ def test_two_steps_of_a_million_characters_kill_only_the_check(
     part: str, checks: Checks, files: dict[str, bytes]
 ) -> None:
     steps = sequence(f"{part}s", replace("a", "a" * 10**6), replace("a", "a" * 10**6))
+    # Processor time that no machine takes to fill the memory.
+    limits = Limits(WORK_LIMITS.memory_bytes, cpu_s=600.0)
     with pytest.raises(WorkerDied, match="of memory, or crashed"):
-        checks.check(changed(files, **{part: steps}))
+        checks.check(changed(files, **{part: steps}), 600.0, limits)
     checks.check(files)
 
 

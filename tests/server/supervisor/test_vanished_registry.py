@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from deltastore.registry import Registry
+from tests.deltastore.helpers.stored import publish_file
 from tests.server.helpers.live_server import (
     ROOT,
     WAIT_S,
@@ -33,6 +35,8 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(artifacts: Artifacts, volume: Path) -> Iterator[LiveServer]:
     """Start a server with two slots, in which `resident` is pinned, and which has never read `cold`."""
+    (volume / "first").mkdir()
+    (volume / "registry").symlink_to("first")
     with live_server(artifacts.base, volume / "registry", "--max-gpu-deltas", 2) as running:
         assert running.upload("resident", artifacts.chatty).status_code == 201
         assert running.upload("cold", artifacts.third).status_code == 201
@@ -247,6 +251,61 @@ def test_a_volume_that_becomes_read_only_serves_all_requests_and_refuses_changes
 
 def test_a_volume_that_can_be_written_again_is_ok(server: LiveServer) -> None:
     assert eventually(lambda: registry_of(server) == "ok")
+
+
+@contextlib.contextmanager
+def replaced(registry: Path, other: Path, way: str) -> Iterator[None]:
+    """Let another registry be at a registry's path inside the block."""
+    away, link = registry.with_name("away"), registry.with_name("link")
+    if way == "renamed":
+        registry.rename(away)
+        other.rename(registry)
+    else:
+        link.symlink_to(other)
+        registry.rename(away)
+        link.rename(registry)
+    yield
+    if way == "renamed":
+        registry.rename(other)
+    away.rename(registry)
+
+
+@pytest.mark.parametrize("way", ["renamed", "linked"])
+def test_another_registry_in_its_place_is_served_and_has_no_part_of_an_upload_that_began_before(
+    artifacts: Artifacts, server: LiveServer, way: str
+) -> None:
+    expected = server.token_ids("resident")
+    other = server.registry.with_name(f"other-{way}")
+    publish_file(Registry(other), artifacts.third, "moved-in")
+    artifact, is_replaced = artifacts.plain.read_bytes(), threading.Event()
+
+    def body() -> Iterator[bytes]:
+        yield artifact[:4096]
+        assert is_replaced.wait(WAIT_S)
+        yield artifact[4096:]
+
+    def upload() -> httpx.Response:
+        url = f"{server.url}/variants"
+        return httpx.post(url, params={"name": "between"}, content=body(), timeout=WAIT_S)
+
+    with ThreadPoolExecutor() as threads:
+        before = set((server.registry / "uploads").iterdir())
+        uploading = threads.submit(upload)
+        assert eventually(lambda: set((server.registry / "uploads").iterdir()) - before)
+        with replaced(server.registry, other, way):
+            is_replaced.set()
+            check_unavailable(uploading.result(), "nothing was acknowledged")
+            assert server.generate("resident").status_code == 404
+            assert server.generate("between").status_code == 404
+            assert server.token_ids("moved-in")
+            assert server.upload("new", artifacts.plain).status_code == 201
+            assert eventually(lambda: registry_of(server) == "ok")
+    assert server.token_ids("resident") == expected
+    for name in ("between", "moved-in", "new"):
+        assert server.generate(name).status_code == 404
+    assert [variant.name for variant in Registry(other).variants()] == ["moved-in", "new"]
+    for registry in (Registry(other), Registry(server.registry)):
+        assert registry.check().is_clean
 
 
 def test_a_server_does_not_start_on_a_registry_of_a_newer_format_and_says_so_in_one_line(

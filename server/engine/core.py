@@ -17,7 +17,7 @@ from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
 from server.engine.requests.failing_alone import step_failed, too_long
-from server.engine.requests.open_requests import OpenRequests
+from server.engine.requests.open_requests import OpenRequests, overloaded
 from server.engine.requests.request_limits import RequestLimits
 from server.engine.requests.request_state import OnEvent, RequestState
 from server.engine.requests.waiting_requests import WaitingRequests
@@ -28,7 +28,7 @@ from server.engine.sampling.sampler import score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.errors import EngineFailed, InvalidRequest, QueueFull
+from server.errors import EngineFailed, InvalidRequest
 from server.protocol.events import ErrorEvent, FinishReason
 from server.protocol.masks import check_first_mask
 from server.protocol.messages import Level, Mask
@@ -63,7 +63,7 @@ class EngineCore:
     def add_request(
         self, request: Request, on_event: OnEvent, submitted_at: float, first_mask: bytes | None = None
     ) -> None:
-        """Admit a request and schedule its first sequence; the others start when its prompt is cached.
+        """Admit a request and schedule its first sequence; the others start as rows of the batch come free.
 
         Args:
             request: an ErrorEvent answers one that cannot be served, or that is one too many.
@@ -72,8 +72,7 @@ class EngineCore:
             first_mask: of each of its sequences, if it is constrained.
         """
         try:
-            self._check(request)
-            check_first_mask(request, first_mask)
+            self._check(request, first_mask)
         except PeraxisError as error:
             self._telemetry.rejected(request, error)
             on_event(ErrorEvent(error))
@@ -88,10 +87,9 @@ class EngineCore:
 
     def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
         """End one sequence as its client asks; unknown ids are ignored."""
-        if (found := self._requests.find_output(request_id, index)) is not None:
-            state, output = found
+        if (state := self._requests.find(request_id)) is not None:
             with self._requests.failing_alone(state):
-                self._requests.finish_sequence(state, output, reason)
+                self._requests.stop_sequence(state, index, reason)
 
     def set_mask(self, mask: Mask) -> None:
         """Take a mask for a constrained sequence; unknown ids are ignored."""
@@ -124,13 +122,15 @@ class EngineCore:
         now = time.monotonic()
         self._poll_loads(now)
         self._fail_late(now)
-        plan = self._scheduler.plan(now)
+        plan = self._scheduler.plan(now, self._requests.admitted)
         # After scheduling, which references freshly loaded deltas so that unload cannot evict them.
         self.residency_calls.serve(now)
         for sequence in plan.preempted:
-            output = self._requests[sequence.request_id].outputs[sequence.index]
-            output.clear_prompt_logprobs()
-            self._held.drop(output)
+            # Its request may have failed while the step was planned.
+            if (found := self._requests.find_output(sequence.request_id, sequence.index)) is not None:
+                _, output = found
+                output.clear_prompt_logprobs()
+                self._held.drop(output)
         for sequence in plan.too_long:
             state = self._requests.find(sequence.request_id)
             if state is not None:
@@ -145,13 +145,15 @@ class EngineCore:
         self._requests.fail_all(error)
         self.residency_calls.fail_all(error)
 
-    def _check(self, request: Request) -> None:
-        """Raise InvalidRequest or QueueFull unless a request can be admitted."""
+    def _check(self, request: Request, first_mask: bytes | None) -> None:
+        """Raise InvalidRequest or QueueFull unless a request can be admitted; one of a larger tenant may end for it."""
         request.check(self.limits.max_model_len)
-        if len(self._requests) >= self.limits.max_open:
-            raise QueueFull("as many requests run or wait as the server takes: try again in a moment")
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
+        check_first_mask(request, first_mask)
+        # Last, because it ends another request.
+        if len(self._requests) >= self.limits.max_open and not self._requests.make_room(request.tenant):
+            raise overloaded()
 
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""

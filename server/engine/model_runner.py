@@ -54,7 +54,7 @@ class ModelRunner:
         positions: list[int] = []
         for sequence, num_tokens, _ in batch:
             start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-            token_ids += sequence.tokens[start:end]
+            token_ids += sequence.token_ids(start, end)
             positions += range(start, end)
         attention.clear(pages_to_zero)
         with self._served.context.step(own_deltas, counts, num_logits), attention.step(metadata):

@@ -21,6 +21,8 @@ class PageTable:
 class Sequence:
     """The tokens of one sequence and the scheduler's record of it. Knows no text, no tokenizer and no callback.
 
+    The sequences of a request share its prompt; each has a list of the tokens that it generated.
+
     Only the engine thread uses it. The KV cache owns `page_table` and resets `num_computed_tokens`; the scheduler owns
     `queue` and all below it.
     """
@@ -34,7 +36,8 @@ class Sequence:
         self.id = f"{request.id}/{index}"
         self.tenant = request.tenant
         self.digest = request.digest
-        self.tokens = list(request.prompt_ids)
+        self.prompt_ids = request.prompt_ids
+        self.generated_ids: list[int] = []
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.page_table = PageTable()
@@ -47,21 +50,21 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return self.num_prompt_tokens + len(self.generated_ids)
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return len(self.generated_ids)
 
     @property
     def num_missing_tokens(self) -> int:
         """Number of tokens that the KV cache does not hold; 1 for a sequence that decodes."""
-        return len(self.tokens) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def awaits_mask(self) -> bool:
         """True if all tokens are computed and the next one cannot be sampled: no step computes the sequence."""
-        return self.num_computed_tokens == len(self.tokens)
+        return self.num_computed_tokens == self.num_tokens
 
     @property
     def is_waiting(self) -> bool:
@@ -73,7 +76,7 @@ class Sequence:
 
         A sequence that waits for its mask counts as progressed, so that it keeps no other from a seat or a slot.
         """
-        return len(self.tokens) > self.num_tokens_at_admission or self.awaits_mask
+        return self.num_tokens > self.num_tokens_at_admission or self.awaits_mask
 
     @property
     def reuses_prefix(self) -> bool:
@@ -84,7 +87,14 @@ class Sequence:
         """Return how many of the next `num_tokens` to be computed, counted from the last, have their logits read."""
         if self.needs_prompt_logits:
             return num_tokens
-        return int(self.num_computed_tokens + num_tokens == len(self.tokens))
+        return int(self.num_computed_tokens + num_tokens == self.num_tokens)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the tokens of positions `start` to `end` - 1. Costs no more than these, whatever the context."""
+        num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return self.generated_ids[start - num_prompt : end - num_prompt]
+        return [*self.prompt_ids[start:end], *self.generated_ids[: max(0, end - num_prompt)]]
 
 
 @dataclass(slots=True, eq=False)

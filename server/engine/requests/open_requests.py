@@ -16,7 +16,9 @@ from server.engine.requests.request_state import RequestState, SequenceOutput
 from server.engine.requests.waiting_requests import WaitingRequests
 from server.engine.sampling.held_logits import HeldLogits
 from server.engine.scheduling.scheduler import Scheduler
+from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
+from server.errors import QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
 
 
@@ -41,6 +43,8 @@ class OpenRequests:
         self._waiting = waiting
         self._held = held
         self._states: dict[str, RequestState] = {}
+        # By tenant, then request id; the newest request is the last.
+        self._by_tenant: dict[str, dict[str, RequestState]] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -71,21 +75,58 @@ class OpenRequests:
         return (record for record in records if record is not None)
 
     def add(self, state: RequestState) -> None:
-        """Take a request and start its first sequence; the others start when its prompt is cached."""
+        """Take a request and start its first sequence; `start_next` starts the others."""
         request = state.request
         self._states[request.id] = state
+        self._by_tenant.setdefault(request.tenant, {})[request.id] = state
         self._waiting.add(state)
         self._telemetry.waits(request)
         self._telemetry.delta_lookup(request, state.lookup)
         if request.record is not None:
             self._residency.retain(request.record)
         with self.failing_alone(state):
-            self.start_sequence(state)
+            self._start_sequence(state)
             self.finish_if_exhausted(state, state.outputs[0])
 
-    def start_sequence(self, state: RequestState) -> None:
-        """Schedule the next of a request's sequences."""
-        self._scheduler.add(state.start_sequence(), time.monotonic())
+    def make_room(self, tenant: str) -> bool:
+        """End a request without a token for a new one of a tenant that has fewer; False if there is none.
+
+        It is the newest of the tenant with the most requests. The new one counts for its own tenant, so that two
+        tenants never end each other's requests in turn.
+        """
+        num_own = len(self._by_tenant.get(tenant, ())) + 1
+        larger = [states for states in self._by_tenant.values() if len(states) > num_own]
+        for states in sorted(larger, key=len, reverse=True):
+            for state in reversed(states.values()):
+                if state.first_token_at is None:
+                    error = overloaded()
+                    self._telemetry.rejected(state.request, error)
+                    self._discard(state, error)
+                    return True
+        return False
+
+    def start_next(self, state: RequestState, sequence: Sequence) -> None:
+        """Schedule the request's next sequence, if `sequence` was started last and has a row of the batch or ended.
+
+        So one sequence of a request at most has never run, whatever its `n`. None starts before the first token,
+        because the prompt is cached then.
+        """
+        if state.unstarted and sequence.index == state.last_started and state.first_token_at is not None:
+            self._start_sequence(state)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Note that a sequence has got a row of the batch: the next one of its request may wait for another."""
+        if (state := self._states.get(sequence.request_id)) is not None:
+            with self.failing_alone(state):
+                self.start_next(state, sequence)
+
+    def stop_sequence(self, state: RequestState, index: int, reason: FinishReason) -> None:
+        """End a sequence as the client asks, also before it has started."""
+        if (output := state.outputs.get(index)) is not None:
+            self.finish_sequence(state, output, reason)
+        elif index in state.unstarted:
+            state.unstarted.remove(index)
+            state.on_event(FinishEvent(index, reason))
 
     def finish_sequence(self, state: RequestState, output: SequenceOutput, reason: FinishReason) -> None:
         """End a sequence, and its request behind the last one."""
@@ -93,6 +134,7 @@ class OpenRequests:
         del state.outputs[output.sequence.index]
         self._held.forget(output)
         self._scheduler.remove(output.sequence)
+        self.start_next(state, output.sequence)
         if not state.outputs:
             self._finish(state, reason)
 
@@ -104,6 +146,7 @@ class OpenRequests:
     def cancel(self, state: RequestState) -> None:
         """End a request whose client is gone."""
         request_id = state.request.id
+        self._finish_unstarted(state, "cancelled")
         for output in list(state.outputs.values()):
             # Ending a sequence may fail and with it the request.
             if request_id not in self._states:
@@ -115,13 +158,10 @@ class OpenRequests:
             self._finish(state, "cancelled")
 
     def fail(self, state: RequestState, error: PeraxisError) -> None:
-        """End a request with an error; nothing reuses the pages that it has filled."""
+        """End a request with an error."""
         now = time.monotonic()
         self._telemetry.finished(state.request, "error", now - state.submitted_at)
-        for output in state.outputs.values():
-            self._scheduler.kv_cache.discard(output.sequence)
-        self._release(state)
-        state.on_event(ErrorEvent(error))
+        self._discard(state, error)
 
     def fail_all(self, error: PeraxisError) -> None:
         """End every request with an error."""
@@ -132,13 +172,26 @@ class OpenRequests:
         """Return a context manager: any error in its block fails this request alone."""
         return FailingAlone(state, self.fail)
 
+    def _start_sequence(self, state: RequestState) -> None:
+        self._scheduler.add(state.start_sequence(), time.monotonic())
+
+    def _finish_unstarted(self, state: RequestState, reason: FinishReason) -> None:
+        while state.unstarted:
+            state.on_event(FinishEvent(state.unstarted.popleft(), reason))
+
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
-        for index in range(state.num_started, state.request.sampling_params.n):
-            state.on_event(FinishEvent(index, reason))
+        self._finish_unstarted(state, reason)
         timings = state.timings(time.monotonic())
         self._telemetry.finished(state.request, reason, timings.total_s)
         self._release(state)
         state.on_event(DoneEvent(timings))
+
+    def _discard(self, state: RequestState, error: PeraxisError) -> None:
+        """Send an error as the last event; nothing reuses the pages that the request has filled."""
+        for output in state.outputs.values():
+            self._scheduler.kv_cache.discard(output.sequence)
+        self._release(state)
+        state.on_event(ErrorEvent(error))
 
     def _release(self, state: RequestState) -> None:
         """Give back everything that a request holds, before its last event."""
@@ -147,8 +200,17 @@ class OpenRequests:
             self._scheduler.remove(output.sequence)
         state.outputs = {}
         del self._states[state.request.id]
+        own = self._by_tenant[state.request.tenant]
+        del own[state.request.id]
+        if not own:
+            del self._by_tenant[state.request.tenant]
         if state.request.digest is not None:
             self._residency.forget(state.request.digest)
         self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
+
+
+def overloaded() -> QueueFull:
+    """Return the error of a request that is one too many."""
+    return QueueFull("as many requests run or wait as the server takes: try again in a moment")

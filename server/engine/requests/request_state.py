@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,8 +37,12 @@ class RequestState:
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
-    num_started: int = 0  # sequences
+    last_started: int = -1  # index of the sequence that was started last; -1 before the first
     outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
+    unstarted: deque[int] = field(init=False)  # indices of sequences that are not made yet
+
+    def __post_init__(self) -> None:
+        self.unstarted = deque(range(self.request.sampling_params.n))
 
     @property
     def cold(self) -> bool:
@@ -46,8 +51,8 @@ class RequestState:
 
     def start_sequence(self) -> Sequence:
         """Make the next of the request's `n` sequences."""
-        sequence = Sequence(self.request, self.num_started)
-        self.num_started += 1
+        self.last_started = self.unstarted.popleft()
+        sequence = Sequence(self.request, self.last_started)
         self.outputs[sequence.index] = SequenceOutput(self, sequence)
         return sequence
 
@@ -119,7 +124,7 @@ class SequenceOutput:
 
     def add_token(self, token: SampledToken) -> FinishReason | None:
         """Append a sampled token to the sequence and send it. Return why the sequence ends with it, or None."""
-        self.sequence.tokens.append(token.token_id)
+        self.sequence.generated_ids.append(token.token_id)
         self.mask = None
         self._num_left -= 1
         self._on_event(TokenEvent(self.sequence.index, token.token_id, token.logprob, token.top))

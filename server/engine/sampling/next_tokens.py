@@ -64,9 +64,11 @@ class NextTokens:
                     self._sample(state, sequence, last, row)
 
     def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
-        """Sample a sequence's next token and send it; start the request's other sequences behind its first."""
+        """Sample a sequence's next token and send it; start the request's second sequence behind the first token."""
         output = state.outputs[sequence.index]
-        token = last.sample(row, state.request.num_embeddings, output.sampler, sequence.tokens)
+        sampler = output.sampler
+        token_ids = [] if sampler.takes_argmax else sequence.token_ids(0, sequence.num_tokens)
+        token = last.sample(row, state.request.num_embeddings, sampler, token_ids)
         self._kv_cache.cache_full_pages(sequence)
         now = time.monotonic()
         reason = output.add_token(token)
@@ -77,7 +79,6 @@ class NextTokens:
         if output.last_token_at is not None:
             self._telemetry.next_token(now - output.last_token_at)
         output.last_token_at = now
-        while state.num_started < state.request.sampling_params.n:
-            self._requests.start_sequence(state)
+        self._requests.start_next(state, sequence)
         if reason is not None:
             self._requests.finish_sequence(state, output, reason)

@@ -150,7 +150,7 @@ class KVCacheManager:
         """Return the key of page `index`: a hash of its tokens and all before them, of the delta and of the tenant."""
         keys = sequence.page_table.keys
         parent = keys[index - 1] if index else _root_key(sequence.digest, sequence.tenant)
-        tokens = sequence.tokens[index * self.page_tokens : (index + 1) * self.page_tokens]
+        tokens = sequence.token_ids(index * self.page_tokens, (index + 1) * self.page_tokens)
         return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()
 
 

@@ -8,7 +8,7 @@ sequences and the preemption for pages.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from server.deltas.residency import Residency
@@ -109,13 +109,18 @@ class Scheduler:
         self._now = now
         self._slot_policy.load_ended(digest, now)
 
-    def plan(self, now: float) -> StepPlan:
-        """Plan the next step. Preempted sequences have released their pages and wait again."""
+    def plan(self, now: float, on_admit: Callable[[Sequence], None] = lambda sequence: None) -> StepPlan:
+        """Plan the next step. Preempted sequences have released their pages and wait again.
+
+        Args:
+            now: seconds on the clock of all other calls.
+            on_admit: called with each sequence that begins to run; may `add` and `remove` sequences.
+        """
         plan = StepPlan()
         self._now = now
         self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
         self._decode(plan)
-        self._prefill(plan)
+        self._prefill(plan, on_admit)
         self._use_rest(plan)
         plan.costs = self._costs(plan)
         return plan
@@ -151,7 +156,7 @@ class Scheduler:
                 return False
         return True
 
-    def _prefill(self, plan: StepPlan) -> None:
+    def _prefill(self, plan: StepPlan, on_admit: Callable[[Sequence], None]) -> None:
         """Plan chunks of prompts, those begun before and those of sequences admitted now, in order of fairness."""
         begun = deque(
             sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_key)
@@ -164,6 +169,7 @@ class Scheduler:
                 return
             elif self._admit(first, plan):
                 self._plan_chunk(first, plan)
+                on_admit(first)
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
         share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))

@@ -278,7 +278,7 @@ def generate(
     """Append a token to a computed sequence if its mask has come."""
     if sequence.mask_at > now:
         return
-    sequence.tokens.append(TOKEN)
+    sequence.generated_ids.append(TOKEN)
     sequence.token_times.append(now)
     sequence.mask_at = now + sequence.mask_s
     if sequence.num_generated == sequence.num_output_tokens:

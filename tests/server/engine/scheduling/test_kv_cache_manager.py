@@ -36,8 +36,8 @@ def begin(cache: KVCacheManager, seq: Sequence) -> Sequence:
 
 def compute(cache: KVCacheManager, seq: Sequence) -> None:
     """Compute all tokens, as one step would."""
-    assert cache.allocate(seq, len(seq.tokens) - seq.num_computed_tokens)
-    seq.num_computed_tokens = len(seq.tokens)
+    assert cache.allocate(seq, seq.num_tokens - seq.num_computed_tokens)
+    seq.num_computed_tokens = seq.num_tokens
     cache.cache_full_pages(seq)
 
 

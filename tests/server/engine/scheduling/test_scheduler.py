@@ -37,7 +37,7 @@ def step(plan: StepPlan) -> None:
     for each, num_tokens in plan.batch.items():
         each.num_computed_tokens += num_tokens
         if each.num_computed_tokens == each.num_tokens:
-            each.tokens.append(TOKEN)
+            each.generated_ids.append(TOKEN)
 
 
 def planned(plan: StepPlan) -> dict[str, int]:
@@ -299,5 +299,5 @@ def test_a_sequence_that_waits_for_a_mask_is_in_no_step() -> None:
     assert not scheduler.plan(0.1).batch
     assert scheduler.running == [waiting]
     assert waiting.page_table.pages
-    waiting.tokens.append(TOKEN)
+    waiting.generated_ids.append(TOKEN)
     assert planned(scheduler.plan(0.2)) == {"waiting": 1}

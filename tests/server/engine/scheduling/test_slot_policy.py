@@ -160,7 +160,7 @@ def test_the_variant_with_the_fewest_sequences_gives_its_slot_up() -> None:
     sim.end_loads(scheduler, 0.1)
     for sequence, num_tokens in scheduler.plan(0.1).batch.items():
         sequence.num_computed_tokens += num_tokens
-        sequence.tokens.append(TOKEN)
+        sequence.generated_ids.append(TOKEN)
     scheduler.add(SimSequence("cold", "c", "v", 8, 8, 0.2), 0.2)
     plan = scheduler.plan(3.0)
     assert [sequence.id for sequence in plan.preempted] == ["j0"]
@@ -209,7 +209,7 @@ def test_a_sequence_without_a_token_is_not_preempted_for_a_slot() -> None:
     for now in (0.2, 0.3):
         assert scheduler.plan(now).batch == {long: 64}
         long.num_computed_tokens += 64
-    long.tokens.append(TOKEN)
+    long.generated_ids.append(TOKEN)
     assert scheduler.plan(0.4).preempted == [long]
 
 

@@ -1,0 +1,157 @@
+"""One tenant's requests beside another's on a running server: places in a full queue, and sequences of one prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from server.tenants.tenant import Role
+from tests.server.helpers.live_server import (
+    MAX_MODEL_LEN,
+    Artifacts,
+    LiveServer,
+    error_of,
+    live_server,
+)
+from tests.server.supervisor.test_faults import ENGINE, LONG, processes
+
+NUM_ROWS, NUM_WAITING = 4, 60
+NUM_OPEN = NUM_ROWS + NUM_WAITING
+WAIT_S = 120.0
+
+
+@dataclass(slots=True)
+class Tenants:
+    """A running server of few rows, and keys of its tenants."""
+
+    server: LiveServer
+
+    @asynccontextmanager
+    async def client(self, tenant: str, role: Role = "inference") -> AsyncIterator[httpx.AsyncClient]:
+        """Yield a client with a new key of a tenant."""
+        author = Auditor(AuditLog(self.server.registry))
+        made = KeyStore(self.server.registry).create(author, tenant, (role,))
+        headers = {"Authorization": f"Bearer {made.text}"}
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self.server.url, headers=headers, timeout=WAIT_S, limits=limits
+        ) as client:
+            while (await client.get("/me")).status_code != 200:
+                await asyncio.sleep(0.02)
+            yield client
+
+    def engine_bytes(self) -> int:
+        [engine] = processes(self.server, ENGINE)
+        resident: int = engine.memory_info().rss
+        return resident
+
+
+@pytest.fixture(scope="module")
+def tenants(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    registry = tmp_path_factory.mktemp("shares") / "registry"
+    options = ("--auth", "keys", "--max-num-seqs", NUM_ROWS, "--max-queue", NUM_WAITING)
+    with live_server(artifacts.base, registry, *options, "--kv-cache-gb", 0.1) as server:
+        yield Tenants(server)
+
+
+async def num_open(admin: httpx.AsyncClient) -> float:
+    """Return the number of requests that run or wait in the engine."""
+    lines = (await admin.get("/metrics")).text.splitlines()
+    names = ("peraxis_num_requests_running ", "peraxis_num_requests_waiting ")
+    return sum(float(line.split()[1]) for line in lines if line.startswith(names))
+
+
+async def wait_for_open(admin: httpx.AsyncClient, number: int) -> None:
+    while await num_open(admin) != number:
+        await asyncio.sleep(0.05)
+
+
+def test_a_full_queue_gives_a_place_to_a_tenant_with_fewer_requests(tenants: Tenants) -> None:
+    async def keep_one_open(client: httpx.AsyncClient, refusals: asyncio.Queue[httpx.Response]) -> None:
+        async with client.stream(
+            "POST", "/generate", json={"prompt": "hello", "stream": True, **LONG}
+        ) as reply:
+            if reply.status_code != 200:
+                await reply.aread()
+                refusals.put_nowait(reply)
+            await asyncio.Event().wait()
+
+    async def talk(crowd: httpx.AsyncClient, one: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+        refusals: asyncio.Queue[httpx.Response] = asyncio.Queue()
+        opened = [asyncio.create_task(keep_one_open(crowd, refusals)) for _ in range(NUM_OPEN)]
+        await wait_for_open(admin, NUM_OPEN)
+        # The tenant with the most requests gets no more, and another tenant a place of its newest.
+        refused = await crowd.post("/generate", json={"prompt": "hello"})
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
+        assert refusals.empty()
+        reply = await one.post("/generate", json={"prompt": "hello", "max_new_tokens": 3, "temperature": 0})
+        assert reply.status_code == 200, reply.text
+        gave_way = await refusals.get()
+        assert (gave_way.status_code, error_of(gave_way)["code"]) == (503, "overloaded")
+        assert gave_way.headers["Retry-After"] == "1"
+        assert refusals.empty()
+        for task in opened:
+            task.cancel()
+        await asyncio.wait(opened)
+        await wait_for_open(admin, 0)
+
+    run(tenants, talk, "crowd", "one")
+
+
+def test_sequences_of_one_prompt_take_no_memory_before_they_have_a_row(tenants: Tenants) -> None:
+    num_prompts, n, num_calls = 8, 128, 7
+    prompt = [5 + position % 100 for position in range(MAX_MODEL_LEN // 2)]
+
+    kept: list[AsyncIterator[bytes]] = []
+
+    async def until_each_has_a_token(
+        client: httpx.AsyncClient, stack: AsyncExitStack, num_prompts: int
+    ) -> None:
+        """Send a call, and return when each of its prompts has a token; the call goes on until the stack is closed."""
+        body = {
+            "model": "base", "prompt": [prompt] * num_prompts, "n": n, "max_tokens": 2, "temperature": 2.0,
+            "seed": 1, "stream": True,
+        }  # fmt: skip
+        reply = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=body))
+        assert reply.status_code == 200, await reply.aread()
+        parts = reply.aiter_bytes()
+        # An iterator that is dropped ends its stream.
+        kept.append(parts)
+        missing, received = {n * number for number in range(num_prompts)}, b""
+        while missing:
+            received += await anext(parts)
+            missing -= set(map(int, re.findall(rb'"index": ?(\d+)[,}]', received)))
+
+    async def talk(client: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
+        async with AsyncExitStack() as stack:
+            await until_each_has_a_token(client, stack, 1)
+        await wait_for_open(admin, 0)
+        before = tenants.engine_bytes()
+        async with AsyncExitStack() as stack:
+            await asyncio.gather(
+                *(until_each_has_a_token(client, stack, num_prompts) for _ in range(num_calls))
+            )
+            # A copy of the prompt and a sampler for each sequence take 150 MB.
+            assert tenants.engine_bytes() - before < 60 << 20
+        await wait_for_open(admin, 0)
+
+    run(tenants, talk, "many")
+
+
+def run(tenants: Tenants, talk: Callable[..., Awaitable[None]], *names: str) -> None:
+    """Run `talk` with a client of each named tenant and one of an operator."""
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(tenants.client(name)) for name in names]
+            await talk(*clients, await stack.enter_async_context(tenants.client("operator", "admin")))
+
+    asyncio.run(main())

@@ -11,7 +11,7 @@ middle of a step.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,12 +26,16 @@ from server.deltas.wanted import WantedDeltas
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.messages import Level
 
+# Loads of one tenant under way at a time, as many as downloads: another tenant's next load waits for few.
+MAX_LOADS = 4
+
 
 @dataclass(slots=True)
 class _SlotEntry:
     """A slot in use: the delta in it, a version that has this delta, and how many users keep it there."""
 
     record: VersionRecord
+    tenant: str  # that the load began for
     slot: Slot
     fetch: Future[tuple[ResidentDelta, LoadReport]]
     delta: ResidentDelta | None = None  # None while it loads
@@ -76,6 +80,9 @@ class Residency:
         self._metrics = metrics
         self._resident: frozenset[str] = frozenset()
         self._pinned: frozenset[str] = frozenset()
+        self._num_loading: Counter[str] = Counter()  # by tenant
+        self._num_pins: Counter[str] = Counter()  # versions by tenant
+        self._pin_changes: list[tuple[VersionRecord, bool]] = []
         self._on_load_ended = on_load_ended
 
     def retain(self, record: VersionRecord) -> None:
@@ -122,14 +129,22 @@ class Residency:
         entry.num_users -= 1
         self._entries.move_to_end(digest)
 
-    def load(self, digest: str) -> bool:
-        """Start to load a retained record's delta, unless it has a slot. Return False if no slot can be freed."""
+    def may_load(self, tenant: str) -> bool:
+        """Return whether `load` may begin one more load for a tenant."""
+        return self._num_loading[tenant] < MAX_LOADS
+
+    def load(self, digest: str, tenant: str) -> bool:
+        """Start to load a retained record's delta, unless it has a slot.
+
+        Return False if no slot can be freed, or if `MAX_LOADS` loads of the tenant are under way.
+        """
         if digest in self._entries:
             return True
-        record, slot = self._records[digest].record, self._take_slot()
-        if slot is None:
+        if not self.may_load(tenant) or (slot := self._take_slot()) is None:
             return False
-        entry = self._entries[digest] = _SlotEntry(record, slot, self._fetcher.fetch(record, slot))
+        record = self._records[digest].record
+        entry = self._entries[digest] = _SlotEntry(record, tenant, slot, self._fetcher.fetch(record, slot))
+        self._num_loading[tenant] += 1
         entry.fetch.add_done_callback(lambda _: self._on_load_ended())
         self._publish()
         return True
@@ -142,6 +157,9 @@ class Residency:
             for digest in self._wanted.digests():
                 self._forget_absent(digest)
         for entry in ended:
+            self._num_loading[entry.tenant] -= 1
+            if not self._num_loading[entry.tenant]:
+                del self._num_loading[entry.tenant]
             error = entry.fetch.exception()
             if error is None:
                 entry.delta, report = entry.fetch.result()
@@ -190,14 +208,26 @@ class Residency:
             raise InvalidRequest(
                 "all slots that may be pinned are pinned already: unpin another variant first"
             )
-        entry.pins[record.label] = record
+        if record.label not in entry.pins:
+            entry.pins[record.label] = record
+            self._note_pin(record, is_pinned=True)
         self._publish()
 
     def unpin(self, record: VersionRecord) -> None:
         """Remove a version's pin, if it has one. The pins of other versions with the same bytes stay."""
-        if record.digest in self._entries:
-            self._entries[record.digest].pins.pop(record.label, None)
+        entry = self._entries.get(record.digest)
+        if entry is not None and (pinned := entry.pins.pop(record.label, None)) is not None:
+            self._note_pin(pinned, is_pinned=False)
             self._publish()
+
+    def num_pinned_by(self, tenant: str) -> int:
+        """Return how many versions a tenant pins."""
+        return self._num_pins[tenant]
+
+    def take_pin_changes(self) -> list[tuple[VersionRecord, bool]]:
+        """Return the versions that were pinned (True) or unpinned since the last call, in order."""
+        changes, self._pin_changes = self._pin_changes, []
+        return changes
 
     @property
     def num_slots(self) -> int:
@@ -245,6 +275,12 @@ class Residency:
         if digest not in self._entries and digest not in self._records and not self._cache.holds(digest):
             self._wanted.forget(digest)
 
+    def _note_pin(self, record: VersionRecord, *, is_pinned: bool) -> None:
+        self._num_pins[record.tenant] += 1 if is_pinned else -1
+        if not self._num_pins[record.tenant]:
+            del self._num_pins[record.tenant]
+        self._pin_changes.append((record, is_pinned))
+
     def _take_slot(self) -> Slot | None:
         if not self._free:
             idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pins)
@@ -261,6 +297,8 @@ class Residency:
 
     def _free_slot(self, entry: _SlotEntry) -> None:
         del self._entries[entry.record.digest]
+        for record in entry.pins.values():
+            self._note_pin(record, is_pinned=False)
         # Views of the slot are refused from now on.
         entry.slot.generation += 1
         self._free.append(entry.slot)

@@ -75,7 +75,7 @@ def build_engine(
     max_model_len = _max_model_len(settings, model, kv_cache)
     limits = RequestLimits(max_open, max_model_len, settings.load_timeout, MASK_S)
     core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
-    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes)
+    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes, len(slots))
     return Engine(core, residency, socket, facts, metrics)
 
 

@@ -15,14 +15,26 @@ from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
 from server.engine.engine_socket import ClientLost, EngineSocket
+from server.errors import EngineFailed
 from server.protocol.codec import encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event, PromptEvent
-from server.protocol.messages import Beat, EngineMessage, Outputs, Refused
+from server.protocol.events import DoneEvent, ErrorEvent, Event, PromptEvent, TokenEvent
+from server.protocol.messages import (
+    Beat,
+    CallDone,
+    EngineMessage,
+    MetricsAnswer,
+    Outputs,
+    Refused,
+    ResidencyAnswer,
+    ResidentsAnswer,
+)
 
 log = logging.getLogger(__name__)
 
 # Between two looks at whether to stop refusing clients.
 LOOK_S = 0.1
+# Tokens and log-probabilities of one message, each of less than 300 bytes with the id of its request.
+MAX_SENT = 1 << 16
 
 
 @dataclass(slots=True)
@@ -41,6 +53,7 @@ class Clients:
         self._socket = socket
         self._clients: dict[bytes, _Client] = {}
         self._lost: list[bytes] = []
+        self._unsendable: list[str] = []
 
     def add(self, identity: bytes) -> None:
         """Add a client that has said Hello."""
@@ -62,7 +75,7 @@ class Clients:
     def send_events(self) -> None:
         """Send each client the events since the last call, after all that was sent before.
 
-        They are one message, unless log-probabilities of prompts among them could make it too large.
+        They are one message, unless there are so many that it could be too large.
         """
         for identity, client in list(self._clients.items()):
             while client.unsent and self._deliver(identity, client.unsent[0]):
@@ -86,11 +99,31 @@ class Clients:
     def _deliver(self, identity: bytes, message: EngineMessage) -> bool:
         """Return whether ZeroMQ had room for a message; a client that is gone takes any."""
         try:
-            return self._socket.send(identity, encode(message))
+            return self._socket.send(identity, self._encoded(message))
         except ClientLost:
             log.info("client %s is gone", identity.decode(errors="replace"))
             self._lost.append(identity)
             return True
+
+    def _encoded(self, message: EngineMessage) -> bytes:
+        """Return a message's bytes, or those of an error to the same request or call if it cannot be sent."""
+        try:
+            return encode(message)
+        except Exception as error:  # nothing that a message holds may end the engine
+            log.exception("a message cannot be sent: %s", type(message).__name__)
+            failed = EngineFailed(f"the engine's answer cannot be sent: {type(error).__name__}")
+        if isinstance(message, Outputs):
+            request_ids = tuple(dict.fromkeys(request_id for request_id, _ in message.events))
+            self._unsendable += request_ids
+            return encode(Outputs(tuple((request_id, ErrorEvent(failed)) for request_id in request_ids)))
+        if isinstance(message, CallDone | ResidencyAnswer | ResidentsAnswer | MetricsAnswer):
+            return encode(CallDone(message.call_id, failed))
+        return encode(Beat())
+
+    def take_unsendable(self) -> list[str]:
+        """Return the requests whose events could not be sent since the last call."""
+        request_ids, self._unsendable = self._unsendable, []
+        return request_ids
 
     def broadcast(self, message: EngineMessage) -> None:
         """Send every client a message."""
@@ -109,12 +142,13 @@ class Clients:
 
 
 def _parts(events: list[tuple[str, Event]]) -> Iterator[tuple[tuple[str, Event], ...]]:
-    """Divide events behind each PromptEvent, which may be many megabytes."""
-    begin = 0
+    """Divide events behind each PromptEvent, which may be many megabytes, and behind `MAX_SENT` tokens."""
+    begin = num_sent = 0
     for end, (_, event) in enumerate(events, 1):
-        if isinstance(event, PromptEvent):
+        num_sent += 1 + len(event.top) if isinstance(event, TokenEvent) else 1
+        if isinstance(event, PromptEvent) or num_sent >= MAX_SENT:
             yield tuple(events[begin:end])
-            begin = end
+            begin, num_sent = end, 0
     if begin < len(events):
         yield tuple(events[begin:])
 

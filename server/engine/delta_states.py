@@ -13,6 +13,9 @@ from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.protocol.messages import DeltaState, Level, Resident, VersionRef
 
+# Deltas in one answer.
+MAX_RESIDENTS = 4096
+
 
 def states_of(
     residency: Residency, in_use: Iterable[VersionRecord], versions: tuple[VersionRef, ...]
@@ -35,6 +38,7 @@ def states_of(
 def residents(residency: Residency, in_use: Iterable[VersionRecord]) -> tuple[Resident, ...]:
     """Return the versions that want a delta in memory, by the delta's last use, the least recent first.
 
+    Of more than `MAX_RESIDENTS` deltas, those that were used last, so that the answer delays a step by a bounded time.
     Each delta has one at least; `Residency.wanting` bounds the number of all.
     """
     counts = Counter(record.label for record in in_use)
@@ -49,6 +53,6 @@ def residents(residency: Residency, in_use: Iterable[VersionRecord]) -> tuple[Re
                 residency.level_of(record.digest), residency.has_pin(record.digest, label), counts[label]
             ),
         )
-        for record in residency.records()
+        for record in residency.records()[-MAX_RESIDENTS:]
         for label, version in residency.wanting(record.digest).items()
     )

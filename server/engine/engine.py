@@ -19,7 +19,7 @@ from server.engine.core import EngineCore
 from server.engine.delta_states import residents, states_of
 from server.engine.engine_socket import EngineSocket
 from server.engine.residency_calls import Prefetch, Unload
-from server.errors import Draining, EngineFailed
+from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics.engine import EngineMetrics
 from server.metrics.snapshot import take_snapshot
 from server.protocol.codec import decode_client_message
@@ -38,7 +38,7 @@ from server.protocol.messages import (
     Mask,
     MetricsAnswer,
     MetricsQuery,
-    Pinned,
+    PinChanged,
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
@@ -71,7 +71,6 @@ class Engine:
         self._clients = Clients(socket)
         self._facts = facts
         self._metrics = metrics
-        self._pinned: tuple[str, ...] = ()
         self._next_beat = 0.0
 
     def run(self, stopping: threading.Event) -> None:
@@ -120,16 +119,16 @@ class Engine:
     def _send(self) -> None:
         """Send events, and what clients watch: the pins and a sign of life."""
         self._clients.send_events()
-        pinned = self._residency.pinned_records()
-        if (labels := tuple(record.label for record in pinned)) != self._pinned:
-            self._pinned = labels
-            self._clients.broadcast(Pinned(pinned))
+        for record, is_pinned in self._residency.take_pin_changes():
+            self._clients.broadcast(PinChanged(record, is_pinned))
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._clients.broadcast(Beat())
         for identity in self._clients.take_lost():
             self._cancel_all_of(identity)
+        for request_id in self._clients.take_unsendable():
+            self._core.cancel(request_id)
 
     def _handle(self, identity: bytes, message: ClientMessage) -> None:
         """Act on one message of a client; raise the error that refuses it."""
@@ -169,7 +168,8 @@ class Engine:
             )
         self._clients.add(identity)
         self._clients.send(identity, Welcome(self._facts))
-        self._clients.send(identity, Pinned(self._residency.pinned_records()))
+        for record in self._residency.pinned_records():
+            self._clients.send(identity, PinChanged(record, is_pinned=True))
 
     def _call(self, identity: bytes, call: LoadCall) -> None:
         """Start a call that loads, pins or unloads; send its outcome when there is one."""
@@ -178,13 +178,16 @@ class Engine:
             lambda done: self._clients.send(identity, CallDone(call.call_id, _error_of(done)))
         )
         calls = self._core.residency_calls
-        if call.action == "unpin":
-            self._residency.unpin(call.record)
-            future.set_result(None)
-        elif call.action == "unload":
-            calls.add_unload(Unload(call.record, future))
-        else:
-            calls.add_prefetch(Prefetch(call.record, call.action == "pin", future, call.max_pinned))
+        try:
+            if call.action == "unpin":
+                self._residency.unpin(call.record)
+                future.set_result(None)
+            elif call.action == "unload":
+                calls.add_unload(Unload(call.record, future))
+            else:
+                calls.add_prefetch(Prefetch(call.record, call.action == "pin", future, call.max_pinned))
+        except QueueFull as error:
+            future.set_exception(error)
 
     def _cancel_all_of(self, identity: bytes) -> None:
         for request_id in list(self._clients.remove(identity)):

@@ -70,8 +70,7 @@ class EngineSocket:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
+            # EHOSTUNREACH, or another error of this client's connection alone.
             raise ClientLost(identity) from error
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,6 +11,10 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.errors import LoadTimeout, RateLimited
+from server.fair_budget import FairBudget
+
+# Calls that wait for their outcome. One tenant may have as many as are left for others.
+MAX_CALLS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -34,17 +39,27 @@ class Unload:
 class ResidencyCalls:
     """Answers calls when their delta is loaded or unloaded. An equal call joins a pending one.
 
-    So a step costs time by the versions that are called for, not by how often a client repeats its calls.
+    The calls of all tenants share `MAX_CALLS`, and begin loads in tenants' turns.
     """
 
     def __init__(self, residency: Residency, load_timeout_s: float) -> None:
         self._residency = residency
         self._load_timeout_s = load_timeout_s
+        self._budget = FairBudget(MAX_CALLS, "calls to load and unload variants")
+        # Tenants with calls to load, the next one to begin a load first.
+        self._turns: dict[str, None] = {}
         self._prefetches: list[Prefetch] = []
         self._unloads: list[Unload] = []
 
     def add_prefetch(self, call: Prefetch) -> None:
-        """Take a call to load. A pending call to unload the same version is answered: this one is newer."""
+        """Take a call to load. A pending call to unload the same version is answered: this one is newer.
+
+        Raises:
+            QueueFull: too many calls of its tenant wait.
+        """
+        # What an engine before this one had pinned is pinned again whatever the tenant asks for meanwhile.
+        if not call.pin or call.max_pinned is not None:
+            self._count(call.record.tenant, call.future)
         for unload in [u for u in self._unloads if u.record.label == call.record.label]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
@@ -54,16 +69,25 @@ class ResidencyCalls:
                 _follow(pending.future, call.future)
                 return
         self._residency.retain(call.record)
+        self._turns.setdefault(call.record.tenant)
         self._prefetches.append(call)
 
     def add_unload(self, call: Unload) -> None:
-        """Take a call to unload; the version's own pin ends now."""
+        """Take a call to unload; the version's own pin ends now, and what nothing uses is freed now.
+
+        Raises:
+            QueueFull: too many calls of its tenant wait.
+        """
         self._residency.unpin(call.record)
-        for pending in self._unloads:
-            if pending.record.label == call.record.label:
-                _follow(pending.future, call.future)
-                return
-        self._unloads.append(call)
+        same = [pending for pending in self._unloads if pending.record.label == call.record.label]
+        if not same and self._residency.unload(call.record):
+            call.future.set_result(None)
+            return
+        self._count(call.record.tenant, call.future)
+        if same:
+            _follow(same[0].future, call.future)
+        else:
+            self._unloads.append(call)
 
     def serve(self, now: float) -> None:
         """Start loads, evict unused deltas, and answer the calls that are done or late."""
@@ -71,7 +95,8 @@ class ResidencyCalls:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         for prefetch in list(self._prefetches):
-            self._serve_prefetch(prefetch, now)
+            self._end_if_over(prefetch, now)
+        self._begin_loads()
 
     def fail_prefetches(self, digest: str, error: PeraxisError) -> None:
         """Answer the calls to load a delta whose load has failed."""
@@ -82,15 +107,38 @@ class ResidencyCalls:
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every pending call with an error: the engine stops."""
         pending: list[Prefetch | Unload] = [*self._prefetches, *self._unloads]
-        self._prefetches, self._unloads = [], []
+        self._prefetches, self._unloads, self._turns = [], [], {}
         for call in pending:
             call.future.set_exception(error)
 
-    def _serve_prefetch(self, prefetch: Prefetch, now: float) -> None:
+    def _count(self, tenant: str, future: Future[None]) -> None:
+        """Count a call until it has an outcome."""
+        self._budget.take(tenant, 1)
+        future.add_done_callback(lambda _: self._budget.give_back(tenant, 1))
+
+    def _begin_loads(self) -> None:
+        """Begin a load of each tenant in turn, until no slot can be freed."""
+        waiting: dict[str, deque[Prefetch]] = {}
+        for prefetch in self._prefetches:
+            if not self._residency.is_loading(prefetch.record.digest):
+                waiting.setdefault(prefetch.record.tenant, deque()).append(prefetch)
+        tenants = deque(tenant for tenant in self._turns if tenant in waiting)
+        while tenants:
+            tenant = tenants.popleft()
+            if not self._residency.may_load(tenant):
+                continue
+            if not self._residency.load(waiting[tenant].popleft().record.digest, tenant):
+                return
+            del self._turns[tenant]
+            self._turns[tenant] = None
+            if waiting[tenant]:
+                tenants.append(tenant)
+
+    def _end_if_over(self, prefetch: Prefetch, now: float) -> None:
+        """Answer a call whose delta is resident, that may not pin, or that is late."""
         digest = prefetch.record.digest
         resident, refusal = self._residency.is_resident(digest), self._refusal_of_pin(prefetch)
         if refusal is None and not resident and now - prefetch.called_at <= self._load_timeout_s:
-            self._residency.load(digest)
             return
         self._end_prefetch(prefetch)
         try:
@@ -109,17 +157,19 @@ class ResidencyCalls:
         if not prefetch.pin or prefetch.max_pinned is None:
             return None
         record = prefetch.record
-        pinned = {other.label for other in self._residency.pinned_records() if other.tenant == record.tenant}
-        if len(pinned - {record.label}) < prefetch.max_pinned:
+        num_pinned = self._residency.num_pinned_by(record.tenant)
+        if num_pinned - self._residency.has_pin(record.digest, record.label) < prefetch.max_pinned:
             return None
         return RateLimited(
-            f"tenant {record.tenant!r} may pin {prefetch.max_pinned} versions and has pinned {len(pinned)}: "
+            f"tenant {record.tenant!r} may pin {prefetch.max_pinned} versions and has pinned {num_pinned}: "
             "unpin another variant first",
             "max_pinned",
         )
 
     def _end_prefetch(self, prefetch: Prefetch) -> None:
         self._prefetches.remove(prefetch)
+        if all(other.record.tenant != prefetch.record.tenant for other in self._prefetches):
+            del self._turns[prefetch.record.tenant]
         self._residency.forget(prefetch.record.digest)
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import zmq
@@ -40,7 +41,7 @@ from server.protocol.messages import (
     MetricsAnswer,
     MetricsQuery,
     Outputs,
-    Pinned,
+    PinChanged,
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 
 # Messages that wait for an engine that does not read, as during a long step.
 MAX_WAITING_MESSAGES = 10_000
+# Versions of one ResidencyQuery, which the engine answers between two steps.
+MAX_ASKED = 500
 RETRY_S = 0.1
 
 
@@ -70,16 +73,23 @@ class EngineClient:
 
     def __init__(self, identity: str) -> None:
         self.identity = identity.encode()
-        self.pinned: tuple[VersionRecord, ...] = ()
         self.last_beat_at = time.monotonic()
         # Done when the engine has loaded the base; raises the error of an engine that refuses this client.
         self.welcomed: asyncio.Future[EngineFacts]
         self._loop = asyncio.get_running_loop()
         self._facts: EngineFacts | None = None
+        self._pinned: dict[str, VersionRecord] = {}  # by label
+        # One ResidencyQuery at a time, so that lists of any length take turns and a step answers one of them.
+        self._asking = asyncio.Lock()
         self._socket: zmq.Socket[bytes] | None = None
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._requests: dict[str, OnEvent] = {}
+
+    @property
+    def pinned(self) -> tuple[VersionRecord, ...]:
+        """All pinned versions."""
+        return tuple(self._pinned.values())
 
     @property
     def facts(self) -> EngineFacts:
@@ -193,8 +203,13 @@ class EngineClient:
         if not records or not self._is_welcomed:
             return (DeltaState("disk", False, 0),) * len(records)
         versions = tuple(VersionRef(record.label, record.digest) for record in records)
-        states: tuple[DeltaState, ...] = await self._call(lambda call_id: ResidencyQuery(call_id, versions))
-        return states
+        states: list[DeltaState] = []
+        for start in range(0, len(versions), MAX_ASKED):
+            async with self._asking:
+                states += await self._call(
+                    partial(ResidencyQuery, versions=versions[start : start + MAX_ASKED])
+                )
+        return tuple(states)
 
     async def metrics(self) -> Snapshot:
         """Return the engine's metrics.
@@ -283,9 +298,12 @@ class EngineClient:
                 self._answer(call_id, snapshot)
             case Beat():
                 self.last_beat_at = time.monotonic()
-            case Pinned(records):
-                self.pinned = records
+            case PinChanged(record, is_pinned):
+                self._pinned.pop(record.label, None)
+                if is_pinned:
+                    self._pinned[record.label] = record
             case Welcome(facts):
+                self._pinned = {}
                 self._facts, self.last_beat_at = facts, time.monotonic()
                 if not self.welcomed.done():
                     self.welcomed.set_result(facts)

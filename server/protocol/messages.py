@@ -69,7 +69,8 @@ class LoadCall(Struct, frozen=True, tag=True):
     call_id: int
     action: LoadAction
     record: VersionRecord
-    max_pinned: int | None = None  # versions that the record's tenant may pin; None is any number
+    # Versions that the record's tenant may pin. None is any number, for what an engine before this one had pinned.
+    max_pinned: int | None = None
 
 
 class VersionRef(Struct, frozen=True, array_like=True):
@@ -131,6 +132,7 @@ class EngineFacts(Struct, frozen=True):
     base: Base
     max_model_len: int  # most tokens of prompt and output together
     slot_bytes: int  # no delta may be larger
+    num_slots: int
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -152,7 +154,7 @@ class Outputs(Struct, frozen=True, tag=True):
 
 
 class CallDone(Struct, frozen=True, tag=True):
-    """The answer to a LoadCall; `error` is None if it was done."""
+    """The answer to a LoadCall, or the error of any call; `error` is None if it was done."""
 
     call_id: int
     error: PeraxisError | None
@@ -202,12 +204,21 @@ class Beat(Struct, frozen=True, tag=True):
     """Sent at least once a second while steps go on; without one, a step hangs."""
 
 
-class Pinned(Struct, frozen=True, tag=True):
-    """All pinned versions, sent when they change; the supervisor pins them again in a new engine."""
+class PinChanged(Struct, frozen=True, tag=True):
+    """A version was pinned or unpinned; a Welcome is followed by one for each pin. The supervisor keeps all pins."""
 
-    records: tuple[VersionRecord, ...]
+    record: VersionRecord
+    is_pinned: bool
 
 
 EngineMessage = (
-    Welcome | Refused | Outputs | CallDone | ResidencyAnswer | ResidentsAnswer | MetricsAnswer | Beat | Pinned
+    Welcome
+    | Refused
+    | Outputs
+    | CallDone
+    | ResidencyAnswer
+    | ResidentsAnswer
+    | MetricsAnswer
+    | Beat
+    | PinChanged
 )

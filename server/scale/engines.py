@@ -34,7 +34,7 @@ from server.protocol.messages import (
     LoadCall,
     Mask,
     Outputs,
-    Pinned,
+    PinChanged,
     ResidencyAnswer,
     ResidencyQuery,
     Resident,
@@ -58,7 +58,7 @@ class ReplicaState(Struct, frozen=True):
 
     replica: str  # full id
     fingerprint: str  # of the base
-    pinned: bytes  # a Pinned message
+    pinned: tuple[bytes, ...]  # a PinChanged message for each pin
 
 
 class ReplicaMetrics(Struct, frozen=True):
@@ -163,7 +163,7 @@ class EngineReplica:
 
     async def state(self) -> ReplicaState:
         """Return what every ingress keeps."""
-        pinned = encode(Pinned(self._client.pinned))
+        pinned = tuple(encode(PinChanged(record, is_pinned=True)) for record in self._client.pinned)
         return ReplicaState(self._name, self._client.facts.base.fingerprint, pinned)
 
     async def metrics(self) -> ReplicaMetrics:

@@ -32,7 +32,7 @@ from server.protocol.messages import (
     LoadCall,
     Mask,
     Outputs,
-    Pinned,
+    PinChanged,
     ResidencyAnswer,
     ResidencyQuery,
     StopSequence,
@@ -174,9 +174,9 @@ class ReplicaLink:
         self._states = {state.replica: state for state in found}
         pinned: dict[str, VersionRecord] = {}
         for state in found:
-            message = decode_engine_message(state.pinned)
-            assert isinstance(message, Pinned)
-            pinned |= {record.label: record for record in message.records}
+            for message in map(decode_engine_message, state.pinned):
+                assert isinstance(message, PinChanged)
+                pinned[message.record.label] = message.record
         self.pinned = tuple(pinned.values())
         if found and self._facts is None:
             await self._learn_facts()

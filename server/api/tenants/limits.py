@@ -89,7 +89,15 @@ def num_pinned(service: Service, tenant: str) -> int:
     return sum(record.tenant == tenant for record in service.engine.pinned)
 
 
-async def max_pinned(service: Service, tenant: str) -> int | None:
-    """Return how many versions a tenant may pin; None is any number. Raises QueueFull if that cannot be known now."""
-    usage = await service.limiter.usage(tenant)
-    return None if usage is None else usage.limits.max_pinned
+async def max_pinned(service: Service, tenant: str) -> int:
+    """Return how many versions a tenant may pin: by default half of the slots, as pins give way to nobody.
+
+    Without keys there is one tenant, which may pin a version for each slot.
+
+    Raises:
+        QueueFull: that cannot be known now.
+    """
+    num_slots, usage = service.engine.facts.num_slots, await service.limiter.usage(tenant)
+    if usage is None:
+        return num_slots
+    return num_slots // 2 if usage.limits.max_pinned is None else usage.limits.max_pinned

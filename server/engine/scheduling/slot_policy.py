@@ -9,7 +9,8 @@ has sequences keeps its slot for `min_resident_s`, and then:
   with the fewest sequences are preempted. Recomputation is charged to a budget refilled by recompute_share; no forced
   eviction while it is overdrawn, so throughput cannot collapse.
 
-Loads go to the tenant that had the fewest, so one tenant's hundred waiting variants do not delay another tenant's one.
+Loads go to the tenant that had the fewest, and few of one tenant are under way at a time (`Residency.may_load`), so one
+tenant's hundred waiting variants do not delay another tenant's one.
 
 The first sequence of a variant that waits for a slot can therefore start after at most
 
@@ -32,7 +33,7 @@ from server.deltas.residency import Residency
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.fair_queue import FairQueue
 from server.engine.scheduling.scheduled_variant import ScheduledVariant, SlotState
-from server.engine.scheduling.slot_queue import SlotQueue
+from server.engine.scheduling.slot_queue import SlotQueue, TenantLoads
 from server.engine.sequence import Sequence, VariantQueue
 
 # Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
@@ -58,7 +59,8 @@ class SlotPolicy:
         self._recompute_budget = 0.0
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
-        self._waiting_by_tenant, self._overdue_by_tenant = SlotQueue(), SlotQueue()
+        self._waiting_by_tenant = SlotQueue(residency.may_load)
+        self._overdue_by_tenant = SlotQueue(residency.may_load)
         # Variants to open at the end of the next update if they still wait and are resident then.
         self._maybe_resident: list[ScheduledVariant] = []
 
@@ -99,6 +101,8 @@ class SlotPolicy:
 
     def load_ended(self, digest: str, now: float) -> None:
         """Note the end of a load, whether this policy began it and whether it failed or not."""
+        self._waiting_by_tenant.load_ended()
+        self._overdue_by_tenant.load_ended()
         variant = self._variants.get(digest)
         if variant is None:
             return
@@ -119,10 +123,10 @@ class SlotPolicy:
         """
         self._mark_overdue(now)
         self._reopen()
-        while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads.oldest, now):
+        while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads, now):
             loads.counter += 1
         while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(now, preempt):
-            if not self._load(loads.oldest, now):
+            if not self._load(loads, now):
                 break
             loads.counter += 1
         self._open_resident(now)
@@ -152,12 +156,13 @@ class SlotPolicy:
             if is_current and self._residency.is_resident(variant.digest):
                 self._open(variant, now)
 
-    def _load(self, variant: ScheduledVariant, now: float) -> bool:
-        """Begin to load a waiting variant; False if there is no slot."""
+    def _load(self, loads: TenantLoads, now: float) -> bool:
+        """Begin to load the variant that a tenant has waited for longest; False if there is no slot."""
+        variant = loads.oldest
         if self._residency.is_resident(variant.digest):
             self._open(variant, now)
             return True
-        if not self._residency.load(variant.digest):
+        if not self._residency.load(variant.digest, loads.tenant):
             return False
         self._move(variant, SlotState.LOADING)
         return True

@@ -65,11 +65,11 @@ def test_downloads_hold_no_load_of_a_local_object_or_of_the_host_cache(
     assert harness.residency.level_of(cached.digest) == "host"
     store.remote = {record.digest for record in remote}
     for record in remote:
-        assert harness.residency.load(record.digest)
+        assert harness.residency.load(record.digest, record.label)
     for _ in range(NUM_DOWNLOADS):
         assert store.downloading.acquire(timeout=WAIT_S)
-    assert harness.residency.load(local.digest)
-    assert harness.residency.load(cached.digest)
+    assert harness.residency.load(local.digest, local.label)
+    assert harness.residency.load(cached.digest, cached.label)
     while any(harness.residency.is_loading(record.digest) for record in (local, cached)):
         assert harness.load_ended.wait(WAIT_S)
         harness.load_ended.clear()

@@ -30,7 +30,7 @@ def test_a_loaded_delta_is_visible_once_loads_are_polled_and_its_slot_equals_its
     harness: ResidencyHarness,
 ) -> None:
     record = harness.publish("v", seed=1)
-    assert harness.residency.load(record.digest)
+    assert harness.residency.load(record.digest, record.label)
     assert harness.residency.is_loading(record.digest)
     assert harness.load_ended.wait(WAIT_S)
     assert harness.residency.find(record.digest) is None
@@ -100,12 +100,12 @@ def test_a_delta_in_use_pinned_or_loading_is_never_evicted(
     harness.residency.release(in_use.digest)
     harness.residency.pin(pinned)
     disk = block_disk(monkeypatch)
-    assert harness.residency.load(loading.digest)
-    assert not harness.residency.load(other.digest)
+    assert harness.residency.load(loading.digest, loading.label)
+    assert not harness.residency.load(other.digest, other.label)
     disk.open.set()
     harness.settle()
     harness.residency.acquire(loading.digest)
-    assert not harness.residency.load(other.digest)
+    assert not harness.residency.load(other.digest, other.label)
     harness.residency.unpin(pinned)
     assert harness.load(other) == [None]
     assert levels(harness, in_use.digest, pinned.digest, loading.digest) == ["device", "host", "device"]
@@ -180,7 +180,7 @@ def test_a_version_is_retained_until_it_was_forgotten_as_often(harness: Residenc
     assert harness.residency.evict(record.digest, "unload")
     harness.residency.forget(record.digest)
     with pytest.raises(KeyError):
-        harness.residency.load(record.digest)
+        harness.residency.load(record.digest, record.label)
 
 
 def test_a_version_wants_its_delta_until_it_unloads_it_or_the_delta_has_left_memory(tmp_path: Path) -> None:
@@ -200,9 +200,9 @@ def test_a_version_wants_its_delta_until_it_unloads_it_or_the_delta_has_left_mem
 def test_many_loads_of_one_digest_are_one_read(harness: ResidencyHarness) -> None:
     record = harness.publish("v", seed=1)
     for _ in range(5):
-        assert harness.residency.load(record.digest)
+        assert harness.residency.load(record.digest, record.label)
     harness.settle()
-    assert harness.residency.load(record.digest)
+    assert harness.residency.load(record.digest, record.label)
     assert harness.metric("variant_load_bytes_total", source="disk") == record.device_bytes
     assert harness.metric("slots_in_use") == 1
 
@@ -222,7 +222,7 @@ def test_nothing_that_the_engine_calls_waits_for_a_disk(
     harness.load(records[0])
     disk = block_disk(monkeypatch)
     for record in records[1:]:
-        assert harness.residency.load(record.digest)
+        assert harness.residency.load(record.digest, record.label)
     assert disk.reading.wait(20)
     assert list(harness.residency.poll_loads()) == []
     assert harness.residency.find(records[0].digest) is not None
@@ -245,8 +245,8 @@ def test_a_load_from_host_memory_does_not_wait_behind_loads_from_disk(
             harness.residency.evict(record.digest, "unload")
         disk = block_disk(monkeypatch)
         for record in cold[:2]:
-            assert harness.residency.load(record.digest)
-        assert harness.residency.load(cached.digest)
+            assert harness.residency.load(record.digest, record.label)
+        assert harness.residency.load(cached.digest, cached.label)
         assert harness.load_ended.wait(WAIT_S)
         assert [load.digest for load in harness.residency.poll_loads()] == [cached.digest]
         disk.open.set()
@@ -357,7 +357,7 @@ def test_closing_lets_the_running_load_end_and_leaves_no_thread(
         records = [harness.publish(f"v{seed}", seed) for seed in range(3)]
         disk = block_disk(monkeypatch)
         for record in records:
-            assert harness.residency.load(record.digest)
+            assert harness.residency.load(record.digest, record.label)
         fetches = [harness.residency._entries[record.digest].fetch for record in records]
         assert disk.reading.wait(20)
         closing = threading.Thread(target=harness.residency.close)

@@ -82,7 +82,7 @@ def test_a_corrupt_object_that_is_uploaded_again_while_it_is_read_is_loaded_and_
     section = harness.section(record)
     harness.corrupt(record)
     disk = block_disk(monkeypatch)
-    assert harness.residency.load(record.digest)
+    assert harness.residency.load(record.digest, record.label)
     assert disk.reading.wait(20)
     with harness.registry.open_upload(None) as upload:
         upload.write((harness.directory / "v-1.safetensors").read_bytes())
@@ -125,7 +125,7 @@ def test_an_object_deleted_while_it_is_read_is_read_to_its_end_and_its_unloading
     record = harness.publish("v", seed=1)
     section = harness.section(record)
     disk = block_disk(monkeypatch)
-    assert harness.residency.load(record.digest)
+    assert harness.residency.load(record.digest, record.label)
     assert disk.reading.wait(20)
     harness.registry.delete("default", "v")
     harness.registry.gc()

@@ -11,8 +11,9 @@ import zmq
 from server.engine import engine_socket
 from server.engine.clients import Clients
 from server.engine.engine_socket import EngineSocket
+from server.errors import EngineFailed
 from server.protocol.codec import decode_engine_message
-from server.protocol.events import Event, PromptEvent, TokenEvent
+from server.protocol.events import ErrorEvent, Event, PromptEvent, TokenEvent
 from server.protocol.messages import Beat, CallDone, Outputs
 
 NUM_EVENTS = 2000
@@ -91,6 +92,41 @@ def test_log_probabilities_of_several_prompts_are_several_messages(
     messages = [decode_engine_message(client.recv()) for _ in range(3)]
     parts = [[event for _, event in message.events] for message in messages if isinstance(message, Outputs)]
     assert parts == [events[:2], events[2:3], events[3:]]
+
+
+def test_many_tokens_are_several_messages(
+    socket: EngineSocket, client: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.clients.MAX_SENT", 6)
+    clients = Clients(socket)
+    clients.add(NAME)
+    for number in range(4):
+        clients.add_event(NAME, "request", TokenEvent(0, number, -1.0, ((1, -1.0), (2, -2.0))))
+    clients.send_events()
+    messages = [decode_engine_message(client.recv()) for _ in range(2)]
+    assert [len(message.events) for message in messages if isinstance(message, Outputs)] == [2, 2]
+
+
+def test_what_cannot_be_sent_is_an_error_of_its_own_request_or_call(
+    socket: EngineSocket, client: zmq.Socket[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = Clients(socket)
+    clients.add(NAME)
+    # No UTF-8 has it.
+    clients.send(NAME, CallDone(7, EngineFailed("\ud800")))
+    clients.add_event(NAME, "request", TokenEvent(0, 1 << 70))
+    clients.send_events()
+    clients.add_event(NAME, "other", TokenEvent(0, 5))
+    clients.send_events()
+    done, failed, fine = [decode_engine_message(client.recv()) for _ in range(3)]
+    assert isinstance(done, CallDone)
+    assert (done.call_id, type(done.error)) == (7, EngineFailed)
+    assert isinstance(failed, Outputs)
+    [(request_id, event)] = failed.events
+    assert (request_id, type(event)) == ("request", ErrorEvent)
+    assert clients.take_unsendable() == ["request"]
+    assert fine == Outputs((("other", TokenEvent(0, 5)),))
+    assert "cannot be sent" in caplog.text
 
 
 def test_a_client_that_is_gone_is_noted_and_its_requests_are_returned(socket: EngineSocket) -> None:

@@ -6,12 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from server.engine.residency_calls import Prefetch, ResidencyCalls, Unload
-from server.errors import LoadTimeout
+from server.engine.residency_calls import MAX_CALLS, Prefetch, ResidencyCalls, Unload
+from server.errors import LoadTimeout, QueueFull
 from tests.server.helpers.residency import ResidencyHarness, running_residency
 
 LOAD_TIMEOUT_S = 60.0
@@ -30,7 +31,7 @@ def test_repeated_calls_cost_a_step_no_more_than_one_and_end_as_it_does(
     harness.residency.forget(record.digest)
     calls, asked = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), Counter[str]()
     load, unload = harness.residency.load, harness.residency.unload
-    monkeypatch.setattr(harness.residency, "load", lambda digest: asked.update(["load"]) or load(digest))
+    monkeypatch.setattr(harness.residency, "load", lambda *of: asked.update(["load"]) or load(*of))
     monkeypatch.setattr(harness.residency, "unload", lambda of: asked.update(["unload"]) or unload(of))
     loads: list[Future[None]] = [Future() for _ in range(50)]
     for future in loads:
@@ -48,7 +49,7 @@ def test_repeated_calls_cost_a_step_no_more_than_one_and_end_as_it_does(
     harness.residency.release(record.digest)
     calls.serve(time.monotonic())
     assert [future.result(0) for future in unloads] == [None] * 50
-    assert asked == {"load": 1, "unload": 2}
+    assert asked == {"load": 1, "unload": 3}
 
 
 def test_a_repeated_call_fails_with_the_call_that_it_joined(harness: ResidencyHarness) -> None:
@@ -60,3 +61,33 @@ def test_a_repeated_call_fails_with_the_call_that_it_joined(harness: ResidencyHa
     calls.serve(time.monotonic() + 2 * LOAD_TIMEOUT_S)
     assert isinstance(later.exception(0), LoadTimeout)
     assert later.exception(0) is first.exception(0)
+
+
+def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
+    harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = harness.publish("v", seed=1)
+    calls = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S)
+    begun: list[str] = []
+    free = iter([True, True, True])
+
+    def load(digest: str, tenant: str) -> bool:
+        if next(free, False):
+            begun.append(tenant)
+            return True
+        return False
+
+    monkeypatch.setattr(harness.residency, "load", load)
+
+    def call(tenant: str, number: int) -> None:
+        version = replace(record, tenant=tenant, name=f"v{number}", digest=f"{number:064x}")
+        calls.add_prefetch(Prefetch(version, False, Future()))
+
+    num_taken = 0
+    with pytest.raises(QueueFull, match="try again"):
+        for num_taken in range(MAX_CALLS):
+            call("many", num_taken)
+    assert MAX_CALLS // 3 < num_taken < MAX_CALLS
+    call("few", MAX_CALLS)
+    calls.serve(time.monotonic())
+    assert begun == ["many", "few", "many"]

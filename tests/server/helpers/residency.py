@@ -67,7 +67,8 @@ class ResidencyHarness:
     def load(self, *records: VersionRecord) -> list[PeraxisError | None]:
         """Load versions at the same time and wait for them. Return the error of each, or None."""
         for record in records:
-            assert self.residency.load(record.digest)
+            # Each for a tenant of its own: those of one tenant take turns.
+            assert self.residency.load(record.digest, record.label)
         ended = self.settle()
         return [ended.get(record.digest) for record in records]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deltastore.registry.records import VersionRecord
-from server.deltas.residency import Residency
+from server.deltas.residency import MAX_LOADS, Residency
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
@@ -77,6 +77,7 @@ class SimResidency(Residency):
         self.holds: Counter[str] = Counter()
         self._lru: OrderedDict[str, None] = OrderedDict()  # resident, least recently used first
         self._ready_at: dict[str, float] = {}
+        self._tenant_of: dict[str, str] = {}  # whom each load began for
         self._loader_free_at = [0.0] * num_loads
 
     def is_resident(self, digest: str) -> bool:
@@ -97,7 +98,10 @@ class SimResidency(Residency):
         self.holds[digest] -= 1
         self._lru.move_to_end(digest)
 
-    def load(self, digest: str) -> bool:
+    def may_load(self, tenant: str) -> bool:
+        return sum(loading == tenant for loading in self._tenant_of.values()) < MAX_LOADS
+
+    def load(self, digest: str, tenant: str) -> bool:
         if digest in self._lru or digest in self._ready_at:
             return True
         if len(self._lru) + len(self._ready_at) >= self.num_sim_slots:
@@ -107,20 +111,21 @@ class SimResidency(Residency):
             del self._lru[idle[0]]
         begins = max(self.now, heapq.heappop(self._loader_free_at))
         self._ready_at[digest] = begins + self.load_s
+        self._tenant_of[digest] = tenant
         heapq.heappush(self._loader_free_at, begins + self.load_s)
         self.num_loaded += 1
         return True
 
     def fail_load(self, digest: str) -> None:
         """End a load without a delta."""
-        del self._ready_at[digest]
+        del self._ready_at[digest], self._tenant_of[digest]
 
     def end_loads(self, now: float) -> list[str]:
         """Make resident what has been loaded by now, and return it."""
         self.now = now
         ended = [digest for digest, ready_at in self._ready_at.items() if ready_at <= now]
         for digest in ended:
-            del self._ready_at[digest]
+            del self._ready_at[digest], self._tenant_of[digest]
             self._lru[digest] = None
         return ended
 
@@ -333,7 +338,7 @@ class FifoScheduler:
         if len(self._running) >= self._limits.max_num_seqs:
             return False
         if sequence.digest is not None and not self._residency.is_resident(sequence.digest):
-            self._residency.load(sequence.digest)
+            self._residency.load(sequence.digest, sequence.tenant)
             return False
         num_tokens = sequence.num_prompt_tokens + sequence.num_output_tokens
         if not self._kv_cache.allocate(sequence, num_tokens):

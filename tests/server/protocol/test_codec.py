@@ -37,7 +37,7 @@ from server.protocol.messages import (
     MetricsAnswer,
     MetricsQuery,
     Outputs,
-    Pinned,
+    PinChanged,
     ResidencyAnswer,
     ResidencyQuery,
     StopSequence,
@@ -96,13 +96,13 @@ def test_a_client_s_message_is_equal_after_the_codec(message: ClientMessage) -> 
 @pytest.mark.parametrize(
     "message",
     [
-        Welcome(EngineFacts(BASE, 4096, 1 << 20)),
+        Welcome(EngineFacts(BASE, 4096, 1 << 20, 8)),
         Outputs(tuple(("a", event) for event in EVENTS)),
         CallDone(1, None),
         ResidencyAnswer(2, (DeltaState("host", True, 3),)),
         MetricsAnswer(3, Snapshot(())),
         Beat(),
-        Pinned((RECORD,)),
+        PinChanged(RECORD, is_pinned=True),
     ],
 )
 def test_an_engine_s_message_is_equal_after_the_codec(message: EngineMessage) -> None:

@@ -354,6 +354,19 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 
 
+def test_by_default_a_tenant_pins_half_of_the_slots(artifacts: Artifacts, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        for name in ("chatty", "plain"):
+            publish(app.service.registry, getattr(artifacts, name), name, "acme")
+        first, second = [await app.client.post(f"/variants/{name}/pin") for name in ("chatty", "plain")]
+        assert first.status_code == 202
+        assert (second.status_code, error_of(second)["param"]) == (429, "max_pinned")
+        assert (await app.client.post("/variants/chatty/unpin")).status_code == 202
+        assert (await app.client.post("/variants/plain/pin")).status_code == 202
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
 def test_without_keys_there_are_no_limits(artifacts: Artifacts, tmp_path: Path) -> None:
     registry = tmp_path / "registry"
     LimitsDirectory(registry, TenantLimits()).write("default", TenantLimits(requests_per_minute=1))

@@ -89,6 +89,15 @@ def test_one_tenants_many_cold_variants_do_not_delay_another_tenants() -> None:
     assert max(sequence.first_token_s for sequence in flood) > 20.0
 
 
+def test_one_tenants_loads_into_free_slots_do_not_delay_another_tenants() -> None:
+    sim = Simulation(residency=SimResidency(64, 1.0, num_loads=2))
+    many = [SimSequence(f"m{i}", "many", f"m{i}", 8, 4, 0.0) for i in range(40)]
+    other = SimSequence("other", "other", "o", 8, 4, 0.5)
+    simulate(sim, [*many, other])
+    # Four loads by two threads are ahead of it.
+    assert other.first_token_s < 4.0
+
+
 def test_every_sequence_is_served_with_many_more_variants_than_slots() -> None:
     sim = Simulation(LIMITS, residency=SimResidency(4, 0.05))
     sequences = [SimSequence(f"j{i}", f"t{i % 7}", f"v{i % 50}", 16, 40, 0.0) for i in range(1000)]
@@ -215,7 +224,7 @@ def test_a_sequence_without_a_token_is_not_preempted_for_a_slot() -> None:
 
 def test_a_delta_that_a_prefetch_loads_is_found() -> None:
     sim = Simulation(residency=SimResidency(4, 0.5))
-    sim.residency.load("v")
+    sim.residency.load("v", "other")
     scheduler = sim.scheduler()
     sequence = SimSequence("j", "a", "v", 8, 8, 0.0)
     scheduler.add(sequence, 0.0)
@@ -231,8 +240,8 @@ def test_a_prefetched_delta_is_found_though_others_wait_for_slots() -> None:
     scheduler = sim.scheduler()
     for digest in ("cold", "p"):
         scheduler.add(SimSequence(digest, digest, digest, 8, 8, 0.0), 0.0)
-    sim.residency.load("q")
-    sim.residency.load("p")
+    sim.residency.load("q", "other")
+    sim.residency.load("p", "other")
     assert not scheduler.plan(0.0).batch
     sim.end_loads(scheduler, 0.1)
     assert [sequence.id for sequence in scheduler.plan(0.1).batch] == ["p"]
@@ -258,7 +267,7 @@ def test_a_load_that_failed_is_begun_again_for_sequences_that_still_wait() -> No
 def test_the_end_of_a_load_for_which_no_sequence_waits_changes_nothing() -> None:
     sim = Simulation(residency=SimResidency(2, 0.1))
     scheduler = sim.scheduler()
-    sim.residency.load("v")
+    sim.residency.load("v", "other")
     sim.end_loads(scheduler, 0.1)
     assert not scheduler.plan(0.1).batch
     assert not +sim.residency.holds

@@ -83,11 +83,15 @@ def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
         version = replace(record, tenant=tenant, name=f"v{number}", digest=f"{number:064x}")
         calls.add_prefetch(Prefetch(version, False, Future()))
 
-    num_taken = 0
+    def call_until_refused() -> None:
+        for number in range(MAX_CALLS):
+            call("many", number)
+            taken.append(number)
+
+    taken: list[int] = []
     with pytest.raises(QueueFull, match="try again"):
-        for num_taken in range(MAX_CALLS):
-            call("many", num_taken)
-    assert MAX_CALLS // 3 < num_taken < MAX_CALLS
+        call_until_refused()
+    assert MAX_CALLS // 3 < len(taken) < MAX_CALLS
     call("few", MAX_CALLS)
     calls.serve(time.monotonic())
     assert begun == ["many", "few", "many"]

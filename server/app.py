@@ -33,8 +33,9 @@ ADMIN_ROUTERS = (
     keys.router,
     tenants.router,
 )
-# Routes of both ports: a command that is given either address asks who calls it and what it may use.
-SHARED_ROUTERS = (models.router, tenants.me_router, openapi.router, docs_page.router)
+# Routes of both ports: a command that is given either address asks if the server is well, who calls it and what it may
+# use.
+SHARED_ROUTERS = (models.router, tenants.me_router, health.router, openapi.router, docs_page.router)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -61,9 +62,10 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
         listening: the public socket, and the admin port's if there is one.
         stopped: set when the process is to end.
     """
-    connections = make_connections(service.settings.max_connections)
-    apps = [create_app(service), create_admin_app(service)]
-    servers = [WebServer(app, connections, lifespan=False) for app, _ in zip(apps, listening, strict=False)]
+    connections = make_connections(service.settings.max_connections, service.unsent)
+    apps = (create_app(service), create_admin_app(service))
+    ports = zip(apps, connections, listening, strict=False)
+    servers = [WebServer(app, bounds, lifespan=False) for app, bounds, _ in ports]
     serving = [
         asyncio.create_task(server.serve([each])) for server, each in zip(servers, listening, strict=True)
     ]

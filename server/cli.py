@@ -20,6 +20,7 @@ app = typer.Typer(add_completion=False)
 COMPUTED: Mapping[str, str] = {
     "registry_cache": "peraxis/registry in the user's cache directory",
     "admin_port": "none, they are on --port",
+    "admin_host": "as --host",
     "max_gpu_deltas": "as many as fit, up to 64",
     "max_host_cache_gb": "an eighth of free host memory, up to 16",
     "kv_cache_gb": "as much as fits, up to what --max-num-seqs sequences use",
@@ -79,6 +80,9 @@ def serve(
         typer.Option(
             help="Serve /metrics, /stats, /variants, /keys and /tenants on this port, and no longer on --port."
         ),
+    ] = None,
+    admin_host: Annotated[
+        str | None, typer.Option(help="Address that --admin-port listens on, such as 127.0.0.1.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,

@@ -67,6 +67,8 @@ class Settings(BaseModel):
     port: Port = 8000
     # The only port of /metrics, /stats, /variants and /keys. None serves them on `port`.
     admin_port: Port | None = None
+    # None listens on `host`.
+    admin_host: Annotated[str, Field(min_length=1)] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     # Number of slots. None: as many as fit, up to 64.
@@ -163,12 +165,20 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _without_keys_only_this_machine_is_served(self) -> Settings:
-        if self.auth == "none" and not self.allow_unauthenticated and not _is_loopback(self.host):
+        hosts = filter(None, (self.host, self.admin_host))
+        open_host = next((host for host in hosts if not _is_loopback(host)), None)
+        if self.auth == "none" and not self.allow_unauthenticated and open_host is not None:
             raise ValueError(
-                f"host {self.host} may be reached from other machines and auth is none, so that anyone there could use "
+                f"host {open_host} may be reached from other machines and auth is none, so that anyone there could use "
                 "and delete every variant: take --auth keys or --host 127.0.0.1, or --allow-unauthenticated "
                 "if something before the server authenticates its callers"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_admin_host_has_a_port(self) -> Settings:
+        if self.admin_host is not None and self.admin_port is None:
+            raise ValueError(f"admin_host is {self.admin_host} and there is no admin port: give --admin-port")
         return self
 
     @model_validator(mode="after")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -41,3 +42,17 @@ class BackgroundThreads:
                 await asyncio.wait({work})
                 raise
         return result
+
+    @asynccontextmanager
+    async def entered(self, manager: AbstractContextManager[R]) -> AsyncIterator[R]:
+        """Enter and leave a context manager on a thread; a caller that is cancelled meanwhile leaves it, too."""
+        entering = asyncio.ensure_future(self.run(manager.__enter__))
+        try:
+            with anyio.CancelScope(shield=True):
+                entered = await asyncio.shield(entering)
+            yield entered
+        finally:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait({entering})
+                if not entering.cancelled() and entering.exception() is None:
+                    await self.run(manager.__exit__, None, None, None)

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property, partial
 from typing import Annotated, ParamSpec, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from server.api.artifacts.source_jobs import SourceJobs
 from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
+from server.fair_budget import FairBudget
 from server.frontend.engine_link import EngineLink
 from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
@@ -48,6 +50,8 @@ from server.volume.resolutions import Resolutions
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
+# Of replies that clients have not read, beyond what each connection may leave unread for a second.
+MAX_UNSENT_BYTES = 256 << 20
 UPLOAD_THREADS = 8
 DOWNLOAD_THREADS = 2
 # Processes for tenants' tokenizers and templates: one per core within these bounds. One variant has at most half.
@@ -104,6 +108,7 @@ class Service:
         self.limiter = Limiter(whole if settings.auth == "keys" else None)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
+        self.unsent = FairBudget(MAX_UNSENT_BYTES, "bytes of replies that are not read")
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
@@ -152,6 +157,10 @@ class Service:
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long computation on a low-priority thread. A cancelled caller still waits until it has ended."""
         return await self._background.run(function, *args, **kwargs)
+
+    def in_background(self, manager: AbstractContextManager[R]) -> AbstractAsyncContextManager[R]:
+        """Enter and leave a context manager on low-priority threads."""
+        return self._background.entered(manager)
 
     def check_admitting(self) -> None:
         """Raise Draining once shutdown has begun."""

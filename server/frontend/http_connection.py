@@ -25,6 +25,10 @@ from server.frontend.connections import (
 )
 
 MAX_HEAD_BYTES = 64 << 10
+# Of a reply, beside the piece that passes this bound; what is left waits in the application until the client reads.
+MAX_UNSENT_BYTES = 32 << 10
+# Answered in reserve, too: an orchestrator would end a server that is only full.
+PROBES = (b"/health", b"/ready")
 # How long uvicorn may send replies after the service has closed.
 LAST_BYTES_S = 2
 
@@ -38,8 +42,16 @@ HEAD_TOO_LARGE = short_reply(
 )  # fmt: skip
 
 
+async def overloaded(scope: Any, receive: Any, send: Any) -> None:
+    """Answer a request in reserve that finds no place."""
+    body = OVERLOADED.partition(b"\r\n\r\n")[2]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 503, "headers": [*headers, (b"retry-after", b"1")]})
+    await send({"type": "http.response.body", "body": body})
+
+
 class WebConfig(uvicorn.Config):
-    """uvicorn's configuration of one application, and the connections of its process."""
+    """uvicorn's configuration of one application, and the connections of its port."""
 
     def __init__(self, app: Any, connections: Connections, *, lifespan: bool) -> None:
         super().__init__(
@@ -75,7 +87,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._bounds.admit(transport):
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        if self._bounds.admit(transport, self.loop.time()):
             self._enter(IDLE)
         else:
             self._refuse(OVERLOADED)
@@ -112,7 +125,12 @@ class HttpConnection(HttpToolsProtocol):
             self._enter(HEAD)
 
     def on_headers_complete(self) -> None:
+        is_probe = self.parser.get_method() == b"GET" and self.url.partition(b"?")[0] in PROBES
+        may_answer = self._bounds.may_answer(self.transport, is_probe=is_probe, now=self.loop.time())
+        self.app = self.config.loaded_app if may_answer else overloaded
         super().on_headers_complete()
+        if self._bounds.is_reserved(self.transport):
+            self.cycle.keep_alive = False
         self._in_head, self._in_body = False, True
 
     def on_message_complete(self) -> None:
@@ -123,9 +141,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
+        # Also a connection that is closing waits until the client has read its reply. What can be written at once is
+        # written before the next turn.
+        self.loop.call_soon(self._stall, self._tenant)
         self._answering = None
-        # Also a connection that is closing waits until the client has read its reply.
-        self._bounds.stall(self.transport, self.loop.time())
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -143,11 +162,20 @@ class HttpConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._bounds.stall(self.transport, self.loop.time())
+        self._stall(self._tenant)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._bounds.resume(self.transport)
+
+    @property
+    def _tenant(self) -> str:
+        """The tenant that the reply under way is for; empty without a key."""
+        state = {} if self._answering is None else self._answering.scope["state"]
+        return str(state.get("tenant", ""))
+
+    def _stall(self, tenant: str) -> None:
+        self._bounds.stall(self.transport, tenant, self.loop.time())
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle

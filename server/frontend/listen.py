@@ -53,8 +53,10 @@ def listening_sockets(settings: Settings) -> Iterator[list[socket.socket]]:
     """
     raise_descriptor_limit()
     with ExitStack() as stack:
-        ports = [port for port in (settings.port, settings.admin_port) if port is not None]
-        yield [stack.enter_context(listen(settings.host, port)) for port in ports]
+        addresses = [(settings.host, settings.port)]
+        if settings.admin_port is not None:
+            addresses.append((settings.admin_host or settings.host, settings.admin_port))
+        yield [stack.enter_context(listen(*address)) for address in addresses]
 
 
 def inherited(descriptor: int) -> socket.socket:

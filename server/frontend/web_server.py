@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 
+from server.fair_budget import FairBudget
 from server.frontend.connections import Connections
 from server.frontend.http_connection import WebConfig
 
+MAX_ADMIN_CONNECTIONS = 256
 # uvicorn's ticks are 0.1 s apart.
 TICKS_PER_SWEEP = 10
 
@@ -26,10 +28,16 @@ def run_event_loop(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-def make_connections(max_connections: int) -> Connections:
-    """Return the bound of this process: `max_connections`, and at most three quarters of its file descriptors."""
+def make_connections(max_connections: int, unsent: FairBudget) -> tuple[Connections, Connections]:
+    """Return the bounds of this process' ports, the public one first, by its file descriptors, too.
+
+    Args:
+        max_connections: of the public port.
+        unsent: bytes that clients have not read, of both ports.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Connections(min(max_connections, soft * 3 // 4))
+    public, admin = min(max_connections, soft * 5 // 8), min(MAX_ADMIN_CONNECTIONS, soft // 16)
+    return Connections(public, unsent), Connections(admin, unsent)
 
 
 class WebServer(uvicorn.Server):
@@ -43,7 +51,7 @@ class WebServer(uvicorn.Server):
 
         Args:
             app: the ASGI application.
-            connections: the bound that all servers of this process share.
+            connections: the bounds of its port.
             lifespan: run the application's lifespan.
         """
         super().__init__(WebConfig(app, connections, lifespan=lifespan))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deltastore.errors import shown
@@ -46,6 +46,16 @@ def open_artifact(path: str, allowed: Sequence[Path]) -> int:
     if found is None:
         raise _refused(path)
     return found
+
+
+@contextlib.contextmanager
+def opened_artifact(path: str, allowed: Sequence[Path]) -> Iterator[int]:
+    """Open the artifact at `path` inside the block; raises as `open_artifact` does."""
+    descriptor = open_artifact(path, allowed)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _below(path: str, allowed: Sequence[Path]) -> tuple[Path, list[str]]:

@@ -106,6 +106,19 @@ class KeyStore:
             raise InvalidApiKey(f"the API key {key_id} has expired: ask the operator for a new one")
         return Caller(Tenant(record.tenant), frozenset(record.roles), key_id)
 
+    async def check_stands(self, key_id: str) -> None:
+        """Check again a key that a call began with. Event loop only.
+
+        Raises:
+            InvalidApiKey: it was revoked or has expired since.
+            RegistryUnavailable: the registry cannot be asked.
+        """
+        record = (await self._directory.latest()).get(key_id)
+        if record is None or record.is_expired():
+            raise InvalidApiKey(
+                f"the API key {key_id} was revoked or has expired since the call began: nothing was changed"
+            )
+
     def create(
         self, auditor: Auditor, tenant: str, roles: Collection[Role], expires_at: datetime | None = None
     ) -> NewKey:

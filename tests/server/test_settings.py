@@ -75,6 +75,11 @@ def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         ({"auth": "tokens"}, "auth (from --auth): input should be 'none' or 'keys', got 'tokens'"),
         ({"host": "0.0.0.0"}, "host 0.0.0.0 may be reached from other machines and auth is none"),
+        ({"admin_host": "0.0.0.0", "admin_port": 1}, "host 0.0.0.0 may be reached from other machines"),
+        (
+            {"admin_host": "127.0.0.1"},
+            "admin_host is 127.0.0.1 and there is no admin port: give --admin-port",
+        ),
         ({"host": "::"}, "take --auth keys or --host 127.0.0.1, or --allow-unauthenticated"),
         ({"host": "gpu-7"}, "host gpu-7 may be reached from other machines"),
         ({"port": 9, "admin_port": 9}, "port and admin_port are both 9: give each its own"),

@@ -100,7 +100,14 @@ async def check(service: Service, destination: Destination, sealed: SealedUpload
 async def publish(
     service: Service, destination: Destination, sealed: SealedUpload, facts: ArtifactFacts
 ) -> Publication:
-    """Publish an upload. A cancelled caller still waits until it has ended."""
+    """Publish an upload. A cancelled caller still waits until it has ended.
+
+    Raises:
+        InvalidApiKey: the caller's key was revoked since the upload began.
+    """
+    key_id = destination.changes.auditor.key_id
+    if key_id is not None:
+        await service.keys.check_stands(key_id)
     return await service.run_in_background(
         destination.changes.publish,
         sealed,
@@ -126,12 +133,10 @@ def publication_document(publication: Publication) -> dict[str, Any]:
 @asynccontextmanager
 async def _open_upload(service: Service) -> AsyncIterator[Upload]:
     """Open the registry's upload and remove its partial file on a thread: unlinking gigabytes takes long."""
-    opened = service.registry.open_upload(service.settings.max_upload_bytes)
-    upload = await service.run_in_background(opened.__enter__)
-    try:
+    async with service.in_background(
+        service.registry.open_upload(service.settings.max_upload_bytes)
+    ) as upload:
         yield upload
-    finally:
-        await service.run_in_background(upload.__exit__, None, None, None)
 
 
 class WriteBehind:

@@ -35,14 +35,11 @@ Ts = TypeVarTuple("Ts")
 
 
 async def file_chunks(service: Service, descriptor: int) -> AsyncGenerator[bytes, None]:
-    """Yield an open file in chunks and close it. Reads on background threads."""
+    """Yield an open file in chunks. Reads on background threads."""
     offset = 0
-    try:
-        while chunk := await service.run_in_background(os.pread, descriptor, WRITE_BYTES, offset):
-            offset += len(chunk)
-            yield chunk
-    finally:
-        os.close(descriptor)
+    while chunk := await service.run_in_background(os.pread, descriptor, WRITE_BYTES, offset):
+        offset += len(chunk)
+        yield chunk
 
 
 async def find_on_hub(workers: WorkerPool, tenant: str, reference: HubReference, hub_url: str) -> HubFile:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ from server.api.service import Service, ServiceDep, TenantDep
 from server.api.tenants.limits import counted_upload
 from server.errors import InvalidRequest, SourceUnavailable
 from server.protocol.source_job import SourceJob
-from server.sources.directories import PARAM, open_artifact, size_of
+from server.sources.directories import PARAM, opened_artifact, size_of
 from server.sources.reference import SCHEME, HubReference
 
 # Seconds after which a client should ask again.
@@ -137,8 +137,10 @@ async def _publish(
     service: Service, destination: Destination, reference: HubReference | str, progress: Progress
 ) -> Publication:
     """Fetch, check and publish. Leaving early removes what was written."""
-    found = await _open(service, destination, reference, progress)
-    async with aclosing(found.pieces) as pieces:
+    async with (
+        _opened(service, destination, reference, progress) as found,
+        aclosing(found.pieces) as pieces,
+    ):
         max_bytes = service.settings.max_upload_bytes
         if found.size_bytes is not None and found.size_bytes > max_bytes:
             raise ArtifactTooLarge(
@@ -157,23 +159,26 @@ async def _publish(
             return await publish(service, destination, sealed, facts)
 
 
-async def _open(
+@asynccontextmanager
+async def _opened(
     service: Service, destination: Destination, reference: HubReference | str, progress: Progress
-) -> SourceBytes:
+) -> AsyncIterator[SourceBytes]:
+    """Open a source; its file is closed at the end of the block, also if nothing was read."""
     settings, tenant = service.settings, destination.tenant.name
-    if isinstance(reference, str):
-        descriptor = await service.run_in_background(open_artifact, reference, settings.source_dir)
-        size_bytes = size_of(descriptor)
-        found = SourceBytes(file_chunks(service, descriptor), size_bytes, None)
-    else:
-        workers = service.source_jobs.workers
-        file = await find_on_hub(workers, tenant, reference, settings.hub_url)
-        await progress.report(revision=file.commit)
-        max_bytes = min(file.size_bytes or settings.max_upload_bytes, settings.max_upload_bytes)
-        pieces = hub_chunks(workers, tenant, file, settings.hub_url, max_bytes)
-        found = SourceBytes(pieces, file.size_bytes, file.sha256)
-    await progress.report(size_bytes=found.size_bytes)
-    return found
+    async with AsyncExitStack() as stack:
+        if isinstance(reference, str):
+            opening = opened_artifact(reference, settings.source_dir)
+            descriptor = await stack.enter_async_context(service.in_background(opening))
+            found = SourceBytes(file_chunks(service, descriptor), size_of(descriptor), None)
+        else:
+            workers = service.source_jobs.workers
+            file = await find_on_hub(workers, tenant, reference, settings.hub_url)
+            await progress.report(revision=file.commit)
+            max_bytes = min(file.size_bytes or settings.max_upload_bytes, settings.max_upload_bytes)
+            pieces = hub_chunks(workers, tenant, file, settings.hub_url, max_bytes)
+            found = SourceBytes(pieces, file.size_bytes, file.sha256)
+        await progress.report(size_bytes=found.size_bytes)
+        yield found
 
 
 def _check_whole(sealed: SealedUpload, found: SourceBytes) -> None:

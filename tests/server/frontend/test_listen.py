@@ -6,11 +6,20 @@ import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltastore.errors import SettingsError
-from server.frontend.listen import inherited, listen, raise_descriptor_limit, url_of
+from server.frontend.listen import (
+    inherited,
+    listen,
+    listening_sockets,
+    raise_descriptor_limit,
+    url_of,
+)
+from server.settings import Settings
 
 # A child process that accepts one connection on the descriptor of its argument and sends a word.
 ACCEPT_ONE = (
@@ -34,6 +43,21 @@ def test_a_child_process_accepts_on_the_parent_s_socket() -> None:
         with socket.create_connection(listening.getsockname()) as client:
             assert client.recv(5) == b"child"
         assert child.wait() == 0
+
+
+def test_the_admin_port_may_have_an_address_of_its_own(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "base": tmp_path,
+        "registry": tmp_path,
+        "auth": "keys",
+        "port": 0,
+        "admin_port": 0,
+    }
+    settings = Settings(**given, host="127.0.0.2", admin_host="127.0.0.1")
+    with listening_sockets(settings) as sockets:
+        assert [each.getsockname()[0] for each in sockets] == ["127.0.0.2", "127.0.0.1"]
+    with listening_sockets(Settings(**given, host="127.0.0.2")) as sockets:
+        assert [each.getsockname()[0] for each in sockets] == ["127.0.0.2", "127.0.0.2"]
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:

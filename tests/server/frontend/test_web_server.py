@@ -114,7 +114,7 @@ def test_a_connection_beyond_the_bound_is_told_so_while_all_others_are_served() 
             asking = [asyncio.create_task(small.ask()) for _ in range(2)]
             while entered < 2:
                 await asyncio.sleep(0.01)
-            assert code_of(await small.ask(b"")) == (503, "overloaded")
+            assert code_of(await small.ask()) == (503, "overloaded")
             release.set()
             assert await asyncio.gather(*asking) == [(200, b"hello")] * 2
             assert await small.ask() == (200, b"hello")

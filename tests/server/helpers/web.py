@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from server.fair_budget import FairBudget
 from server.frontend.connections import Connections
 from server.frontend.listen import listen
 from server.frontend.web_server import WebServer, run_event_loop
@@ -56,9 +57,9 @@ def code_of(reply: tuple[int, bytes]) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def serving(app: App, max_connections: int) -> AsyncIterator[Web]:
+async def serving(app: App, max_connections: int, max_unsent: int = 1 << 30) -> AsyncIterator[Web]:
     with listen("127.0.0.1", 0) as listening:
-        connections = Connections(max_connections)
+        connections = Connections(max_connections, FairBudget(max_unsent, "unsent bytes"))
         server = WebServer(app, connections, lifespan=False)
         running = asyncio.create_task(server.serve([listening]))
         yield Web(connections, listening.getsockname())

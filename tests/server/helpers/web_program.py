@@ -10,6 +10,7 @@ import logging
 import resource
 from typing import Any
 
+from server.fair_budget import FairBudget
 from server.frontend.listen import listen
 from server.frontend.web_server import WebServer, make_connections, run_event_loop
 
@@ -24,7 +25,8 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 async def main() -> None:
     with listen("127.0.0.1", 0) as listening:
-        server = WebServer(hello, make_connections(4096), lifespan=False)
+        public, _ = make_connections(4096, FairBudget(1 << 30, "unsent bytes"))
+        server = WebServer(hello, public, lifespan=False)
         print(listening.getsockname()[1], flush=True)
         await asyncio.create_task(server.serve([listening]))
 

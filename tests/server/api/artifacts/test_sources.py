@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -299,3 +300,14 @@ def test_the_end_of_a_server_leaves_no_part_of_a_download(artifacts: Artifacts, 
             assert again.client.get("/variants").json() == {"variants": []}
             assert end_while_it_downloads(again, hub, signal.SIGTERM) == 0
             assert not partial_files(again)
+
+
+def test_a_source_that_is_refused_is_closed(sourced: LiveServer, allowed: Path) -> None:
+    huge = allowed / "huge.safetensors"
+    huge.touch()
+    # Beyond --max-upload-gb, and without a block on the disk.
+    os.truncate(huge, 17_000_000_000)
+    for number in range(3):
+        assert refusal(sourced, f"huge-{number}", str(huge))[0] == "too_large"
+    opened = (file.path for process in children(sourced) for file in process.open_files())
+    assert str(huge) not in opened

@@ -20,8 +20,9 @@ from tests.server.helpers.http_app import make_service
 from tests.server.helpers.live_server import Artifacts, error_of, free_port, live_server
 
 Route = tuple[str, str]
-# Each port describes its own routes, and tells a caller who it is and what it may use.
+# Each port describes its own routes, says that it is well, and tells a caller who it is and what it may use.
 SHARED = {
+    ("GET", "/health"), ("GET", "/ready"),
     ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}"),
     ("GET", "/me"), ("GET", "/v1/models"), ("GET", "/v1/models/{model_id}"),
 }  # fmt: skip
@@ -120,6 +121,13 @@ def test_administration_answers_only_on_its_port(ports: tuple[str, str], artifac
             user.post("/generate?variant=plain", json={"prompt": "a", "max_new_tokens": 1}).status_code == 200
         )
         assert operator.post("/generate", json={"prompt": "a"}).status_code == 404
+
+
+def test_each_port_says_that_it_is_well(ports: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for url in ports:
+        assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ready").status_code == 200
+        assert run(["doctor", "--url", url]) == 0
+    assert "requests are admitted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["ls"], ["ps"], ["show", "listed"]])

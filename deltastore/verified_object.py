@@ -66,6 +66,11 @@ class VerifiedObject:
             pieces.append(self._chunk(index)[max(start - offset, 0) : end - offset])
         return b"".join(pieces)
 
+    def view(self, start: int, end: int) -> memoryview:
+        """Return the same without a copy, of bytes that lie in one chunk."""
+        offset = start // CHUNK_BYTES * CHUNK_BYTES
+        return self._chunk(start // CHUNK_BYTES)[start - offset : end - offset]
+
     def _chunk(self, index: int) -> memoryview:
         """Return one verified chunk."""
         num_stale = 0

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from server.api import access, bodies, errors, generate, keys, models, tokens, variants
+from server.api import access, bodies, errors, generate, json_replies, keys, models, tokens, variants
 from server.api.artifacts import sources
 from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
@@ -92,6 +92,7 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     app.add_middleware(RequestMiddleware, service=service)
     errors.install(app)
     bodies.install(app)
+    json_replies.install(app, service.unsent)
     stats.install(app, service)
     for router in routers:
         app.include_router(router)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from server.errors import QueueFull
@@ -50,6 +50,21 @@ class FairBudget:
         self._held[tenant] -= amount
         if not self._held[tenant]:
             del self._held[tenant]
+
+    @contextmanager
+    def growing(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that holds an amount more, as `take` does; all is given back at the end of the block."""
+        held = 0
+
+        def grow(amount: int) -> None:
+            nonlocal held
+            self.take(tenant, amount)
+            held += amount
+
+        try:
+            yield grow
+        finally:
+            self.give_back(tenant, held)
 
     @contextmanager
     def holding(self, tenant: str, amount: int) -> Iterator[None]:

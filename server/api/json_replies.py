@@ -1,21 +1,58 @@
-"""JSON in replies and server-sent events, encoded by msgspec. Knows no route."""
+"""JSON in replies and server-sent events, encoded by msgspec, and whole replies sent in pieces. Knows no route."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
-from fastapi.responses import Response
+from fastapi import FastAPI
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from server.fair_budget import FairBudget
+
+# Bytes that are handed to the web server at once; the rest of a reply waits until the client has taken them.
+PIECE_BYTES = 64 << 10
 
 
-class JsonReply(Response):
+def install(app: FastAPI, unsent: FairBudget) -> None:
+    """Give the application's whole replies a budget of bytes that clients have not read."""
+    app.state.unsent = unsent
+
+
+class WholeReply(Response):
+    """A reply whose body is made at once. A large one is counted until the client has taken its last piece."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply; raises QueueFull before its first byte if its tenant leaves too much unread."""
+        if len(self.body) <= PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        unsent: FairBudget = scope["app"].state.unsent
+        with unsent.holding(scope["state"].get("tenant", ""), len(self.body)):
+            await StreamingResponse(_pieces(self.body), self.status_code, self.headers)(scope, receive, send)
+
+
+class JsonReply(WholeReply):
     """A reply with a JSON document, in which NaN is null."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return encode(content)
+
+
+def shared_reply(content: bytes, media_type: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a reply of bytes that the process keeps for all clients: they count for none."""
+    length = {"Content-Length": str(len(content))}
+    return StreamingResponse(_pieces(content), headers={**length, **(headers or {})}, media_type=media_type)
+
+
+async def _pieces(content: bytes | memoryview) -> AsyncIterator[bytes]:
+    for begin in range(0, len(content), PIECE_BYTES):
+        yield bytes(content[begin : begin + PIECE_BYTES])
 
 
 def encode(document: Any) -> bytes:

@@ -26,8 +26,10 @@ from server.grammar.tool_calls import CallDelta, ToolCall, joined
 from server.protocol.events import FinishReason
 from server.tenants.tenant import Tenant
 
-# Log-probabilities that a whole reply may hold, those of the likeliest tokens included: about 300 MB in memory.
-MAX_LOGPROBS = 1 << 20
+# Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
+MAX_LOGPROBS = 1 << 18
+# What each of them takes in memory until the reply is made.
+LOGPROB_BYTES = 300
 
 
 @dataclass(slots=True)
@@ -94,11 +96,12 @@ async def answer(
         await take_seat(service, tenant, events)
         submission, replies, is_stream = await _submitted(request, service, read, events)
         if not is_stream:
-            sequences = await while_connected(request, _gather(submission))
-            if submission.sampling_params.logprobs is None:
-                return _whole_reply(submission, replies, sequences)
-            # Log-probabilities make documents that take long to build, and other requests need the event loop.
-            return await run_in_threadpool(_whole_reply, submission, replies, sequences)
+            with service.unsent.growing(tenant.name) as hold:
+                sequences = await while_connected(request, _gather(submission, hold))
+                if submission.sampling_params.logprobs is None:
+                    return _whole_reply(submission, replies, sequences)
+                # Log-probabilities make documents that take long to build, and other requests need the event loop.
+                return await run_in_threadpool(_whole_reply, submission, replies, sequences)
         # Wait for the first output: an error before it, such as a failed load, still gets its own status.
         first = await while_connected(request, submission.outputs.take())
     except BaseException:
@@ -129,8 +132,11 @@ def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[W
     return JsonReply(replies.whole(sequences), headers=submission.headers())
 
 
-async def _gather(submission: Submission) -> list[WholeSequence]:
+async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[WholeSequence]:
     """Return all sequences, once they have ended.
+
+    Args:
+        hold: counts bytes; raises QueueFull if the tenant holds too many.
 
     Raises:
         InvalidRequest: the reply would hold too many log-probabilities.
@@ -138,7 +144,7 @@ async def _gather(submission: Submission) -> list[WholeSequence]:
     outputs = submission.outputs
     num_sequences = len(submission.requests) * submission.sampling_params.n
     sequences = [WholeSequence() for _ in range(num_sequences)]
-    num_logprobs = 0
+    num_logprobs = num_held = 0
     while taken := await outputs.take():
         for output in taken:
             sequence = sequences[output.index]
@@ -155,6 +161,8 @@ async def _gather(submission: Submission) -> list[WholeSequence]:
                 f"the reply holds more than {MAX_LOGPROBS} log-probabilities: stream it, or ask for fewer",
                 "logprobs",
             )
+        hold((num_logprobs - num_held) * LOGPROB_BYTES)
+        num_held = num_logprobs
     return sequences
 
 

@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property, partial
-from typing import Annotated, ParamSpec, Protocol, TypeVar
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 
 from fastapi import Depends, Request
 
@@ -23,6 +23,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.thread_priority import IDLE_NICENESS
 from server.api.artifacts.checks import ArtifactChecks
+from server.api.artifacts.downloads import Downloads
 from server.api.artifacts.source_jobs import SourceJobs
 from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
@@ -53,7 +54,8 @@ POLL_S = 0.02
 # Of replies that clients have not read, beyond what each connection may leave unread for a second.
 MAX_UNSENT_BYTES = 256 << 20
 UPLOAD_THREADS = 8
-DOWNLOAD_THREADS = 2
+# Bytes of uploads that are not published yet, over those of the largest one; a tenant alone may have half.
+MAX_UNFINISHED = 4
 # Processes for tenants' tokenizers and templates: one per core within these bounds. One variant has at most half.
 MIN_TEXT_WORKERS, MAX_TEXT_WORKERS = 2, 4
 
@@ -109,10 +111,13 @@ class Service:
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.unsent = FairBudget(MAX_UNSENT_BYTES, "bytes of replies that are not read")
+        self.unfinished = FairBudget(
+            MAX_UNFINISHED * settings.max_upload_bytes, "bytes of unfinished uploads"
+        )
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
-        self.downloads = BackgroundThreads(DOWNLOAD_THREADS, "download")
+        self.downloads = Downloads(self.unsent)
         self.whole = whole
         self.source_jobs = SourceJobs(whole.put_source_job)
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
@@ -120,6 +125,7 @@ class Service:
         self._text_workers = text_pool(num_text_workers, several_tenants=settings.auth == "keys")
         self.grammars = GrammarService(engine, self._text_workers)
         self._text: TextService | None = None
+        self._kept: set[asyncio.Task[Any]] = set()
         self._warming: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -161,6 +167,13 @@ class Service:
     def in_background(self, manager: AbstractContextManager[R]) -> AbstractAsyncContextManager[R]:
         """Enter and leave a context manager on low-priority threads."""
         return self._background.entered(manager)
+
+    def keep(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Go on with work that no request may wait for, until the service closes."""
+        task = asyncio.create_task(work)
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+        return task
 
     def check_admitting(self) -> None:
         """Raise Draining once shutdown has begun."""
@@ -215,6 +228,7 @@ class Service:
             await asyncio.sleep(POLL_S)
         await self.source_jobs.close()
         self.engine.disconnect(Draining("the server has shut down: send the request again"))
+        await asyncio.gather(*self._kept, return_exceptions=True)
         await self.artifact_checks.close()
         for task in (self._warming, self._watching):
             if task is not None:

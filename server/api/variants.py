@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -121,9 +121,7 @@ async def pin(
     """Load a version and never evict it."""
     record = await _resolve(service, changes.tenant, name, query)
     service.check_base(record)
-    status = await _status_after(service, record, "pin")
-    await service.volume.run_long(partial(changes.note, "pin", record), changes.tenant.name)
-    return status
+    return await _status_after(service, record, "pin", partial(changes.note, "pin", record))
 
 
 @router.post("/{name}/unpin", status_code=202)
@@ -132,9 +130,7 @@ async def unpin(
 ) -> dict[str, Any]:
     """Allow eviction of a pinned version again, unless another variant of the same bytes is pinned."""
     record = await _resolve(service, changes.tenant, name, query)
-    status = await _status_after(service, record, "unpin")
-    await service.volume.run_long(partial(changes.note, "unpin", record), changes.tenant.name)
-    return status
+    return await _status_after(service, record, "unpin", partial(changes.note, "unpin", record))
 
 
 @router.get("/{name}/artifact")
@@ -150,7 +146,9 @@ async def download(
     etag = etag_of(record)
     if etag in (tag.strip() for tag in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers={"ETag": etag})
-    return ArtifactResponse(service.registry, record, selected(request, record), service.downloads)
+    return ArtifactResponse(
+        service.registry, record, selected(request, record), service.downloads, tenant.name
+    )
 
 
 async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:
@@ -158,10 +156,18 @@ async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQu
     return await service.resolutions.resolve(tenant.name, name, query.version, owned=True)
 
 
-async def _status_after(service: Service, record: VersionRecord, action: LoadAction) -> dict[str, Any]:
-    """Start the action, wait up to `OUTCOME_S` for its outcome, then return the version's status."""
+async def _status_after(
+    service: Service, record: VersionRecord, action: LoadAction, note: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Start the action, wait up to `OUTCOME_S` for its outcome, then return the version's status.
+
+    Args:
+        note: writes the audit line once the action has succeeded, which may be after the reply.
+    """
     limit = await max_pinned(service, record.tenant) if action == "pin" else None
     outcome = service.engine.load(action, record, limit)
+    if note is not None:
+        outcome = service.keep(_noted(service, outcome, record.tenant, note))
     done, _ = await asyncio.wait({outcome}, timeout=OUTCOME_S)
     if done:
         with counting_refusals(service, Tenant(record.tenant)):
@@ -170,6 +176,13 @@ async def _status_after(service: Service, record: VersionRecord, action: LoadAct
         _log_failure(outcome, action, record)
     (state,) = await service.engine.residency_of((record,))
     return {"name": record.name, **_version_document(record, state)}
+
+
+async def _noted(
+    service: Service, outcome: asyncio.Future[None], tenant: str, note: Callable[[], None]
+) -> None:
+    await outcome
+    await service.volume.run_long(note, tenant)
 
 
 def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: VersionRecord) -> None:

@@ -32,14 +32,14 @@ def test_the_bucket_is_the_registry_and_there_is_no_claim_for_it() -> None:
     ("size", "num_bytes"),
     [("100Gi", 100 << 30), ("90G", 90 * GIGABYTE), ("1Ti", 1 << 40), ("70000Mi", 70_000 << 20)],
 )
-def test_the_cache_keeps_room_for_two_uploads_on_its_volume(size: str, num_bytes: int) -> None:
+def test_the_cache_keeps_room_for_unfinished_uploads_on_its_volume(size: str, num_bytes: int) -> None:
     objects = with_bucket(cache={"size": size})
     variables = environment(server(objects))
     volumes = the(objects, "StatefulSet")["spec"]["template"]["spec"]["volumes"]
     assert {"name": "registry", "emptyDir": {"sizeLimit": size}} in volumes
     mounts = {each["mountPath"]: each["name"] for each in server(objects)["volumeMounts"]}
     assert mounts[variables["PERAXIS_REGISTRY_CACHE"]] == "registry"
-    assert int(variables["PERAXIS_REGISTRY_CACHE_GB"]) == num_bytes // GIGABYTE - 32
+    assert int(variables["PERAXIS_REGISTRY_CACHE_GB"]) == num_bytes // GIGABYTE - 64
 
 
 def test_credentials_come_from_the_secret() -> None:

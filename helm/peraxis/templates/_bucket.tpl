@@ -23,12 +23,12 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Gigabytes of the cache for objects: its size without room for two uploads, which are not counted by the server. */}}
+{{/* Gigabytes of the cache for objects: its size without what unfinished uploads may take in all HTTP processes. */}}
 {{- define "peraxis.registryCacheGb" -}}
 {{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
 {{- $size := .Values.registry.s3.cache.size -}}
 {{- $bytes := mulf (regexFind "^[0-9.]+" $size | float64) (get $units (regexFind "[A-Za-z]*$" $size) | float64) -}}
-{{- subf (divf $bytes 1e9) (mulf 2 (include "peraxis.maxUploadGb" . | float64)) | floor | int64 -}}
+{{- subf (divf $bytes 1e9) (mulf 4 (.Values.settings.http_workers | default 1) (include "peraxis.maxUploadGb" . | float64)) | floor | int64 -}}
 {{- end -}}
 
 {{- define "peraxis.maxUploadGb" -}}
@@ -61,7 +61,7 @@
 {{- fail "registry.s3.url is set and ray.enabled true: replicas of Ray Serve need a registry on a volume" -}}
 {{- end -}}
 {{- if lt (include "peraxis.registryCacheGb" . | float64) (include "peraxis.maxUploadGb" . | float64) -}}
-{{- fail (printf "registry.s3.cache.size is %s and settings.max_upload_gb %s: give the cache more than three times that, for a variant and two uploads" $s3.cache.size (include "peraxis.maxUploadGb" .)) -}}
+{{- fail (printf "registry.s3.cache.size is %s and settings.max_upload_gb %s: give the cache more than five times that, for a variant and unfinished uploads of each HTTP process" $s3.cache.size (include "peraxis.maxUploadGb" .)) -}}
 {{- end -}}
 {{- else -}}
 {{- range $name := list "endpoint" "region" "credentialsSecret" -}}

@@ -1,16 +1,17 @@
 """Send a version's artifact, whole or in ranges; every byte comes from a chunk that matches its digest.
 
-A chunk is read and hashed on a background thread, and no thread waits for a client. A download holds two chunks at
-most. Knows no engine.
+A chunk is read and hashed on a background thread, in tenants' turns, and no thread waits for a client. A download holds
+one chunk, which counts as unread bytes of its tenant. Knows no engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from typing import ParamSpec, TypeVar
 
 from anyio.lowlevel import checkpoint_if_cancelled
 from fastapi import Request
@@ -24,12 +25,52 @@ from deltastore.registry.uploads import CHUNK_BYTES
 from deltastore.verified_object import VerifiedObject
 from server.api.artifacts.ranges import Selection, select
 from server.api.background import BackgroundThreads
+from server.fair_budget import FairBudget
+from server.fair_limiter import FairLimiter
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NUM_THREADS = 2
+# Chunks of one tenant that wait for a thread: more than connections, so that a download under way never fails.
+MAX_WAITING = 1 << 16
 # Bytes that are handed to the web server at once; the rest of a chunk waits until the client has taken them.
 SEND_BYTES = 256 << 10
 MEDIA_TYPE = "application/octet-stream"
+
+
+class Downloads:
+    """What the downloads of one process share: threads, and the memory of chunks.
+
+    Args:
+        unsent: bytes that clients have not read.
+    """
+
+    def __init__(self, unsent: FairBudget) -> None:
+        self._unsent = unsent
+        self._threads = BackgroundThreads(NUM_THREADS, "download")
+        self._turns = FairLimiter(NUM_THREADS, NUM_THREADS, MAX_WAITING)
+
+    async def run(self, tenant: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a function on a thread in the tenant's turn. Neither waiting for the thread nor its work is cancelled."""
+        async with self._turns.permit(tenant):
+            return await self._threads.run(function, *args, **kwargs)
+
+    @asynccontextmanager
+    async def opened(
+        self, tenant: str, registry: Registry, record: VersionRecord
+    ) -> AsyncIterator[VerifiedObject]:
+        """Open a version's object, and count the memory of a chunk.
+
+        Raises:
+            QueueFull: the tenant leaves too much unread.
+        """
+        with self._unsent.holding(tenant, min(CHUNK_BYTES, record.size_bytes)):
+            # On threads: closing a removed file of gigabytes frees its blocks.
+            async with self._threads.entered(VerifiedObject(registry, record)) as stored:
+                yield stored
 
 
 class ArtifactResponse(StreamingResponse):
@@ -41,7 +82,12 @@ class ArtifactResponse(StreamingResponse):
     """
 
     def __init__(
-        self, registry: Registry, record: VersionRecord, selection: Selection, threads: BackgroundThreads
+        self,
+        registry: Registry,
+        record: VersionRecord,
+        selection: Selection,
+        downloads: Downloads,
+        tenant: str,
     ) -> None:
         headers = {
             **selection.headers,
@@ -53,7 +99,8 @@ class ArtifactResponse(StreamingResponse):
         self._registry = registry
         self._record = record
         self._selection = selection
-        self._threads = threads
+        self._downloads = downloads
+        self._tenant = tenant
         self._pieces = self._body()
         super().__init__(self._pieces, selection.status, headers)
 
@@ -76,28 +123,18 @@ class ArtifactResponse(StreamingResponse):
 
     async def _body(self) -> AsyncGenerator[bytes, None]:
         """Yield the body in pieces of about `SEND_BYTES`."""
-        async with self._opened() as stored:
+        async with self._downloads.opened(self._tenant, self._registry, self._record) as stored:
             for part in self._selection.parts:
                 head = part.head
                 for start, end in _blocks(part.range):
                     # Neither `run` nor sending to a client that has left can be cancelled.
                     await checkpoint_if_cancelled()
-                    block = await self._threads.run(stored.read, start, end)
+                    block = await self._downloads.run(self._tenant, stored.view, start, end)
                     for offset in range(0, len(block), SEND_BYTES):
-                        yield head + block[offset : offset + SEND_BYTES]
+                        yield head + bytes(block[offset : offset + SEND_BYTES])
                         head = b""
             if self._selection.tail:
                 yield self._selection.tail
-
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[VerifiedObject]:
-        stored = VerifiedObject(self._registry, self._record)
-        await self._threads.run(stored.__enter__)
-        try:
-            yield stored
-        finally:
-            # On a thread: closing a removed file of gigabytes frees its blocks.
-            await self._threads.run(stored.__exit__, None, None, None)
 
 
 def selected(request: Request, record: VersionRecord) -> Selection:

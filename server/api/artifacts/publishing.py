@@ -7,7 +7,7 @@ HTTP nor the origin of the bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -79,12 +79,28 @@ async def gathered(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerat
 
 
 @asynccontextmanager
-async def sealed_upload(service: Service, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[SealedUpload]:
-    """Write the chunks to the registry and yield the complete upload. Leaving the block removes it unless published."""
+async def sealed_upload(
+    service: Service, tenant: Tenant, chunks: AsyncGenerator[bytes, None]
+) -> AsyncIterator[SealedUpload]:
+    """Write the chunks to the registry and yield the complete upload. Leaving the block removes it unless published.
+
+    Raises:
+        QueueFull: the tenant's unfinished uploads have too many bytes.
+    """
+    with service.unfinished.growing(tenant.name) as hold:
+        async with _written(service, chunks, hold) as sealed:
+            yield sealed
+
+
+@asynccontextmanager
+async def _written(
+    service: Service, chunks: AsyncGenerator[bytes, None], hold: Callable[[int], None]
+) -> AsyncIterator[SealedUpload]:
     async with _open_upload(service) as upload:
         service.artifact_checks.prepare()
         async with aclosing(chunks), WriteBehind(service, upload) as writer:
             async for chunk in chunks:
+                hold(len(chunk))
                 await writer.write(chunk)
         yield await service.run_in_background(upload.seal)
 

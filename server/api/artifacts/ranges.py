@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 
+from deltastore.registry.uploads import CHUNK_BYTES
 from server.errors import InvalidRequest
 
 RANGES = re.compile(r"bytes=\s*(?:\d+-\d*|-\d+)(?:\s*,\s*(?:\d+-\d*|-\d+))*\s*", re.ASCII | re.IGNORECASE)
 MAX_HEADER = 1024
 # A request for more ranges gets the whole file.
 MAX_RANGES = 100
+# Bytes that are read and hashed for the ranges of one request beyond those that are sent: chunks are verified whole.
+MAX_UNSENT_BYTES = 16 * CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,9 @@ def select(header: str | None, size_bytes: int, media_type: str) -> Selection:
         HTTPException: 416, a range begins past the end.
     """
     ranges = [] if header is None else _parse(header, size_bytes)
-    if not 0 < len(ranges) <= MAX_RANGES:
+    if not 0 < len(ranges) <= MAX_RANGES or _is_sparse(ranges := _merged(ranges)):
         headers = {"Content-Type": media_type, "Content-Length": str(size_bytes)}
         return Selection(200, headers, [Part(b"", range(size_bytes))])
-    ranges = _merged(ranges)
     if len(ranges) > 1:
         return _multipart(ranges, size_bytes, media_type)
     headers = {
@@ -83,6 +85,16 @@ def _merged(ranges: list[range]) -> list[range]:
         else:
             merged.append(each)
     return merged
+
+
+def _is_sparse(ranges: list[range]) -> bool:
+    """True if far more bytes must be read than are sent."""
+    chunks = {
+        chunk
+        for each in ranges
+        for chunk in range(each.start // CHUNK_BYTES, (each.stop - 1) // CHUNK_BYTES + 1)
+    }
+    return len(chunks) * CHUNK_BYTES > sum(map(len, ranges)) + MAX_UNSENT_BYTES
 
 
 def _multipart(ranges: list[range], size_bytes: int, media_type: str) -> Selection:

@@ -152,7 +152,7 @@ async def _publish(
         tenant = destination.tenant
         async with (
             counted_upload(service, tenant, size_bytes, found.sha256),
-            sealed_upload(service, chunks) as sealed,
+            sealed_upload(service, tenant, chunks) as sealed,
         ):
             _check_whole(sealed, found)
             facts = await check(service, destination, sealed)

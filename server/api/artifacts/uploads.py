@@ -76,7 +76,7 @@ async def _receive(request: Request, service: Service, destination: Destination)
         async with (
             counted_upload(service, destination.tenant, _size_limit(request), digest),
             aclosing(pieces),
-            sealed_upload(service, gathered(pieces, length)) as sealed,
+            sealed_upload(service, destination.tenant, gathered(pieces, length)) as sealed,
         ):
             _check_digest(sealed, form_hash, expected)
             facts = await while_connected(request, check(service, destination, sealed))

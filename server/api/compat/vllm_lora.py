@@ -183,7 +183,7 @@ async def _publish(service: Service, destination: Destination, file: BinaryIO) -
     size_bytes = os.fstat(file.fileno()).st_size
     async with (
         counted_upload(service, destination.tenant, size_bytes),
-        sealed_upload(service, chunks) as sealed,
+        sealed_upload(service, destination.tenant, chunks) as sealed,
     ):
         facts = await check(service, destination, sealed)
         return await publish(service, destination, sealed, facts)

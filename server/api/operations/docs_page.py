@@ -8,23 +8,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+
+from server.api.json_replies import shared_reply
 
 PACKAGE = "fastapi-offline"
 ASSETS: Mapping[str, str] = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 # The URLs of assets name the package's version, so that an upgrade is seen at once.
 CACHED = "public, max-age=604800, immutable"
-# Bounds the memory that a client which does not read its reply can hold.
-PIECE_BYTES = 64 << 10
 INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 router = APIRouter()
@@ -42,8 +42,7 @@ async def docs_asset(asset: str) -> Response:
     if asset not in ASSETS:
         raise HTTPException(404)
     content = await run_in_threadpool(_content, asset)
-    headers = {"Content-Length": str(len(content)), "Cache-Control": CACHED}
-    return StreamingResponse(_pieces(content), headers=headers, media_type=ASSETS[asset])
+    return shared_reply(content, ASSETS[asset], {"Cache-Control": CACHED})
 
 
 @cache
@@ -77,8 +76,3 @@ def _policy(page: str) -> str:
 def _content(asset: str) -> bytes:
     """Return an asset; each process reads it once."""
     return (files(PACKAGE.replace("-", "_")) / "static" / asset).read_bytes()
-
-
-async def _pieces(content: bytes) -> AsyncIterator[bytes]:
-    for begin in range(0, len(content), PIECE_BYTES):
-        yield content[begin : begin + PIECE_BYTES]

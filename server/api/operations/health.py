@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from server.api.json_replies import WholeReply
 from server.api.service import AnyService
 from server.metrics.exposition import CONTENT_TYPE
 
@@ -33,4 +34,4 @@ async def ready(service: AnyService) -> dict[str, str]:
 @metrics_router.get("/metrics")
 async def metrics(service: AnyService) -> Response:
     """Return every metric of all processes in Prometheus' text format."""
-    return Response(await service.exposition(), media_type=CONTENT_TYPE)
+    return WholeReply(await service.exposition(), media_type=CONTENT_TYPE)

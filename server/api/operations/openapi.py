@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from fastapi.routing import RouteContext, iter_route_contexts
 
 from server.api.access import ROLES
-from server.api.json_replies import JsonReply
+from server.api.json_replies import encode, shared_reply
 from server.api.operations.openapi_calls import (
     COMMON,
     EXAMPLES,
@@ -59,7 +59,8 @@ async def openapi(request: Request) -> Response:
     if app.openapi_schema is None:
         service: Service = app.state.service
         app.openapi_schema = openapi_document(app, has_keys=service.settings.auth == "keys")
-    return JsonReply(app.openapi_schema)
+        app.state.openapi = encode(app.openapi_schema)
+    return shared_reply(app.state.openapi, JSON)
 
 
 def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:

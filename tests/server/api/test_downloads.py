@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from email import message_from_bytes
 from email.policy import HTTP
 from pathlib import Path
@@ -17,21 +17,22 @@ import httpx
 import pytest
 import uvicorn
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES
-from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
-from server.api.background import BackgroundThreads
+from server.api.artifacts.downloads import NUM_THREADS, ArtifactResponse, Downloads, etag_of, selected
+from server.errors import QueueFull
+from server.fair_budget import FairBudget
 from tests.deltastore.helpers.crash_storage import push
 from tests.deltastore.helpers.stored import flip_byte
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually
 
 NUM_CHUNKS = 10
 SIZE = NUM_CHUNKS * CHUNK_BYTES - 777
-NUM_THREADS = 2
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +50,24 @@ def record(registry: Registry, content: bytes) -> VersionRecord:
     return push(registry, content, "a").record
 
 
-@pytest.fixture
-def app(registry: Registry, record: VersionRecord) -> ASGIApp:
-    threads = BackgroundThreads(NUM_THREADS, "download")
+def app_of(registry: Registry, record: VersionRecord, max_unsent: int = 1 << 30) -> ASGIApp:
+    """Return an application that sends one version; the tenant is a header of the request."""
+    downloads = Downloads(FairBudget(max_unsent, "unsent bytes"))
 
     async def download(scope: Scope, receive: Receive, send: Send) -> None:
-        reply = ArtifactResponse(registry, record, selected(Request(scope), record), threads)
-        await reply(scope, receive, send)
+        tenant = dict(scope["headers"]).get(b"tenant", b"").decode()
+        reply = ArtifactResponse(registry, record, selected(Request(scope), record), downloads, tenant)
+        try:
+            await reply(scope, receive, send)
+        except QueueFull:
+            await Response("full", 503)(scope, receive, send)
 
     return download
+
+
+@pytest.fixture
+def app(registry: Registry, record: VersionRecord) -> ASGIApp:
+    return app_of(registry, record)
 
 
 @contextmanager
@@ -248,6 +258,35 @@ def test_a_client_that_does_not_read_holds_no_thread_and_little_memory(
     finally:
         for client in stalled:
             client.close()
+
+
+def test_ranges_that_need_far_more_chunks_than_they_send_give_the_whole(
+    registry: Registry, content: bytes, reads: Reads
+) -> None:
+    record = push(registry, content * 3, "b").record
+    app = app_of(registry, record)
+    few = "bytes=" + ",".join(str(n * CHUNK_BYTES) + "-" + str(n * CHUNK_BYTES) for n in range(10))
+    assert messages_of(app, range=few)[0]["status"] == 206
+    assert len(reads.threads) == 10
+    many = "bytes=" + ",".join(str(n * CHUNK_BYTES) + "-" + str(n * CHUNK_BYTES) for n in range(20))
+    sent = messages_of(app, range=many)
+    assert (sent[0]["status"], sum(len(message["body"]) for message in sent[1:])) == (200, 3 * SIZE)
+
+
+def test_chunks_of_slow_clients_are_bounded_and_hold_up_no_other_tenant(
+    registry: Registry, record: VersionRecord, content: bytes, reads: Reads
+) -> None:
+    # Of five chunks a tenant may hold two: a third is more than is left free behind it.
+    with served(app_of(registry, record, 5 * CHUNK_BYTES)) as url, ExitStack() as stack:
+        address = httpx.URL(url)
+        for _ in range(2):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.host, address.port))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: test\r\nTenant: slow\r\n\r\n")
+        assert eventually(lambda: len(reads.threads) >= 2)
+        assert httpx.get(url, headers={"Tenant": "slow"}).status_code == 503
+        assert httpx.get(url, headers={"Tenant": "other"}).content == content
 
 
 def test_only_so_many_downloads_hash_at_once(url: str, reads: Reads) -> None:

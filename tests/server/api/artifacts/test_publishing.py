@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from server.errors import LoadTimeout
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore, NewKey
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
-from tests.server.helpers.live_server import Artifacts, error_of
+from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, error_of
 
 
-def serve(artifacts: Artifacts, registry: Path, talk: Callable[[HttpApp, NewKey], Awaitable[None]]) -> None:
+def serve(
+    artifacts: Artifacts,
+    registry: Path,
+    talk: Callable[[HttpApp, NewKey], Awaitable[None]],
+    **given: Any,
+) -> None:
     """Run an application with keys and an engine, and let `talk` send requests with a key of `acme`."""
     made = KeyStore(registry).create(Auditor(AuditLog(registry)), "acme", ["publish"])
 
     async def main() -> None:
-        settings = settings_of(artifacts.base, registry, auth="keys")
+        settings = settings_of(artifacts.base, registry, auth="keys", **given)
         async with running_app(settings) as app, app.engine():
             app.client.headers["Authorization"] = f"Bearer {made.text}"
             await talk(app, made)
@@ -44,3 +54,69 @@ def test_a_key_that_is_revoked_during_an_upload_publishes_nothing(
         assert not list((registry / "uploads").iterdir())
 
     serve(artifacts, registry, talk)
+
+
+def test_unfinished_uploads_of_a_tenant_have_a_bound_in_bytes(artifacts: Artifacts, tmp_path: Path) -> None:
+    registry = tmp_path / "registry"
+    content = artifacts.plain.read_bytes()
+
+    async def talk(app: HttpApp, key: NewKey) -> None:
+        held, refused = asyncio.Event(), asyncio.Event()
+        # Of four times the largest upload, half is for one tenant: two uploads of its size fit, and a third does not.
+        assert app.settings.max_upload_bytes == 2 * len(content)
+
+        async def body() -> AsyncIterator[bytes]:
+            yield ARTIFACT_PREFIX.ljust(len(content) * 3 // 2, b" ")
+            held.set()
+            await refused.wait()
+
+        holding = [asyncio.create_task(app.client.post("/variants?name=a", content=body())) for _ in range(2)]
+        await held.wait()
+        while sum(part.stat().st_size for part in (registry / "uploads").iterdir()) < 3 * len(content):
+            await asyncio.sleep(0.01)
+        third = await app.client.post("/variants?name=b", content=content + bytes(len(content) // 2))
+        refused.set()
+        assert (third.status_code, error_of(third)["code"]) == (503, "overloaded")
+        assert "unfinished uploads" in error_of(third)["message"]
+        await asyncio.gather(*holding)
+        again = await app.client.post("/variants?name=b", content=content)
+        assert again.status_code == 201, again.text
+
+    serve(artifacts, registry, talk, max_upload_gb=2 * len(content) / 1e9)
+
+
+def test_a_pin_that_fails_after_its_reply_has_no_audit_line(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = tmp_path / "registry"
+
+    async def talk(app: HttpApp, key: NewKey) -> None:
+        for name in ("fails", "works"):
+            reply = await app.client.post(f"/variants?name={name}", content=artifacts.plain.read_bytes())
+            assert reply.status_code == 201, reply.text
+        outcomes: list[asyncio.Future[None]] = []
+
+        def load(*_: Any) -> asyncio.Future[None]:
+            outcomes.append(asyncio.get_running_loop().create_future())
+            return outcomes[-1]
+
+        monkeypatch.setattr(app.service.engine, "load", load)
+        for name in ("fails", "works"):
+            assert (await app.client.post(f"/variants/{name}/pin")).status_code == 202
+        assert "pin" not in audited(registry)
+        outcomes[0].set_exception(LoadTimeout("no slot"))
+        outcomes[1].set_result(None)
+        while "pin" not in audited(registry):
+            await asyncio.sleep(0.01)
+        assert audited(registry)["pin"] == ["works"]
+
+    serve(artifacts, registry, talk)
+
+
+def audited(registry: Path) -> dict[str, list[str]]:
+    """Return the variants that the audit log names, by action."""
+    found: dict[str, list[str]] = {}
+    for file in (registry / "audit").iterdir():
+        for line in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(line["action"], []).append(line.get("variant"))
+    return found

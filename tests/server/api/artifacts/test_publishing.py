@@ -16,6 +16,8 @@ from server.tenants.keys import KeyStore, NewKey
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, error_of
 
+MEBIBYTE = 1 << 20
+
 
 def serve(
     artifacts: Artifacts,
@@ -58,31 +60,29 @@ def test_a_key_that_is_revoked_during_an_upload_publishes_nothing(
 
 def test_unfinished_uploads_of_a_tenant_have_a_bound_in_bytes(artifacts: Artifacts, tmp_path: Path) -> None:
     registry = tmp_path / "registry"
-    content = artifacts.plain.read_bytes()
 
     async def talk(app: HttpApp, key: NewKey) -> None:
-        held, refused = asyncio.Event(), asyncio.Event()
-        # Of four times the largest upload, half is for one tenant: two uploads of its size fit, and a third does not.
-        assert app.settings.max_upload_bytes == 2 * len(content)
+        refused = asyncio.Event()
 
         async def body() -> AsyncIterator[bytes]:
-            yield ARTIFACT_PREFIX.ljust(len(content) * 3 // 2, b" ")
-            held.set()
+            yield ARTIFACT_PREFIX.ljust(7 * MEBIBYTE // 2, b" ")
             await refused.wait()
 
+        # Of four times the largest upload, half is for one tenant.
         holding = [asyncio.create_task(app.client.post("/variants?name=a", content=body())) for _ in range(2)]
-        await held.wait()
-        while sum(part.stat().st_size for part in (registry / "uploads").iterdir()) < 3 * len(content):
+        while sum(part.stat().st_size for part in (registry / "uploads").iterdir()) < 7 * MEBIBYTE:
             await asyncio.sleep(0.01)
-        third = await app.client.post("/variants?name=b", content=content + bytes(len(content) // 2))
+        third = await app.client.post(
+            "/variants?name=b", content=ARTIFACT_PREFIX.ljust(3 * MEBIBYTE // 2, b" ")
+        )
         refused.set()
         assert (third.status_code, error_of(third)["code"]) == (503, "overloaded")
         assert "unfinished uploads" in error_of(third)["message"]
         await asyncio.gather(*holding)
-        again = await app.client.post("/variants?name=b", content=content)
+        again = await app.client.post("/variants?name=b", content=artifacts.plain.read_bytes())
         assert again.status_code == 201, again.text
 
-    serve(artifacts, registry, talk, max_upload_gb=2 * len(content) / 1e9)
+    serve(artifacts, registry, talk, max_upload_gb=4 * MEBIBYTE / 1e9)
 
 
 def test_a_pin_that_fails_after_its_reply_has_no_audit_line(

@@ -30,7 +30,7 @@ def test_the_bucket_is_the_registry_and_there_is_no_claim_for_it() -> None:
 
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
-    [("100Gi", 100 << 30), ("90G", 90 * GIGABYTE), ("1Ti", 1 << 40), ("70000Mi", 70_000 << 20)],
+    [("100Gi", 100 << 30), ("90G", 90 * GIGABYTE), ("1Ti", 1 << 40), ("90000Mi", 90_000 << 20)],
 )
 def test_the_cache_keeps_room_for_unfinished_uploads_on_its_volume(size: str, num_bytes: int) -> None:
     objects = with_bucket(cache={"size": size})

@@ -159,7 +159,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         requests = [
             Request(
                 *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
-                *(text.num_embeddings, _sampling_params(call, text, max_tokens - len(ids)), _traceparent()),
+                *(text.num_embeddings, _sampling_params(call, text, len(ids), max_tokens), _traceparent()),
             )
             for ids in prompts
         ]
@@ -300,12 +300,26 @@ def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> Non
         )
 
 
-def _sampling_params(call: GenerationCall, text: VariantText, num_left: int) -> SamplingParams:
-    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits."""
-    defaults = dict(text.generation_defaults)
-    default_new = defaults.get("max_new_tokens", call.default_new_tokens) or num_left
-    defaults["max_new_tokens"] = max(1, min(default_new, num_left))
+def _sampling_params(
+    call: GenerationCall, text: VariantText, num_prompt: int, max_tokens: int
+) -> SamplingParams:
+    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits.
+
+    Raises:
+        InvalidRequest: the prompt is as long as the variant's generation config lets a sequence become.
+    """
+    generation, num_left = text.generation, max_tokens - num_prompt
+    given = {**generation.defaults, **call.sampling}
+    if "max_new_tokens" not in call.sampling:
+        default_new = given.get("max_new_tokens", call.default_new_tokens) or num_left
+        if "max_new_tokens" not in given and generation.max_length is not None:
+            default_new = generation.max_length - num_prompt
+            if default_new < 1:
+                raise InvalidRequest(
+                    f"the prompt has {num_prompt} tokens, and the max_length of {text.label} is "
+                    f"{generation.max_length}: shorten the prompt, or set {call.length_field}",
+                    call.length_field,
+                )
+        given["max_new_tokens"] = max(1, min(default_new, num_left))
     is_constrained = call.requested.grammar is not None
-    return SamplingParams(
-        **{**defaults, **call.sampling}, stop_token_ids=text.eos_token_ids, is_constrained=is_constrained
-    )
+    return SamplingParams(**given, stop_token_ids=generation.eos_token_ids, is_constrained=is_constrained)

@@ -55,7 +55,9 @@ class GrammarService:
                 refused because it or others of the tenant failed in a lane.
             QueueFull: too many grammars of the tenant wait.
         """
-        vocabulary = Vocabulary(text.tokenizer_key, text.num_embeddings, tuple(sorted(text.eos_token_ids)))
+        vocabulary = Vocabulary(
+            text.tokenizer_key, text.num_embeddings, tuple(sorted(text.generation.eos_token_ids))
+        )
         self._standing.check(Rule(tenant_of(text.share), vocabulary, grammar))
         key = (vocabulary, grammar.key)
         with _naming(grammar):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.errors import InvalidRequest
+from server.protocol.generation_rules import NEUTRAL, GenerationRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class SamplingParams:
     logprobs: int | None = None  # likeliest tokens to report per token; 0 reports the sampled one alone
     prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     n: int = 1  # sequences
+    rules: GenerationRules = NEUTRAL  # of the generation config
     is_constrained: bool = False  # each token is sampled with a mask that the client sends
 
     def __post_init__(self) -> None:

@@ -12,21 +12,22 @@ from deltastore.errors import ArtifactError
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.errors import NotServable
-from server.text.generation_config import base_generation_config, eos_token_ids, sampling_defaults
+from server.text.generation_config import base_generation, read_generation
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
 from server.text.single_flight import SingleFlight
 from server.text.staging import StagedVersion, Staging
 from server.text.variant_text import TextFacts, VariantText
 from server.text.variant_work import WORK_LIMITS, VariantWork
-from server.text.worker_tasks import WORKER_MODULES, Generation, probe, read_generation, with_tokenizer
+from server.text.worker_tasks import WORKER_MODULES, probe, with_tokenizer
 from server.volume.calls import RegistryCalls
 from server.workers.pool import WorkerPool
 
 # Of chat templates and other facts of variants.
 CACHE_BYTES = 64 << 20
-# Of one variant's facts without its template.
+# Of one variant's facts without its template and its token ids.
 FACTS_BYTES = 16 << 10
+TOKEN_ID_BYTES = 64
 MAX_WORKS = 4096
 
 
@@ -47,7 +48,7 @@ class TextService:
         several_tenants: one tenant has at most a part of what all share.
 
     Raises:
-        NotServable: the base's tokenizer cannot be loaded.
+        NotServable: the base's tokenizer cannot be loaded, or its generation config cannot be obeyed.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class TextService:
         self._embedding = embedding
         try:
             loaded = LoadedTokenizer.load(base_dir, str(base_dir))
-            config = base_generation_config(base_dir)
-            generation = Generation(eos_token_ids(config), sampling_defaults(config))
+            generation = base_generation(base_dir, num_embeddings)
         except ArtifactError as error:
             raise NotServable(str(error)) from error
         self._base = LocalTokenizer(loaded, several_tenants)
@@ -116,13 +116,13 @@ class TextService:
 
     async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
         async with self._staging.staged(record, work.share) as staged:
-            generation = self._base_facts.generation
-            if staged.generation is not None:
-                generation = await work.run(read_generation, staged.generation, record.label)
-            if staged.key is not None:
-                await work.load(with_tokenizer, staged.key, staged.path, record.label, probe, ())
             shape = staged.shapes.get(self._embedding or "")
             num_embeddings = self._base_facts.num_embeddings if shape is None else shape[0]
+            generation = self._base_facts.generation
+            if staged.generation is not None:
+                generation = await work.run(read_generation, staged.generation, record.label, num_embeddings)
+            if staged.key is not None:
+                await work.load(with_tokenizer, staged.key, staged.path, record.label, probe, ())
             return TextFacts(num_embeddings, generation, staged.key, self._template(staged, record.label))
 
     def _template(self, staged: StagedVersion, where: str) -> str | None:
@@ -141,4 +141,4 @@ class TextService:
 
 def _num_bytes(facts: TextFacts) -> int:
     # A character has at most four bytes in memory.
-    return FACTS_BYTES + 4 * len(facts.template or "")
+    return FACTS_BYTES + TOKEN_ID_BYTES * facts.generation.num_ids + 4 * len(facts.template or "")

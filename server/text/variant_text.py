@@ -5,9 +5,9 @@ The base's tokenizer runs in this process. A variant's own tokenizer, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
@@ -15,11 +15,12 @@ from server.fair_limiter import Share
 from server.text.chat_template import NO_BASE_TEMPLATE, NO_TEMPLATE, render
 from server.text.conversation import Conversation
 from server.text.decoding.incremental import NewText, NewTokens
+from server.text.generation_config import Generation
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
 from server.text.staging import Staging
 from server.text.variant_work import VariantWork
-from server.text.worker_tasks import Generation, NotLoaded, with_tokenizer
+from server.text.worker_tasks import NotLoaded, with_tokenizer
 
 CHARS_PER_TOKEN = 4
 # Names the content of the base's tokenizer.
@@ -61,8 +62,7 @@ class VariantText:
         record: VersionRecord | None,
     ) -> None:
         self.num_embeddings = facts.num_embeddings
-        self.eos_token_ids = facts.generation.eos_token_ids
-        self.generation_defaults: Mapping[str, Any] = facts.generation.defaults
+        self.generation = facts.generation
         self._facts = facts
         self._base = base
         self._work = work

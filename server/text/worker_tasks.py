@@ -10,9 +10,8 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, PeraxisError
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
@@ -26,7 +25,7 @@ from server.text.files import (
     without_template,
     write_tokenizer,
 )
-from server.text.generation_config import eos_token_ids, parse_generation_config, sampling_defaults
+from server.text.generation_config import read_generation
 from server.text.loaded_tokenizer import LoadedTokenizer
 
 # Modules that a worker of `server.workers.pool` imports before its first task.
@@ -45,14 +44,6 @@ Ts = TypeVarTuple("Ts")
 
 class NotLoaded(PeraxisError):
     """A tokenizer that this worker does not have loaded, and whose files were not given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """The values of a generation config that requests use."""
-
-    eos_token_ids: frozenset[int]
-    defaults: Mapping[str, Any]  # fields of `SamplingParams`
 
 
 class _Loaded:
@@ -110,12 +101,6 @@ def with_tokenizer(
             return function(tokenizer, *args)
 
 
-def read_generation(raw: bytes, where: str) -> Generation:
-    """Return what requests use of a generation config; ArtifactError if it cannot be used."""
-    config = parse_generation_config(raw, where)
-    return Generation(eos_token_ids(config), sampling_defaults(config))
-
-
 def probe(tokenizer: LoadedTokenizer) -> None:
     """Encode and decode a text; ArtifactError if the tokenizer cannot."""
     try:
@@ -132,12 +117,15 @@ def _try_template(tokenizer: LoadedTokenizer) -> None:
         tokenizer.render_chat(PROBE_CONVERSATION, PROBE_TOKENS)
 
 
-def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "the upload") -> None:
+def check_text_files(
+    files: Mapping[str, bytes], base_dir: Path, num_embeddings: int, where: str = "the upload"
+) -> None:
     """Check an artifact's tokenizer, chat template and generation config by using them. Runs in a worker only.
 
     Args:
         files: the artifact's files by name.
         base_dir: the base's checkpoint.
+        num_embeddings: rows of the artifact's embedding.
         where: the artifact's name in error messages.
 
     Raises:
@@ -145,7 +133,7 @@ def check_text_files(files: Mapping[str, bytes], base_dir: Path, where: str = "t
     """
     check_sizes(files, where)
     if GENERATION_FILE in files:
-        read_generation(files[GENERATION_FILE], where)
+        read_generation(files[GENERATION_FILE], where, num_embeddings)
     own = tokenizer_files(files)
     if not own:
         return

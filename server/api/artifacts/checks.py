@@ -34,6 +34,8 @@ CHECK_S = 30.0
 READ_BYTES_PER_S = 50e6
 # Bytes of a variant's tokenizer and configuration files, which are read into memory.
 MAX_FILES_BYTES = 256 << 20
+# Of a base whose embedding is not known by its name.
+MAX_ROWS = 1 << 31
 WHERE = "the upload"
 # Imported by a worker before its first check. The first makes transformers do without torch, which follows.
 MODULES = (
@@ -86,7 +88,7 @@ class ArtifactChecks:
         limits = Limits(MEMORY_BYTES, cpu_s=CHECK_S + num_bytes / READ_BYTES_PER_S)
         facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes)
         # Within the limits of the loads that requests need.
-        await self._run(tenant, LOAD_S, LOAD_LIMITS, check_files, path, self._base_dir)
+        await self._run(tenant, LOAD_S, LOAD_LIMITS, check_files, path, self._base_dir, base)
         return facts
 
     async def close(self) -> None:
@@ -143,7 +145,7 @@ def check_tensors(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
         )
 
 
-def check_files(path: Path, base_dir: Path) -> None:
+def check_files(path: Path, base_dir: Path, base: Base) -> None:
     """Use the tokenizer, the chat template and the generation config of an artifact, in a worker.
 
     Raises:
@@ -155,4 +157,6 @@ def check_files(path: Path, base_dir: Path) -> None:
 
     with Artifact.open(path, WHERE) as artifact:
         files = {name: artifact.file(name) for name in artifact.manifest.files}
-    check_text_files(files, base_dir, WHERE)
+        shapes = {**base.shapes, **{name: spec.shape for name, spec in artifact.manifest.tensors.items()}}
+    rows = shapes[base.embedding][0] if base.embedding is not None else MAX_ROWS
+    check_text_files(files, base_dir, rows, WHERE)

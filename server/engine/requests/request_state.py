@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from server.engine.sampling.logits_rules import PromptHistory
 from server.engine.sampling.sampler import SampledToken, Sampler
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed
@@ -40,9 +41,11 @@ class RequestState:
     last_started: int = -1  # index of the sequence that was started last; -1 before the first
     outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
     unstarted: deque[int] = field(init=False)  # indices of sequences that are not made yet
+    prompt: PromptHistory = field(init=False)  # for the samplers of all its sequences
 
     def __post_init__(self) -> None:
         self.unstarted = deque(range(self.request.sampling_params.n))
+        self.prompt = PromptHistory(self.request.prompt_ids)
 
     @property
     def cold(self) -> bool:
@@ -75,7 +78,7 @@ class SequenceOutput:
     def __init__(self, state: RequestState, sequence: Sequence) -> None:
         params = state.request.sampling_params
         self.sequence = sequence
-        self.sampler = Sampler(params, sequence.index)
+        self.sampler = Sampler(params, sequence.index, state.prompt)
         self.last_token_at: float | None = None
         self.is_constrained = params.is_constrained
         # For the next token; None while it has not come, and of a sequence that is not constrained.

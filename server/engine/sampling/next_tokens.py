@@ -66,9 +66,7 @@ class NextTokens:
     def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
         """Sample a sequence's next token and send it; start the request's second sequence behind the first token."""
         output = state.outputs[sequence.index]
-        sampler = output.sampler
-        token_ids = [] if sampler.takes_argmax else sequence.token_ids(0, sequence.num_tokens)
-        token = last.sample(row, state.request.num_embeddings, sampler, token_ids)
+        token = last.sample(row, state.request.num_embeddings, output.sampler)
         self._kv_cache.cache_full_pages(sequence)
         now = time.monotonic()
         reason = output.add_token(token)

@@ -1,4 +1,4 @@
-"""From logits to tokens: transformers' logits processors in transformers' order, then one seeded draw per sequence."""
+"""From logits to tokens: rules, transformers' warpers in transformers' order, then one seeded draw per sequence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
+from server.engine.sampling.logits_rules import LogitsRules, PromptHistory
 from server.errors import EngineFailed
 from server.protocol.events import ScoredToken
 from server.protocol.sampling_params import SamplingParams
 
+# No warper looks at the tokens of the sequence.
+NO_TOKENS = torch.empty((1, 0), dtype=torch.long)
 # Below this, take the argmax: scaled logits would overflow float32.
 GREEDY_BELOW = 1e-4
 
@@ -35,30 +42,39 @@ class SampledToken(Struct, frozen=True):
 class Sampler:
     """Samples the tokens of one sequence. Its draws depend on its seed alone, never on other requests."""
 
-    def __init__(self, params: SamplingParams, index: int) -> None:
+    def __init__(self, params: SamplingParams, index: int, prompt: PromptHistory) -> None:
         self.num_logprobs = params.logprobs
         self.greedy = params.temperature < GREEDY_BELOW
-        self.processors = _processors(params)
+        has_rules = params.repetition_penalty != 1 or not params.rules.is_neutral
+        self.rules = LogitsRules(params, prompt) if has_rules else None
+        self.warpers = _warpers(params)
         # The argmax of the logits is the answer, and no log-probabilities are reported.
-        self.takes_argmax = self.greedy and not self.processors and self.num_logprobs is None
+        self.takes_argmax = self.greedy and not has_rules and self.num_logprobs is None
         seed = secrets.randbits(63) if params.seed is None else params.seed + index
         self.generator = torch.Generator().manual_seed(seed % 2**63)
 
     def sample(
         self,
         logits: Tensor,  # [vocab] float32 on the CPU; minus infinity for tokens that the variant lacks
-        token_ids: list[int],  # the sequence so far, prompt included
     ) -> SampledToken:
         """Sample the next token. At least one logit must be finite and none NaN."""
-        scores = self.processors(torch.tensor([token_ids]), logits[None].clone())[0]  # type: ignore[arg-type]
+        scores = self.scores(logits)
         if self.greedy:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
+        if self.rules is not None:
+            self.rules.add(token)
         if self.num_logprobs is None:
             return SampledToken(token)
         scored = score(logits[None], [token], self.num_logprobs)[0]
         return SampledToken(token, scored.logprob, scored.top)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[vocab]`` of the next token as the rules and the sampling parameters change them."""
+        ruled = logits if self.rules is None else self.rules.apply(logits)
+        scores: Tensor = self.warpers(NO_TOKENS, ruled[None])[0]  # type: ignore[arg-type]
+        return scores
 
 
 class LastLogits:
@@ -73,7 +89,7 @@ class LastLogits:
         self._usable = _usable(logits)
         self._argmax = logits.argmax(-1).tolist()
 
-    def sample(self, row: int, num_embeddings: int, sampler: Sampler, token_ids: list[int]) -> SampledToken:
+    def sample(self, row: int, num_embeddings: int, sampler: Sampler) -> SampledToken:
         """Sample the next token of the sequence in `row` from its variant's `num_embeddings` logits.
 
         Logits beyond those belong to tokens of other variants in the batch and would change the draw.
@@ -85,7 +101,7 @@ class LastLogits:
             raise EngineFailed("the model's logits are not finite: this variant or its base is damaged")
         if sampler.takes_argmax:
             return SampledToken(self._argmax[row])
-        return sampler.sample(self._logits[row, :num_embeddings].cpu(), token_ids)
+        return sampler.sample(self._logits[row, :num_embeddings].cpu())
 
 
 def _usable(logits: Tensor) -> list[bool]:
@@ -119,18 +135,25 @@ def score(
     ]
 
 
-def _processors(params: SamplingParams) -> LogitsProcessorList:
-    chosen = LogitsProcessorList()
-    if params.repetition_penalty != 1:
-        chosen.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.temperature < GREEDY_BELOW:
-        return chosen
-    if params.temperature != 1:
-        chosen.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k > 0:
-        chosen.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        chosen.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0:
-        chosen.append(MinPLogitsWarper(params.min_p))
+def _warpers(params: SamplingParams) -> LogitsProcessorList:
+    chosen, rules = LogitsProcessorList(), params.rules
+    if params.temperature >= GREEDY_BELOW:
+        if params.temperature != 1:
+            chosen.append(TemperatureLogitsWarper(params.temperature))
+        if rules.top_h is not None:
+            chosen.append(TopHLogitsWarper(rules.top_h))
+        if params.top_k > 0:
+            chosen.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            chosen.append(TopPLogitsWarper(params.top_p))
+        if params.min_p > 0:
+            chosen.append(MinPLogitsWarper(params.min_p))
+        if rules.typical_p < 1:
+            chosen.append(TypicalLogitsWarper(rules.typical_p))
+        if 0 < rules.epsilon_cutoff < 1:
+            chosen.append(EpsilonLogitsWarper(rules.epsilon_cutoff))
+        if 0 < rules.eta_cutoff < 1:
+            chosen.append(EtaLogitsWarper(rules.eta_cutoff))
+    if rules.renormalize_logits:
+        chosen.append(LogitNormalization())
     return chosen

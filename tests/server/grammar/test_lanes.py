@@ -56,7 +56,9 @@ class LaneUsers:
         text = await self.text(tenant)
         self._num_requests += 1
         name = f"request-{self._num_requests}"
-        vocabulary = Vocabulary(text.tokenizer_key, text.num_embeddings, tuple(sorted(text.eos_token_ids)))
+        vocabulary = Vocabulary(
+            text.tokenizer_key, text.num_embeddings, tuple(sorted(text.generation.eos_token_ids))
+        )
         place = self.lanes.enter(text, vocabulary)
         try:
             opening = await place.advance(NewSampled(f"{name}/opening", grammar, 0, ()), ())

@@ -74,6 +74,18 @@ def test_a_base_without_a_tokenizer_is_named(artifacts: Artifacts, tmp_path: Pat
     assert "tokenizer" in lines[-1]
 
 
+def test_a_base_whose_generation_config_cannot_be_obeyed_is_named(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    base = shutil.copytree(artifacts.base, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"num_beams": 4}')
+    code, lines = failed_start(base, tmp_path)
+    assert code == 1
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert "generation_config.json" in lines[-1]
+    assert "num_beams is 4, which this server cannot obey: leave it out, or set it to 1" in lines[-1]
+
+
 def test_a_runtime_directory_that_is_a_file_is_named(artifacts: Artifacts, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, lines = failed_start(artifacts.base, tmp_path, XDG_RUNTIME_DIR=str(tmp_path / "file"))

@@ -18,7 +18,7 @@ from server.text.variant_work import WORK_LIMITS
 from server.text.worker_tasks import check_text_files
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
-from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
+from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
 
 WAIT_S = 60.0
@@ -53,7 +53,7 @@ class Checks:
         self, files: Mapping[str, bytes], deadline_s: float = WAIT_S, limits: Limits | None = None
     ) -> None:
         checking = self._pool.run(
-            "a", deadline_s, check_text_files, dict(files), self._base_dir, limits=limits
+            "a", deadline_s, check_text_files, dict(files), self._base_dir, VOCAB_SIZE, limits=limits
         )
         self._runner.run(checking)
 

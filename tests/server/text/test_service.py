@@ -103,7 +103,7 @@ def test_a_variant_without_files_has_the_base_s_text(texts: Texts) -> None:
         text, base = await service.of(record, "default"), await service.of(None, "default")
         assert await text.encode("abc", MAX_TOKENS) == await base.encode("abc", MAX_TOKENS)
         assert text.num_embeddings == ROWS != base.num_embeddings == 300
-        assert text.eos_token_ids == base.eos_token_ids == {257}
+        assert text.generation.eos_token_ids == base.generation.eos_token_ids == {257}
         ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
         assert await text.decode(ids) == "<user>hi\n<assistant>"
 
@@ -124,8 +124,8 @@ def test_a_variant_brings_its_tokens_template_and_defaults(texts: Texts, own_fil
         ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
         assert await text.decode(ids) == "hi!"
         assert await text.decode_each(ids) == ["h", "i", "!"]
-        assert text.eos_token_ids == {260}
-        assert text.generation_defaults == {"top_k": 5}
+        assert text.generation.eos_token_ids == {260}
+        assert text.generation.defaults == {"top_k": 5}
         detokenizer = IncrementalDetokenizer(())
         [new] = await text.decode_streams([detokenizer.push(ids, is_last=True)])
         assert detokenizer.take(new).texts == ("h", "i", "!")

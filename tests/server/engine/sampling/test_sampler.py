@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server.engine.sampling.logits_rules import PromptHistory
 from server.engine.sampling.sampler import LastLogits, Sampler
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.sampling_params import SamplingParams
@@ -12,9 +13,13 @@ from server.protocol.sampling_params import SamplingParams
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
 
 
+def make_sampler(sampling: SamplingParams, prompt: tuple[int, ...] = (0,), index: int = 0) -> Sampler:
+    return Sampler(sampling, index, PromptHistory(prompt))
+
+
 def draws(sampling: SamplingParams, count: int = 200, index: int = 0) -> list[int]:
-    sampler = Sampler(sampling, index)
-    return [sampler.sample(LOGITS, [0]).token_id for _ in range(count)]
+    sampler = make_sampler(sampling, index=index)
+    return [sampler.sample(LOGITS).token_id for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -58,14 +63,13 @@ def test_min_p_drops_what_is_far_less_likely_than_the_best() -> None:
 
 
 def test_repetition_penalty_lowers_tokens_of_the_history() -> None:
-    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2.0), 0)
-    assert sampler.sample(LOGITS, [1]).token_id == 4
+    sampler = make_sampler(SamplingParams(temperature=0, repetition_penalty=2.0), (1,))
+    assert sampler.sample(LOGITS).token_id == 4
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
-    sampled = Sampler(SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0), 0).sample(
-        LOGITS, [1]
-    )
+    sampling = SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0)
+    sampled = make_sampler(sampling, (1,)).sample(LOGITS)
     want = LOGITS.log_softmax(-1)
     assert sampled.logprob == pytest.approx(float(want[sampled.token_id]))
     assert [token for token, _ in sampled.top] == [1, 4, 2]
@@ -73,14 +77,14 @@ def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
 
 
 def test_logprobs_never_name_a_token_that_the_variant_lacks() -> None:
-    sampled = Sampler(SamplingParams(temperature=0, logprobs=5), 0).sample(LOGITS, [0])
+    sampled = make_sampler(SamplingParams(temperature=0, logprobs=5)).sample(LOGITS)
     assert [token for token, _ in sampled.top] == [1, 4, 2, 0]
 
 
 @pytest.mark.parametrize("logits", [torch.tensor([0.0, torch.nan]), torch.full((4,), -torch.inf)])
 def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> None:
     with pytest.raises(EngineFailed, match="not finite"):
-        LastLogits(logits[None]).sample(0, len(logits), Sampler(SamplingParams(), 0), [0])
+        LastLogits(logits[None]).sample(0, len(logits), make_sampler(SamplingParams()))
 
 
 @pytest.mark.parametrize(

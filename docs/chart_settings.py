@@ -17,7 +17,7 @@ from server.tenants.limits.tenant_limits import FIELDS
 SCHEMA = Path(__file__).resolve().parent.parent / "helm" / "peraxis" / "values.schema.json"
 # Where the chart mounts its volumes and listens.
 OWNED_BY_CHART = frozenset(
-    {"base", "registry", "registry_cache", "registry_cache_gb", "host", "port", "admin_port", "admin_host"}
+    {"base", "registry", "registry_cache", "registry_cache_gb", "host", "port", "admin_port"}
 )
 # Parts of a field's JSON schema that a value of YAML is held against.
 KEPT = ("type", "enum", "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minLength", "pattern")

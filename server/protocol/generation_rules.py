@@ -1,4 +1,4 @@
-"""What a generation config asks of each token, and no request sets. A value; knows no tokenizer and no engine."""
+"""Rules of a generation config for each token, which no request sets. A value; knows no tokenizer and no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a variant's generation config asks is done token for token as `generate()` does it on the merged checkpoint."""
+"""The rules of a variant's generation config hold token for token as `generate()` does it on the merged checkpoint."""
 
 from __future__ import annotations
 

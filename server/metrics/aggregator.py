@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.labels import BASE, MAX_LABEL_VALUES, OTHER
+from server.metrics.labels import BASE, MAX_LABEL_VALUES, OTHER, VariantLabels
 from server.metrics.snapshot import Family, Series, Snapshot, take_snapshot
 
 # Gauges of which the service has the smallest of its processes' values; all others are added.
@@ -37,7 +37,9 @@ class Aggregator:
         self._families: dict[str, Family] = {}  # without series
         self._totals: dict[str, _ByLabels] = {}  # of counters and histograms, by family
         self._last: dict[Hashable, dict[str, _ByLabels]] = {}  # the last snapshot of each source, by family
-        self._values: dict[str, set[str]] = {}  # that are not folded into OTHER, by label name
+        # Label values that are not folded into OTHER, by label name.
+        self._values: dict[str, set[str]] = {}
+        self._variants = VariantLabels()
         self.started(_ZERO)
         for kind in (EngineMetrics, FrontendMetrics):
             self.received(_ZERO, take_snapshot(kind(CollectorRegistry()).registry))
@@ -81,7 +83,7 @@ class Aggregator:
         """Remove deleted variants from the totals, so that other variants can have a label."""
         with self._lock:
             for label in labels:
-                self._values["variant"].discard(label)
+                self._variants.give_back(label)
             for name, totals in self._totals.items():
                 self._totals[name] = _without(self._families[name], totals, labels)
 
@@ -120,9 +122,13 @@ class Aggregator:
             totals[labels] = growth if total is None else _sum(total, growth)
 
     def _bounded(self, name: str, value: str) -> str:
-        """Return a label's value, or OTHER if the label has `MAX_LABEL_VALUES` others."""
+        """Return a label's value, or OTHER if the label has `MAX_LABEL_VALUES` others, or as many as its tenant may."""
+        if value in (BASE, OTHER):
+            return value
+        if name == "variant":
+            return value if self._variants.take(value) else OTHER
         values = self._values.setdefault(name, set())
-        if value in values or value in (BASE, OTHER):
+        if value in values:
             return value
         if len(values) >= MAX_LABEL_VALUES:
             return OTHER

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from deltastore.errors import PeraxisError
 from server.errors import Draining, EngineRestarted, QueueFull, RateLimited
 from server.metrics.definitions import MetricSet
-from server.metrics.labels import BASE, FINISH_REASONS, MAX_LABEL_VALUES, OTHER, REJECTIONS, variant_label
+from server.metrics.labels import BASE, FINISH_REASONS, OTHER, REJECTIONS, VariantLabels, variant_label
 
 # Values of the label `reason`; other errors count as "invalid".
 REASONS: dict[type[PeraxisError], str] = {
@@ -29,7 +29,7 @@ class RequestMetrics(MetricSet):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._labels: set[str] = set()
+        self._labels = VariantLabels()
         self._lock = threading.Lock()
         self.admission_rejections_total = self._counter(
             "admission_rejections", "Requests that were refused", reason=REJECTIONS
@@ -65,24 +65,22 @@ class RequestMetrics(MetricSet):
     def variant_label(self, owner: str, name: str | None) -> str:
         """Return the `variant` label of a tenant's variant, or of the base if `name` is None.
 
-        The first `MAX_LABEL_VALUES` variants get a label of their own, until `forget_variants` gives it back.
+        A variant gets a label of its own while its tenant's share of them lasts, until `forget_variants` gives it back.
         """
         if name is None:
             return BASE
         label = variant_label(owner, name)
         with self._lock:
-            if label not in self._labels:
-                if len(self._labels) >= MAX_LABEL_VALUES:
-                    return OTHER
-                self._labels.add(label)
-                # Every label has a series, so that a snapshot shows which labels are taken.
-                self.variant_requests_total.labels(label, "error")
+            if not self._labels.take(label):
+                return OTHER
+            # Every label has a series, so that a snapshot shows which labels are taken.
+            self.variant_requests_total.labels(label, "error")
         return label
 
     def forget_variants(self, labels: Iterable[str]) -> None:
         """Remove the series of deleted variants, so that other variants can have a label. Takes 40 µs per label."""
         for label in labels:
             with self._lock:
-                self._labels.discard(label)
+                self._labels.give_back(label)
             for reason in FINISH_REASONS:
                 self.variant_requests_total.remove(label, reason)

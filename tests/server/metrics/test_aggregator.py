@@ -275,6 +275,19 @@ def test_labels_of_many_dead_processes_fold_into_one(aggregator: Aggregator) -> 
     assert value(aggregator, "variant_tokens_total", variant="other", kind="prompt") == 50
 
 
+def test_labels_of_one_tenant_do_not_take_those_of_another(aggregator: Aggregator) -> None:
+    """As when many processes have ended, each with other variants of the same tenant."""
+    for tenant, number in [*(("greedy", number) for number in range(2 * MAX_LABEL_VALUES)), ("honest", 0)]:
+        process = Process()
+        aggregator.started(process)
+        label = process.metrics.variant_label(tenant, f"v{number}")
+        process.metrics.variant_tokens_total.labels(label, "prompt").inc()
+        process.scrape_into(aggregator)
+        aggregator.ended(process)
+    assert value(aggregator, "variant_tokens_total", variant="honest/v0", kind="prompt") == 1
+    assert value(aggregator, "variant_tokens_total", variant="other", kind="prompt") == MAX_LABEL_VALUES
+
+
 def test_a_forgotten_variants_label_can_be_used_again(aggregator: Aggregator, process: Process) -> None:
     for number in range(MAX_LABEL_VALUES):
         process.metrics.variant_label("t", f"v{number}")

@@ -52,6 +52,13 @@ def test_variants_beyond_the_bound_share_a_label(metrics: EngineMetrics) -> None
     assert metrics.variant_label("t", "v0") == "t/v0"
 
 
+def test_a_tenant_with_many_variants_leaves_labels_to_others(metrics: EngineMetrics) -> None:
+    greedy = {metrics.variant_label("greedy", f"v{number}") for number in range(5 * MAX_LABEL_VALUES)}
+    honest = [metrics.variant_label("honest", f"v{number}") for number in range(20)]
+    assert "other" in greedy
+    assert honest == [f"honest/v{number}" for number in range(20)]
+
+
 def test_a_label_has_a_series_as_soon_as_it_is_taken(
     metrics: EngineMetrics, registry: CollectorRegistry
 ) -> None:

@@ -194,10 +194,15 @@ def parsed(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UnexpectedReply(
-            f"the answer is not a Peraxis server's ({printable(str(error))}): check --url, "
-            "and that server and command have the same version"
-        ) from error
+        raise unexpected(printable(str(error))) from error
+
+
+def unexpected(problem: str) -> UnexpectedReply:
+    """Return the exception of an answer that is not as this version of the server writes it."""
+    return UnexpectedReply(
+        f"the answer is not a Peraxis server's ({problem}): check --url, "
+        "and that server and command have the same version"
+    )
 
 
 def _checked_key(key: str, where: str) -> str | None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import Json, takes_address
 from client.output import print_reply
+from client.pages import whole_list
 from client.reference import key_id_of
 from deltastore.errors import UsageError
 from deltastore.tables import print_table, printable, to_second
@@ -107,7 +108,7 @@ def list_keys(
     """
     params = {} if tenant is None else {"tenant": tenant}
     with RemoteServer(address) as server:
-        content = server.call("GET", "/keys", params=params)
+        content = whole_list(server, "/keys", "keys", params)
     keys = parsed(content, KeysReply).keys
     if as_json:
         print_reply(content)

@@ -34,6 +34,8 @@ class VariantReply(Struct, frozen=True):
     name: str
     active: int | None
     versions: tuple[VersionReply, ...]
+    # More than `versions` in a list of variants, which shows the active version and the newest ones.
+    num_versions: int = 0
     previous: int | None = None  # the version that was active before `active`
     visibility: str = "private"
     owner: str = "-"

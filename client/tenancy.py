@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from urllib.parse import quote
 
 from msgspec import Struct
 
 from client.errors import ServerRefused
 from client.http import RemoteServer, parsed
+from client.pages import whole_list
 from client.replies import MeReply
 from deltastore.errors import PeraxisError
 
@@ -49,19 +51,20 @@ def shared_variants(server: RemoteServer, own: Collection[str]) -> list[SharedVa
     """
     if server.address.key is None:
         return []
-    models = parsed(server.call("GET", "/v1/models"), ModelsReply).data
+    models = parsed(whole_list(server, "/v1/models", "data"), ModelsReply).data
     return [SharedVariant(each.id, each.owned_by) for each in models if each.id not in {BASE, *own}]
 
 
 def not_owned(server: RemoteServer, name: str, error: ServerRefused) -> ServerRefused:
     """Return the error of a variant that was not found; it names the owner if the variant is another tenant's."""
-    if error.status != NOT_FOUND:
+    if error.status != NOT_FOUND or server.address.key is None or name == BASE:
         return error
-    found = next((each for each in shared_variants(server, ()) if each.name == name), None)
-    if found is None:
+    try:
+        found = parsed(server.call("GET", f"/v1/models/{quote(name, safe='')}"), ModelReply)
+    except ServerRefused:
         return error
     message = (
-        f"variant {name!r} is public and belongs to tenant {found.owner!r}, and only its owner sees its versions: "
+        f"variant {name!r} is public and belongs to tenant {found.owned_by!r}, and only its owner sees its versions: "
         f"use it, as in `peraxis chat {name}`"
     )
     return ServerRefused(message, error.status, error.code)

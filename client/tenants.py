@@ -12,6 +12,7 @@ from msgspec import Struct
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import Json, takes_address
 from client.output import print_json, print_reply
+from client.pages import whole_list
 from client.reference import tenant_path_of
 from deltastore.errors import PeraxisError, UsageError
 from deltastore.quantities import size_text
@@ -29,6 +30,8 @@ LIMITS: Mapping[str, tuple[str, Callable[[int], str]]] = {
     "max_running": ("RUNNING", str),
     "max_uploads": ("UPLOADS", str),
     "max_stored_bytes": ("STORED", size_text),
+    "max_variants": ("MAX-VARIANTS", str),
+    "max_versions": ("MAX-VERSIONS", str),
     "max_pinned": ("PINNED", str),
 }
 
@@ -72,7 +75,7 @@ def list_tenants(address: ServerAddress, as_json: Json = False) -> None:
     Example: peraxis tenants list
     """
     with RemoteServer(address) as server:
-        content = server.call("GET", "/tenants")
+        content = whole_list(server, "/tenants", "tenants")
     tenants = parsed(content, TenantsReply).tenants
     if as_json:
         print_reply(content)
@@ -93,7 +96,7 @@ def show(address: ServerAddress, name: TenantName, as_json: Json = False) -> Non
     Example: peraxis tenants show acme
     """
     with RemoteServer(address) as server:
-        content = server.call("GET", "/tenants")
+        content = whole_list(server, "/tenants", "tenants")
     tenant = next((each for each in parsed(content, TenantsReply).tenants if each.name == name), None)
     if tenant is None:
         raise PeraxisError(
@@ -124,6 +127,8 @@ def set_limits(
     max_stored_bytes: Annotated[
         str | None, typer.Option(metavar="N", help="Bytes of stored artifacts.")
     ] = None,
+    max_variants: Annotated[str | None, typer.Option(metavar="N", help="Variants.")] = None,
+    max_versions: Annotated[str | None, typer.Option(metavar="N", help="Versions of a variant.")] = None,
     max_pinned: Annotated[str | None, typer.Option(metavar="N", help="Pinned versions.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -137,12 +142,14 @@ def set_limits(
         "max_running": max_running,
         "max_uploads": max_uploads,
         "max_stored_bytes": max_stored_bytes,
+        "max_variants": max_variants,
+        "max_versions": max_versions,
         "max_pinned": max_pinned,
     }
     path, changes = tenant_path_of(name), _parsed_limits(given)
     with RemoteServer(address) as server:
         # The call replaces all limits.
-        before = parsed(server.call("GET", "/tenants"), TenantsReply).limits_of(name)
+        before = parsed(whole_list(server, "/tenants", "tenants"), TenantsReply).limits_of(name)
         content = server.call("PUT", path, body={**before, **changes})
     reply = parsed(content, LimitsReply)
     if as_json:

@@ -14,6 +14,7 @@ from client.errors import ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
 from client.options import Json, Name, takes_address
 from client.output import print_json, print_reply
+from client.pages import whole_list
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
 from client.tenancy import SharedVariant, not_owned, shared_variants, tenant_of
@@ -37,7 +38,7 @@ def ls(address: ServerAddress, as_json: Json = False) -> None:
     Example: peraxis ls
     """
     with RemoteServer(address) as server:
-        content = server.call("GET", "/variants")
+        content = whole_list(server, "/variants", "variants")
         variants = parsed(content, VariantsReply).variants
         shared = shared_variants(server, [variant.name for variant in variants])
         if not (as_json or variants):
@@ -57,9 +58,12 @@ def ps(address: ServerAddress, as_json: Json = False) -> None:
     Example: peraxis ps
     """
     with RemoteServer(address) as server:
-        variants = parsed(server.call("GET", "/variants"), VariantsReply).variants
+        variants = parsed(whole_list(server, "/variants", "variants"), VariantsReply).variants
         resident = [
-            (variant, version) for variant in variants for version in variant.versions if version.is_resident
+            (variant, version)
+            for variant in variants
+            for version in _all_versions(server, variant)
+            if version.is_resident
         ]
         if not (as_json or resident):
             _tell_none(server, "no variants in memory or with requests" if variants else "no variants")
@@ -92,7 +96,7 @@ def show(address: ServerAddress, name: Name, as_json: Json = False) -> None:
     path = path_of(name)
     with RemoteServer(address) as server:
         try:
-            content = server.call("GET", path)
+            content = whole_list(server, path, "versions")
         except ServerRefused as error:
             raise not_owned(server, name, error) from error
     variant = parsed(content, VariantReply)
@@ -132,7 +136,7 @@ def rollback(address: ServerAddress, name: Name, as_json: Json = False) -> None:
     Example: peraxis rollback instruct
     """
     with RemoteServer(address) as server:
-        variant = parsed(server.call("GET", path_of(name)), VariantReply)
+        variant = parsed(server.call("GET", path_of(name), params={"limit": "1"}), VariantReply)
         _activate(server, name, previous_version(variant), as_json)
 
 
@@ -211,6 +215,13 @@ def previous_version(variant: VariantReply) -> int:
     return variant.previous
 
 
+def _all_versions(server: RemoteServer, variant: VariantReply) -> tuple[VersionReply, ...]:
+    """Return every version of a listed variant, which may show only the newest ones."""
+    if variant.num_versions <= len(variant.versions):
+        return variant.versions
+    return parsed(whole_list(server, path_of(variant.name), "versions"), VariantReply).versions
+
+
 def _tell_none(server: RemoteServer, what: str) -> None:
     """Say on stderr that a list is empty, and whose it is."""
     tenant = tenant_of(server)
@@ -251,7 +262,7 @@ def _listed(variant: VariantReply) -> dict[str, str]:
     found = {
         "NAME": variant.name,
         "OWNER": variant.owner,
-        "VERSIONS": str(len(variant.versions)),
+        "VERSIONS": str(max(variant.num_versions, len(variant.versions))),
         "VISIBILITY": variant.visibility,
     }
     if (active := variant.active_version) is None:

@@ -22,7 +22,9 @@ from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
 from server.cli import app as serve_app
+from server.metrics.exposition import compose
 from server.metrics.local import LocalMetrics
+from server.metrics.service import read_registry
 from server.metrics.snapshot import take_snapshot
 from server.settings import ENV_PREFIX, Settings
 
@@ -106,7 +108,8 @@ def _errors() -> Iterator[list[str]]:
 def _metrics() -> Iterator[list[str]]:
     metrics = LocalMetrics()
     with tempfile.TemporaryDirectory() as directory:
-        text = metrics.scrape(Registry(Path(directory)), is_ready=True).decode()
+        state = read_registry(Registry(Path(directory)), ())
+        text = compose(metrics.merged(), state, is_ready=True).decode()
     registries = (metrics.engine.registry, metrics.frontend.registry)
     labels = {
         family.name: family.label_names for each in registries for family in take_snapshot(each).families

@@ -37,7 +37,7 @@ def known_series() -> dict[str, KnownSeries]:
         *take_snapshot(metrics.engine.registry).families,
         *take_snapshot(metrics.frontend.registry).families,
     ]
-    service = service_families(RegistryState(Usage(0, 0, 0, 0), ()), (), is_ready=True)
+    service = service_families(RegistryState(Usage(0, 0, 0, 0), {}), is_ready=True)
     found = [each for family in (*counted, *vllm_families(counted), *service) for each in _series_of(family)]
     up = KnownSeries("up", dict.fromkeys(TARGET_LABELS))
     return {each.name: each for each in (*found, up)}

@@ -156,6 +156,12 @@ def serve(
             help="keys: each request needs an API key; none: all belong to one tenant, with every right."
         ),
     ] = None,
+    public_names: Annotated[
+        str | None,
+        typer.Option(
+            help="publish, or admin: only keys with that role make variants public, whose names all tenants share."
+        ),
+    ] = None,
     allow_unauthenticated: Annotated[
         bool | None,
         typer.Option(

@@ -10,6 +10,7 @@ import itertools
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from msgspec import json
@@ -28,7 +29,7 @@ from server.frontend.listen import inherited
 from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import take_snapshot
+from server.metrics.snapshot import Snapshot, take_snapshot
 from server.process_tree import die_with_parent
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.control import (
@@ -37,10 +38,10 @@ from server.protocol.control import (
     CannotServe,
     EngineLost,
     EngineStarted,
-    Exposition,
-    ExpositionWanted,
     HttpProcessMessage,
     MetricsOfProcess,
+    MetricsOfServer,
+    MetricsOfServerWanted,
     MetricsWanted,
     Ping,
     Pong,
@@ -51,20 +52,20 @@ from server.protocol.control import (
     StatsAnswer,
     StatsWanted,
     SupervisorMessage,
+    VariantsDeleted,
 )
 from server.protocol.limits import (
     AddTokens,
     GiveBack,
     LimitAnswer,
+    LimitQuestion,
     LimitsUnknown,
     SeatRefused,
     SeatTaken,
-    TakeSeat,
     TokensAdded,
     TokensCounted,
-    TokensGenerated,
+    UploadGrown,
     UsageOfTenant,
-    UsageWanted,
 )
 from server.protocol.messages import EngineFacts
 from server.protocol.processes import HttpProcessConfig, check_version
@@ -124,11 +125,15 @@ class SupervisorLink:
         else:
             self._link.send(Serving())
 
-    async def exposition(self, is_ready: bool) -> bytes:
-        """Return the metrics of all processes of the server in Prometheus' text format."""
+    async def metrics(self) -> Snapshot:
+        """Return the metrics of all processes of the server."""
         call_id = next(self._call_ids)
-        text: bytes = await self._answer_to(("exposition", call_id), ExpositionWanted(call_id, is_ready))
-        return text
+        found: Snapshot = await self._answer_to(("metrics", call_id), MetricsOfServerWanted(call_id))
+        return found
+
+    async def forget_variants(self, labels: Collection[str]) -> None:
+        """Remove deleted variants from the metrics of the server."""
+        self._link.send(VariantsDeleted(tuple(labels)))
 
     async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
         """Change the server's record of loaded adapters, and return it."""
@@ -155,7 +160,7 @@ class SupervisorLink:
         found: SourceJob | None = await self._answer_to(("source", call_id), call)
         return found
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         """Return the answer to a call about a tenant's limits."""
         answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
         return answer
@@ -191,8 +196,8 @@ class SupervisorLink:
                     self._link.send(Pong())
                 case MetricsWanted(call_id):
                     self._link.send(MetricsOfProcess(call_id, take_snapshot(service.metrics.registry)))
-                case Exposition(call_id, text):
-                    self._answered(("exposition", call_id), text)
+                case MetricsOfServer(call_id, snapshot):
+                    self._answered(("metrics", call_id), snapshot)
                 case Adapters(call_id, adapters):
                     self._answered(("adapters", call_id), adapters)
                 case SourceJobAnswer(call_id, job):
@@ -203,6 +208,7 @@ class SupervisorLink:
                     SeatTaken()
                     | TokensAdded()
                     | TokensCounted()
+                    | UploadGrown()
                     | SeatRefused()
                     | UsageOfTenant()
                     | LimitsUnknown()

@@ -10,10 +10,10 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Collection
 from functools import partial
 
 from deltastore.errors import PeraxisError
-from deltastore.registry import Registry
 from server.api.service import Service
 from server.app import serve
 from server.engine.main import serve_engine
@@ -23,6 +23,7 @@ from server.frontend.listen import listening_sockets, url_of
 from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.local import LocalMetrics
+from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.protocol.messages import Resident
 from server.protocol.source_job import SourceJob
@@ -31,6 +32,7 @@ from server.settings import Settings
 from server.sources.board import SourceBoard
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.keys import warn_without_keys
+from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.local_link import LocalLink
@@ -59,19 +61,20 @@ def run_inline(settings: Settings) -> int:
 class OneProcess(LocalLink):
     """A whole server in one process, as its only service asks about it."""
 
-    def __init__(
-        self, registry: Registry, metrics: LocalMetrics, engine: EngineClient, ledger: Ledger
-    ) -> None:
+    def __init__(self, metrics: LocalMetrics, engine: EngineClient, ledger: Ledger) -> None:
         super().__init__(ledger)
-        self._registry = registry
         self._metrics = metrics
         self._engine = engine
         self._adapters = LoadedAdapters()
         self._board = SourceBoard()
 
-    async def exposition(self, is_ready: bool) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return await asyncio.to_thread(self._metrics.scrape, self._registry, is_ready=is_ready)
+    async def metrics(self) -> Snapshot:
+        """Return the metrics."""
+        return self._metrics.merged()
+
+    async def forget_variants(self, labels: Collection[str]) -> None:
+        """Remove deleted variants from the metrics."""
+        self._metrics.forget_variants(labels)
 
     async def stats(self) -> ServerStats:
         """Return the statistics; without a ready engine no delta is in memory."""
@@ -96,13 +99,13 @@ class OneProcess(LocalLink):
 async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
     registry, metrics, client = open_registry(settings), LocalMetrics(), EngineClient("http")
-
+    settings = with_default_limits(settings)
     calls = RegistryCalls(settings.registry, partial(probe, registry))
     limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
     watching = [asyncio.create_task(calls.watch())]
     if settings.auth == "keys":
         watching.append(asyncio.create_task(limits.watch()))
-    whole = OneProcess(registry, metrics, client, Ledger(limits.of))
+    whole = OneProcess(metrics, client, Ledger(limits.of))
     service = Service(settings, registry, metrics.frontend, client, whole)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)

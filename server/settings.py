@@ -123,8 +123,12 @@ class Settings(BaseModel):
     allowed_host: Annotated[tuple[str, ...], NoDecode] = ()
     default_limits: LimitsSetting = Field(
         default=TenantLimits(),
-        description="With --auth keys: a table of the limits of tenants that have none of their own in the registry.",
+        description="With --auth keys: a table of the limits of tenants that have none of their own in the registry. "
+        "Without these of its fields, max_variants is 10,000, max_versions 1,000 and max_stored_bytes half of the "
+        "registry's volume.",
     )
+    # With --auth keys: keys that may make a variant public. "admin" keeps public names for operators.
+    public_names: Literal["publish", "admin"] = "publish"
 
     @field_validator("registry", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,9 @@ from server.fair_budget import FairBudget
 
 # Bytes that are handed to the web server at once; the rest of a reply waits until the client has taken them.
 PIECE_BYTES = 64 << 10
+
+# Of the documents of one page of a list; the first of them may be larger.
+MAX_PAGE_BYTES = 1 << 20
 
 
 def install(app: FastAPI, unsent: FairBudget) -> None:
@@ -53,6 +56,28 @@ def shared_reply(content: bytes, media_type: str, headers: Mapping[str, str] | N
 async def _pieces(content: bytes | memoryview) -> AsyncIterator[bytes]:
     for begin in range(0, len(content), PIECE_BYTES):
         yield bytes(content[begin : begin + PIECE_BYTES])
+
+
+def page_reply(key: str, documents: Iterable[tuple[str, Any]], *, has_more: bool, **fields: Any) -> JsonReply:
+    """Return a page of a list, with the fields that OpenAI's API gives one: `has_more` and `last_id`.
+
+    Args:
+        key: the name of the list.
+        documents: those of the page, each with its id. Only as many as fit into `MAX_PAGE_BYTES` are taken.
+        has_more: there are others behind them.
+        fields: of the reply beside the list.
+    """
+    shown: list[msgspec.Raw] = []
+    num_bytes, last_id = 0, None
+    for document_id, document in documents:
+        encoded = encode(document)
+        num_bytes += len(encoded)
+        if shown and num_bytes > MAX_PAGE_BYTES:
+            has_more = True
+            break
+        shown.append(msgspec.Raw(encoded))
+        last_id = document_id
+    return JsonReply({**fields, key: shown, "has_more": has_more, "last_id": last_id})
 
 
 def encode(document: Any) -> bytes:

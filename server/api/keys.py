@@ -10,9 +10,10 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
 from server.api.bodies import json_body
-from server.api.json_replies import JsonReply
+from server.api.json_replies import JsonReply, page_reply
 from server.api.schemas import KeyBody, KeysQuery
 from server.api.service import AuditorDep, ServiceDep
+from server.errors import InvalidRequest
 from server.tenants.audit import Auditor
 from server.tenants.keys import KeyStore, NewKey, key_document
 
@@ -30,10 +31,19 @@ async def create_key(
 
 
 @router.get("")
-async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> dict[str, Any]:
-    """List every key, or one tenant's, oldest first, without its text."""
+async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> Response:
+    """List every key, or one tenant's, oldest first, without its text, a page at a time."""
     records = await service.volume.run_long(partial(service.keys.records, query.tenant), None)
-    return {"keys": [key_document(key_id, record) for key_id, record in records.items()]}
+    ids, begin = list(records), 0
+    if query.after is not None:
+        if query.after not in records:
+            raise InvalidRequest(
+                "after: there is no such key any more: list the keys from the first", "after"
+            )
+        begin = ids.index(query.after) + 1
+    end = begin + query.limit
+    documents = ((key_id, key_document(key_id, records[key_id])) for key_id in ids[begin:end])
+    return page_reply("keys", documents, has_more=end < len(ids))
 
 
 @router.delete("/{key_id}")

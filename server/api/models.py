@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
+from fastapi.responses import Response
 
+from deltastore.errors import RegistryError, VariantNotFound
+from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
-from server.api.schemas import BASE, Reference
+from server.api.json_replies import page_reply
+from server.api.schemas import BASE, MAX_PAGE_ENTRIES, Reference
 from server.api.service import Service, ServiceDep, TenantDep
-from server.tenants.tenant import Tenant
+from server.volume.views import usable, usable_names, versions
 
 OWNER_OF_BASE = "peraxis"
+
+# Other parameters are ignored: clients of OpenAI's API send some of their own.
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
+After = Annotated[str | None, Query(max_length=64)]
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
-async def list_models(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`."""
-    records = await service.volume.run_long(partial(_usable, service, tenant), tenant.name)
-    if service.settings.compat == "vllm-lora":
-        cards = [_loaded_card(service, loaded) for loaded in await loaded_versions(service, tenant, records)]
-    else:
-        cards = [_card(service, record.name, record) for record in records]
-    return {"object": "list", "data": [_card(service, BASE, None), *cards]}
+async def list_models(
+    service: ServiceDep, tenant: TenantDep, limit: Limit = MAX_PAGE_ENTRIES, after: After = None
+) -> Response:
+    """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`.
+
+    The list comes a page at a time, whose first is the largest one: OpenAI's client asks for no other.
+    """
+    cards = [_card(service, BASE, None)] if after is None else []
+    last, has_more = "" if after in (None, BASE) else after, True
+    while has_more and len(cards) < limit:
+        num_wanted = limit - len(cards)
+        records, last, has_more = await service.volume.run_long(
+            partial(_usable, service.registry, tenant.name, last, num_wanted), tenant.name
+        )
+        if service.settings.compat == "vllm-lora":
+            loaded = await loaded_versions(service, tenant, records)
+            cards += [_loaded_card(service, each) for each in loaded]
+        else:
+            cards += [_card(service, record.name, record) for record in records]
+    documents = ((card["id"], card) for card in cards)
+    return page_reply("data", documents, has_more=has_more, object="list")
 
 
 @router.get("/{model_id}")
@@ -40,14 +65,28 @@ async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> d
     return _card(service, model_id, record)
 
 
-def _usable(service: Service, tenant: Tenant) -> list[VersionRecord]:
-    """Return the active version of each variant by name; the tenant's own variants hide public ones."""
-    return [
-        record
-        for variant in service.registry.usable(tenant.name)
-        for record in variant.versions
-        if record.version == variant.active
-    ]
+def _usable(registry: Registry, tenant: str, after: str, limit: int) -> tuple[list[VersionRecord], str, bool]:
+    """Return the active versions of up to `limit` variants by name, the last name read, and whether there are others.
+
+    The tenant's own variants hide public ones of the same name. Reads files.
+    """
+    names = usable_names(registry, tenant)
+    records: list[VersionRecord] = []
+    for name in names[bisect_right(names, after) :]:
+        if len(records) == limit:
+            return records, after, True
+        after = name
+        try:
+            found = usable(registry, tenant, name)
+            if found is not None and found.active is not None:
+                number = found.active
+                records += versions(registry, found.tenant, name, after=number - 1, limit=1)
+        except VariantNotFound:
+            # It was deleted meanwhile.
+            continue
+        except RegistryError as error:
+            log.error("variant %s is left out: %s", name, error)
+    return records, after, False
 
 
 def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:

@@ -24,6 +24,8 @@ SAMPLING_FIELDS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logprobs", "n",
 )  # fmt: skip
 BASE = "base"  # names the base in requests; reserved, so no variant has it
+# The entries of a page of a list: the most that a client may ask for, and those that it gets if it does not say.
+MAX_PAGE_ENTRIES, PAGE_ENTRIES = 1000, 100
 MAX_EXPIRY_S = 100 * 366 * 86400
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -64,6 +66,24 @@ class TenantQuery(Query):
     tenant: str | None = None
 
 
+class PageQuery(Query):
+    """A part of a list: `limit` entries behind the one whose id is `after`."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ENTRIES)] = PAGE_ENTRIES
+    after: Annotated[str, Field(max_length=64)] | None = None  # None begins with the first
+
+
+class TenantPageQuery(PageQuery, TenantQuery):
+    """A part of a list, of a tenant that an administrator may name."""
+
+
+class VersionsQuery(TenantQuery):
+    """A part of the list of a variant's versions; `after` is a version's number."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ENTRIES)] = PAGE_ENTRIES
+    after: Annotated[int, Field(ge=0, lt=1_000_000_000)] = 0
+
+
 class GenerateQuery(TenantQuery):
     variant: str | None = None  # NAME or NAME@VERSION; None is the base
 
@@ -84,7 +104,7 @@ class VersionQuery(TenantQuery):
     version: Annotated[int, Field(ge=1, lt=1_000_000_000)] | None = None
 
 
-class KeysQuery(Query):
+class KeysQuery(PageQuery):
     tenant: str | None = None  # None: the keys of all tenants
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property, partial
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
@@ -27,11 +27,13 @@ from server.api.artifacts.downloads import Downloads
 from server.api.artifacts.source_jobs import SourceJobs
 from server.api.background import BackgroundThreads
 from server.api.errors import http_request_id_of
+from server.api.operations.scrapes import RegistryScrapes
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fair_budget import FairBudget
 from server.frontend.engine_link import EngineLink
 from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
+from server.metrics.snapshot import Snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
@@ -66,8 +68,11 @@ R = TypeVar("R")
 class WholeServer(LedgerLink, Protocol):
     """The processes of a server together, as one of them can ask about all."""
 
-    async def exposition(self, is_ready: bool) -> bytes:
-        """Return the metrics of all processes in Prometheus' text format, given whether this one admits requests."""
+    async def metrics(self) -> Snapshot:
+        """Return the metrics of all processes together."""
+
+    async def forget_variants(self, labels: Collection[str]) -> None:
+        """Remove deleted variants from the metrics of all other processes, so that others can have their labels."""
 
     async def stats(self) -> ServerStats:
         """Return the statistics of all processes."""
@@ -102,6 +107,7 @@ class Service:
         self.registry = registry
         self.volume = RegistryCalls(settings.registry, partial(probe, registry))
         self.resolutions = Resolutions(registry, self.volume, self._is_in_memory)
+        self.registry_scrapes = RegistryScrapes(registry, self.volume)
         self.keys = KeyStore(settings.registry, calls=self.volume)
         self.audit_log = AuditLog(settings.registry, must_exist=True)
         self.metrics = metrics
@@ -186,6 +192,14 @@ class Service:
         self.engine.check_ready()
         _ = self.text
 
+    def is_ready(self) -> bool:
+        """Return whether requests for tokens are admitted."""
+        try:
+            self.check_ready()
+        except PeraxisError:
+            return False
+        return True
+
     def check_base(self, record: VersionRecord) -> None:
         """Raise BaseMismatch if a version was made from another base than this server runs."""
         base = self.engine.facts.base
@@ -211,14 +225,6 @@ class Service:
             await self._text_workers.warm()
         except PeraxisError as error:
             log.warning("the workers for tenants' tokenizers start with the first tasks: %s", error)
-
-    async def exposition(self) -> bytes:
-        """Return the metrics of all processes in Prometheus' text format."""
-        try:
-            self.check_ready()
-        except PeraxisError:
-            return await self.whole.exposition(False)
-        return await self.whole.exposition(True)
 
     async def close(self) -> None:
         """Refuse new requests, give the others `shutdown_timeout` seconds to end, and end the rest."""
@@ -285,10 +291,11 @@ async def auditor_of(
 async def changes_of(
     service: Annotated[Service, Depends(service_of)],
     tenant: Annotated[Tenant, Depends(tenant_of)],
+    caller: Annotated[Caller, Depends(caller_of)],
     auditor: Annotated[Auditor, Depends(auditor_of)],
 ) -> VariantChanges:
     """Return the changes that a request makes to its tenant's variants."""
-    return VariantChanges(service.registry, tenant, auditor)
+    return VariantChanges(service.registry, tenant, auditor, caller.has(service.settings.public_names))
 
 
 # AnyService also serves requests during shutdown; ServiceDep refuses them with Draining.

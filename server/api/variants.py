@@ -16,16 +16,16 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from deltastore.registry.records import VersionRecord
-from deltastore.registry.variants import Variant
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
 from server.api.artifacts.publishing import Destination, publication_document
 from server.api.artifacts.sources import start_source
 from server.api.artifacts.uploads import receive_upload
 from server.api.bodies import JSON, json_body, media_type_of
-from server.api.json_replies import JsonReply
-from server.api.schemas import UploadQuery, VariantPatch, VersionQuery
+from server.api.json_replies import JsonReply, page_reply
+from server.api.schemas import TenantPageQuery, UploadQuery, VariantPatch, VersionQuery, VersionsQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
 from server.api.tenants.limits import counting_refusals, max_pinned
+from server.api.variant_lists import ListedVariant, list_one, list_page, show_page, version_document
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
 
@@ -49,19 +49,29 @@ async def upload(
 
 
 @router.get("")
-async def list_variants(service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
-    """List every variant of the tenant."""
-    variants = await service.volume.run_long(partial(service.registry.variants, tenant.name), tenant.name)
-    return {"variants": await _documents(service, variants)}
+async def list_variants(
+    query: Annotated[TenantPageQuery, Query()], service: ServiceDep, tenant: TenantDep
+) -> Response:
+    """List the tenant's variants by name, each with its newest versions, a page at a time."""
+    listed, has_more = await service.volume.run_long(
+        partial(list_page, service.registry, tenant.name, query.after or "", query.limit), tenant.name
+    )
+    documents = zip((each.name for each in listed), await _documents(service, listed), strict=True)
+    return page_reply("variants", documents, has_more=has_more)
 
 
 @router.get("/{name}")
-async def show_variant(name: str, service: ServiceDep, tenant: TenantDep) -> dict[str, Any]:
-    """Show one variant: its versions and the level of each."""
-    return await _document(
-        service,
-        await service.volume.run_long(partial(service.registry.variant, tenant.name, name), tenant.name),
+async def show_variant(
+    name: str, query: Annotated[VersionsQuery, Query()], service: ServiceDep, tenant: TenantDep
+) -> Response:
+    """Show one variant: its versions with their reports and the level of each, a page at a time."""
+    shown = await service.volume.run_long(
+        partial(show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
     )
+    (document,) = await _documents(service, [shown])
+    versions = document.pop("versions")
+    documents = ((str(version["version"]), version) for version in versions)
+    return page_reply("versions", documents, has_more=shown.has_more, **document)
 
 
 @router.patch("/{name}")
@@ -78,10 +88,11 @@ async def change_variant(
         await service.volume.run_long(
             partial(changes.set_visibility, name, body.visibility), changes.tenant.name
         )
-    variant = await service.volume.run_long(
-        partial(service.registry.variant, changes.tenant.name, name), changes.tenant.name
+    listed = await service.volume.run_long(
+        partial(list_one, service.registry, changes.tenant.name, name), changes.tenant.name
     )
-    return await _document(service, variant)
+    (document,) = await _documents(service, [listed])
+    return document
 
 
 @router.delete("/{name}")
@@ -175,7 +186,7 @@ async def _status_after(
     else:
         _log_failure(outcome, action, record)
     (state,) = await service.engine.residency_of((record,))
-    return {"name": record.name, **_version_document(record, state)}
+    return {"name": record.name, **version_document(record), **_state_document(state)}
 
 
 async def _noted(
@@ -196,42 +207,22 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
     outcome.add_done_callback(report)
 
 
-async def _documents(service: Service, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Return the documents of variants, with the state of each version.
+async def _documents(service: Service, listed: Sequence[ListedVariant]) -> list[dict[str, Any]]:
+    """Return the documents of variants, with the state of each version that is shown.
 
     Versions of the same bytes share a slot, also across tenants. Level, pins and requests are those of each
     version alone.
     """
-    records = [record for variant in variants for record in variant.versions]
-    states = iter(await service.engine.residency_of(records))
+    refs = [ref for variant in listed for ref in variant.refs]
+    states = iter(await service.engine.residency_of(refs))
     return [
         {
-            "name": variant.name,
-            "owner": variant.tenant,
-            "visibility": variant.visibility,
-            "active": variant.active,
-            "previous": variant.previous,
-            "versions": [_version_document(record, next(states)) for record in variant.versions],
+            **variant.document,
+            "versions": [{**version, **_state_document(next(states))} for version in variant.versions],
         }
-        for variant in variants
+        for variant in listed
     ]
 
 
-async def _document(service: Service, variant: Variant) -> dict[str, Any]:
-    (document,) = await _documents(service, (variant,))
-    return document
-
-
-def _version_document(record: VersionRecord, state: DeltaState) -> dict[str, Any]:
-    return {
-        "version": record.version,
-        "digest": f"sha256:{record.digest}",
-        "size_bytes": record.size_bytes,
-        "device_bytes": record.device_bytes,
-        "method": record.method,
-        "fidelity": record.fidelity,
-        "created_at": record.created_at,
-        "level": state.level,
-        "pinned": state.is_pinned,
-        "num_requests": state.num_requests,
-    }
+def _state_document(state: DeltaState) -> dict[str, Any]:
+    return {"level": state.level, "pinned": state.is_pinned, "num_requests": state.num_requests}

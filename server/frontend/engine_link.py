@@ -13,7 +13,7 @@ from typing import Protocol
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.protocol.events import Event, FinishReason
-from server.protocol.messages import DeltaState, EngineFacts, LoadAction
+from server.protocol.messages import DeltaState, EngineFacts, LoadAction, VersionRef
 from server.protocol.request import Request
 
 OnEvent = Callable[[Event], None]
@@ -68,5 +68,5 @@ class EngineLink(Protocol):
     ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened."""
 
-    async def residency_of(self, records: Sequence[VersionRecord]) -> tuple[DeltaState, ...]:
+    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
         """Return the state of each version; without a ready engine all are on disk."""

@@ -69,33 +69,25 @@ class Aggregator:
                     self._count(family, last.get(family.name, {}))
                 last[family.name] = {series.labels: series for series in family.series}
 
-    def variant_labels(self) -> frozenset[str]:
-        """Return the label of each variant that has series of its own."""
-        with self._lock:
-            return frozenset(
-                labels[family.label_names.index("variant")]
-                for family in self._families.values()
-                if "variant" in family.label_names
-                for labels in self._series_of(family)
-            ) - {BASE, OTHER}
-
     def forget_variants(self, labels: Collection[str]) -> None:
         """Remove deleted variants from the totals, so that other variants can have a label."""
         with self._lock:
             for label in labels:
                 self._variants.give_back(label)
             for name, totals in self._totals.items():
-                self._totals[name] = _without(self._families[name], totals, labels)
+                label_names = self._families[name].label_names
+                if "variant" in label_names:
+                    index = label_names.index("variant")
+                    self._totals[name] = {
+                        values: series for values, series in totals.items() if values[index] not in labels
+                    }
 
-    def merged(self, *, without_variants: Collection[str]) -> Snapshot:
-        """Return the metrics of the service, without some variants that a process may not have forgotten yet."""
+    def merged(self) -> Snapshot:
+        """Return the metrics of the service."""
         with self._lock:
             return Snapshot(
                 tuple(
-                    msgspec.structs.replace(
-                        family,
-                        series=tuple(_without(family, self._series_of(family), without_variants).values()),
-                    )
+                    msgspec.structs.replace(family, series=tuple(self._series_of(family).values()))
                     for family in self._families.values()
                 )
             )
@@ -153,10 +145,3 @@ def _sum(total: Series, growth: Series) -> Series:
 def _merged_gauge(family: Family, one: Series, other: Series) -> Series:
     merge = min if family.name in SMALLEST else add
     return Series(one.labels, merge(one.value, other.value))
-
-
-def _without(family: Family, by_labels: _ByLabels, variants: Collection[str]) -> _ByLabels:
-    if "variant" not in family.label_names or not variants:
-        return by_labels
-    index = family.label_names.index("variant")
-    return {labels: series for labels, series in by_labels.items() if labels[index] not in variants}

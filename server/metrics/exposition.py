@@ -5,58 +5,44 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from deltastore.registry import Registry
-from server.metrics.aggregator import Aggregator
-from server.metrics.labels import variant_label
-from server.metrics.service import RegistryState, read_registry, service_families
+from server.metrics.labels import BASE, OTHER
+from server.metrics.service import RegistryState, service_families
 from server.metrics.snapshot import Family, Series, Snapshot
 from server.metrics.vllm_names import vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class Scrape(NamedTuple):
-    """The answer to a scrape."""
-
-    # In the format of CONTENT_TYPE.
-    text: bytes
-    # `variant` labels of deleted variants, for `forget_variants` in the processes that have counted them.
-    deleted: frozenset[str]
-
-
-def scrape(aggregator: Aggregator, registry: Registry, *, is_ready: bool) -> Scrape:
-    """Render all metrics of the service, without the series of deleted variants. Reads files of the registry.
-
-    Call it after `aggregator` has received the snapshots.
-    """
-    # Before variants are listed, so that one registered meanwhile keeps its series.
-    labels = aggregator.variant_labels()
-    return compose(aggregator, labels, read_registry(registry), is_ready=is_ready)
+def variant_labels(snapshot: Snapshot) -> frozenset[str]:
+    """Return the label of each variant that has series of its own."""
+    return frozenset(
+        series.labels[family.label_names.index("variant")]
+        for family in snapshot.families
+        if "variant" in family.label_names
+        for series in family.series
+    ) - {BASE, OTHER}
 
 
-def compose(
-    aggregator: Aggregator, labels: frozenset[str], state: RegistryState | None, *, is_ready: bool
-) -> Scrape:
-    """Render all metrics with what was read of the registry.
+def compose(snapshot: Snapshot, state: RegistryState | None, *, is_ready: bool) -> bytes:
+    """Render all metrics of the service, without the series of deleted variants.
 
     Args:
-        labels: the aggregator's variants, taken before the registry was read.
-        state: None if the registry cannot be read; all variants then keep their series.
+        snapshot: of all processes together, taken before the registry was read.
+        state: the registry's state for the variants' labels there. None if it cannot be read; all variants then keep
+            their series, also those that a process has not forgotten yet.
+        is_ready: requests for tokens are admitted.
     """
-    deleted: frozenset[str] = frozenset()
-    if state is not None:
-        deleted = labels - {variant_label(variant.tenant, variant.name) for variant in state.variants}
-    aggregator.forget_variants(deleted)
-    service = service_families(state, labels, is_ready=is_ready)
-    families = aggregator.merged(without_variants=deleted).families
-    return Scrape(render(Snapshot((*families, *vllm_families(families), *service))), deleted)
+    deleted = frozenset() if state is None else state.deleted
+    families = [_without(family, deleted) for family in snapshot.families]
+    service = service_families(state, is_ready=is_ready)
+    return render(Snapshot((*families, *vllm_families(families), *service)))
 
 
 def render(snapshot: Snapshot) -> bytes:
@@ -72,6 +58,14 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return map(_metric, self._snapshot.families)
+
+
+def _without(family: Family, variants: frozenset[str]) -> Family:
+    if "variant" not in family.label_names or not variants:
+        return family
+    index = family.label_names.index("variant")
+    series = tuple(each for each in family.series if each.labels[index] not in variants)
+    return msgspec.structs.replace(family, series=series)
 
 
 def _metric(family: Family) -> Metric:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import scrape
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import take_snapshot
+from server.metrics.snapshot import Snapshot, take_snapshot
 from server.metrics.stats import Statistics
 from server.protocol.messages import Resident
 from server.protocol.stats import ServerStats
@@ -33,21 +31,24 @@ class LocalMetrics:
         for source in self._sources:
             self._aggregator.started(source)
 
-    def scrape(self, registry: Registry, *, is_ready: bool) -> bytes:
-        """Return every metric as Prometheus' text; give back the labels of deleted variants. Reads files."""
+    def merged(self) -> Snapshot:
+        """Return the metrics of the engine and of HTTP together."""
         # The aggregator takes snapshots in their order.
         with self._lock:
             self._collect()
-            text, deleted = scrape(self._aggregator, registry, is_ready=is_ready)
-            self.engine.forget_variants(deleted)
-            self.frontend.forget_variants(deleted)
-        return text
+            return self._aggregator.merged()
+
+    def forget_variants(self, labels: Collection[str]) -> None:
+        """Remove deleted variants, so that others can have their labels."""
+        self._aggregator.forget_variants(labels)
+        self.engine.forget_variants(labels)
+        self.frontend.forget_variants(labels)
 
     def stats(self, residents: Iterable[Resident]) -> ServerStats:
         """Return the statistics of the server, which has these deltas in memory."""
         with self._lock:
             self._collect()
-            merged = self._aggregator.merged(without_variants=())
+            merged = self._aggregator.merged()
             return self._statistics.make(merged, residents, time.monotonic(), time.time())
 
     def _collect(self) -> None:

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import NamedTuple
 
-from deltastore.errors import PeraxisError, RegistryUnavailable
+from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.reports import Usage
-from deltastore.registry.variants import Variant
 from server.metrics.definitions import PREFIX
 from server.metrics.labels import MAX_LABEL_VALUES, variant_label
 from server.metrics.snapshot import Family, Series
+from server.volume.views import names, summary, tenants
 
 log = logging.getLogger(__name__)
 
 
-class RegistryState(NamedTuple):
-    """The part of a registry that a scrape shows, at one moment."""
+@dataclass(frozen=True, slots=True)
+class RegistryState:
+    """The part of a registry that a scrape shows, at one moment.
+
+    Attributes:
+        active: the active versions of variants by label.
+        deleted: labels that were asked for, of variants that do not exist.
+    """
 
     usage: Usage
-    variants: tuple[Variant, ...]
+    active: Mapping[str, int]
+    deleted: frozenset[str] = frozenset()
 
 
-def read_registry(registry: Registry) -> RegistryState | None:
-    """Return the registry's state; None if it cannot be read. Reads files."""
+def read_registry(
+    registry: Registry, labels: Collection[str], usage: Usage | None = None
+) -> RegistryState | None:
+    """Return the registry's state; None if it cannot be read. Reads records of at most `MAX_LABEL_VALUES` variants.
+
+    Args:
+        registry: the registry.
+        labels: of variants that other metrics show; their active versions come first.
+        usage: a count that is new enough; None counts the registry's objects.
+    """
     try:
-        return RegistryState(registry.usage(), tuple(registry.variants()))
+        return _read(registry, labels, usage or registry.usage())
     except PeraxisError as error:
         # The watch of the registry's calls logs a volume that fails.
         if not isinstance(error, RegistryUnavailable):
@@ -36,15 +52,9 @@ def read_registry(registry: Registry) -> RegistryState | None:
         return None
 
 
-def service_families(
-    state: RegistryState | None, labels: Collection[str], *, is_ready: bool
-) -> tuple[Family, ...]:
-    """Return the gauges of the service; without a registry's state, none of its contents.
-
-    At most `MAX_LABEL_VALUES` variants have a gauge of their active version, those among `labels` first: the variants
-    that other metrics show.
-    """
-    contents = () if state is None else (_active_versions(state.variants, labels), *_sizes(state.usage))
+def service_families(state: RegistryState | None, *, is_ready: bool) -> tuple[Family, ...]:
+    """Return the gauges of the service; without a registry's state, none of its contents."""
+    contents = () if state is None else (_active_versions(state.active), *_sizes(state.usage))
     return (
         *contents,
         _gauge("registry_up", "1 while the registry can be read", state is not None),
@@ -59,19 +69,57 @@ def service_families(
     )
 
 
-def _active_versions(variants: Iterable[Variant], labels: Collection[str]) -> Family:
-    active = [
-        Series((variant_label(variant.tenant, variant.name),), float(variant.active))
-        for variant in variants
-        if variant.active is not None
-    ]
-    active.sort(key=lambda series: series.labels[0] not in labels)
+def _read(registry: Registry, labels: Collection[str], usage: Usage) -> RegistryState:
+    asked: dict[str, set[str]] = {}
+    for label in sorted(labels):
+        tenant, _, name = label.partition("/")
+        asked.setdefault(tenant, set()).add(name)
+    existing = {
+        tenant: sorted(found.intersection(names(registry, tenant))) for tenant, found in asked.items()
+    }
+    deleted = set(labels) - {variant_label(*each) for each in _in_turns(existing)}
+    # The others only as far as there is space, so that their names are listed only then.
+    candidates = itertools.chain(_in_turns(existing), _others(registry, asked))
+    active: dict[str, int] = {}
+    for tenant, name in itertools.islice(candidates, MAX_LABEL_VALUES):
+        try:
+            number = summary(registry, tenant, name).active
+        except VariantNotFound:
+            deleted.add(variant_label(tenant, name))
+        except RegistryError as error:
+            log.error("variant %s/%s is not shown: %s", tenant, name, error)
+        else:
+            if number is not None:
+                active[variant_label(tenant, name)] = number
+    return RegistryState(usage, active, frozenset(deleted).intersection(labels))
+
+
+def _others(registry: Registry, asked: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
+    """Yield variants that were not asked for."""
+    # Each tenant has one at least.
+    listed = tenants(registry)[:MAX_LABEL_VALUES]
+    yield from _in_turns(
+        {
+            tenant: [name for name in names(registry, tenant) if name not in asked.get(tenant, ())]
+            for tenant in listed
+        }
+    )
+
+
+def _in_turns(names_of: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
+    """Yield tenants' variants, one of each tenant in turn."""
+    by_tenant = [[(tenant, name) for name in found] for tenant, found in names_of.items()]
+    for turn in itertools.zip_longest(*by_tenant):
+        yield from (each for each in turn if each is not None)
+
+
+def _active_versions(active: Mapping[str, int]) -> Family:
     return Family(
         f"{PREFIX}variant_active_version",
         "Version that requests without a version get",
         "gauge",
         ("variant",),
-        tuple(active[:MAX_LABEL_VALUES]),
+        tuple(Series((label,), float(number)) for label, number in active.items()),
     )
 
 

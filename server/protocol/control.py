@@ -34,11 +34,11 @@ class MetricsWanted(Struct, frozen=True, tag=True):
     call_id: int
 
 
-class Exposition(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its ExpositionWanted."""
+class MetricsOfServer(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its MetricsOfServerWanted."""
 
     call_id: int
-    text: bytes  # of all processes' metrics, in Prometheus' format
+    snapshot: Snapshot  # of all processes together
 
 
 class Adapters(Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ SupervisorMessage = (
     | EngineLost
     | Ping
     | MetricsWanted
-    | Exposition
+    | MetricsOfServer
     | Adapters
     | StatsAnswer
     | LimitAnswer
@@ -96,11 +96,16 @@ class MetricsOfProcess(Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-class ExpositionWanted(Struct, frozen=True, tag=True):
-    """To the supervisor: answer a scrape."""
+class MetricsOfServerWanted(Struct, frozen=True, tag=True):
+    """To the supervisor: answer with the metrics of all processes."""
 
     call_id: int
-    is_ready: bool  # the asking process admits requests
+
+
+class VariantsDeleted(Struct, frozen=True, tag=True):
+    """To the supervisor: variants that metrics show do not exist any more."""
+
+    labels: tuple[str, ...]
 
 
 class AdaptersWanted(Struct, frozen=True, tag=True):
@@ -137,7 +142,8 @@ HttpProcessMessage = (
     | CannotServe
     | Pong
     | MetricsOfProcess
-    | ExpositionWanted
+    | MetricsOfServerWanted
+    | VariantsDeleted
     | AdaptersWanted
     | StatsWanted
     | LimitCall

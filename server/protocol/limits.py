@@ -51,6 +51,13 @@ class TokensGenerated(Struct, frozen=True, tag=True):
     num_tokens: int
 
 
+class GrowUpload(Struct, frozen=True, tag=True):
+    """Count bytes of an upload whose length was not known, or none. Answered by UploadGrown or LimitsUnknown."""
+
+    call_id: int  # of the seat
+    num_bytes: int  # since the last count
+
+
 class GiveBack(Struct, frozen=True, tag=True):
     """The work of a seat has ended, or its answer is not waited for. Has no answer; unknown ids are ignored."""
 
@@ -65,7 +72,9 @@ class UsageWanted(Struct, frozen=True, tag=True):
     tenant: str
 
 
-LimitCall = TakeSeat | AddTokens | TokensGenerated | GiveBack | UsageWanted
+# Calls that are answered.
+LimitQuestion = TakeSeat | AddTokens | TokensGenerated | GrowUpload | UsageWanted
+LimitCall = LimitQuestion | GiveBack
 
 
 class Rate(Struct, frozen=True, array_like=True):
@@ -89,7 +98,6 @@ class SeatTaken(Struct, frozen=True, tag=True):
     call_id: int
     rates: Rates
     limits: TenantLimits
-    reserved_bytes: int  # of the tenant's other uploads under way
 
 
 class TokensAdded(Struct, frozen=True, tag=True):
@@ -104,6 +112,13 @@ class TokensCounted(Struct, frozen=True, tag=True):
 
     call_id: int
     is_overdrawn: bool  # the requests of this seat must end, because their length is a default
+
+
+class UploadGrown(Struct, frozen=True, tag=True):
+    """The answer to GrowUpload."""
+
+    call_id: int
+    reserved_bytes: int  # of the tenant's other uploads under way
 
 
 class SeatRefused(Struct, frozen=True, tag=True):
@@ -134,4 +149,6 @@ class LimitsUnknown(Struct, frozen=True, tag=True):
     message: str
 
 
-LimitAnswer = SeatTaken | TokensAdded | TokensCounted | SeatRefused | UsageOfTenant | LimitsUnknown
+LimitAnswer = (
+    SeatTaken | TokensAdded | TokensCounted | UploadGrown | SeatRefused | UsageOfTenant | LimitsUnknown
+)

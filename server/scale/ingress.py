@@ -21,6 +21,7 @@ from server.metrics.frontend import FrontendMetrics
 from server.scale.replica_link import WATCH_S, ReplicaLink
 from server.scale.shared_link import SharedLink
 from server.settings import Settings
+from server.tenants.limits.default_limits import with_default_limits
 from server.volume.opening import open_registry
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Ingress:
         ProcessCollector(registry=metrics.registry)
         self._engines = ReplicaLink(name, engines)
         whole = SharedLink(name, shared, metrics.registry)
-        self._service = Service(settings, open_registry(settings), metrics, self._engines, whole)
+        registry = open_registry(settings)
+        self._service = Service(with_default_limits(settings), registry, metrics, self._engines, whole)
         self._tasks = [
             asyncio.create_task(work) for work in (self._engines.watch(), whole.report(), self._start())
         ]

@@ -157,7 +157,7 @@ class ReplicaLink:
         """
         return asyncio.create_task(self._load(action, replace(record, fidelity={}), max_pinned))
 
-    async def residency_of(self, records: Sequence[VersionRecord]) -> tuple[DeltaState, ...]:
+    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
         """Return the state of each version, at the fastest level that a replica has it; all requests are added."""
         versions = tuple(VersionRef(record.label, record.digest) for record in records)
         states = (DeltaState("disk", False, 0),) * len(versions)

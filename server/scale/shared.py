@@ -7,7 +7,6 @@ counts limits from zero. Knows no HTTP and no request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from functools import partial
@@ -18,11 +17,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deltastore.errors import RegistryUnavailable
 from server.log import configure_logging
 from server.metrics.aggregator import Aggregator
-from server.metrics.exposition import compose
-from server.metrics.service import read_registry
 from server.metrics.snapshot import Snapshot
 from server.metrics.stats import Statistics
 from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
@@ -35,6 +31,7 @@ from server.scale.engines import ReplicaMetrics
 from server.settings import Settings
 from server.sources.board import SourceBoard
 from server.tenants.keys import warn_without_keys
+from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
@@ -63,8 +60,9 @@ class SharedState:
     def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
         configure_logging("shared", settings)
         self._engines = engines
-        self._registry = open_registry(settings)
-        self._calls = RegistryCalls(settings.registry, partial(probe, self._registry))
+        registry = open_registry(settings)
+        settings = with_default_limits(settings)
+        self._calls = RegistryCalls(settings.registry, partial(probe, registry))
         self._limits = LimitsDirectory(settings.registry, settings.default_limits, self._calls)
         self._ledger = Ledger(self._limits.of)
         self._adapters = LoadedAdapters()
@@ -94,26 +92,24 @@ class SharedState:
             self._numbers[report.ingress] = report.number
             self._aggregator.received(report.ingress, report.snapshot)
 
-    async def exposition(self, report: IngressReport, is_ready: bool) -> bytes:
-        """Return the metrics of all replicas in Prometheus' text format."""
+    async def metrics(self, report: IngressReport) -> Snapshot:
+        """Return the metrics of all replicas together."""
         await self.report(report)
         async with self._lock:
             await self._collect()
-            # Before variants are listed, so that one registered meanwhile keeps its series.
-            labels, state = self._aggregator.variant_labels(), None
-            with contextlib.suppress(RegistryUnavailable):
-                state = await self._calls.run(partial(read_registry, self._registry), None, "metrics")
-            answer = await asyncio.to_thread(compose, self._aggregator, labels, state, is_ready=is_ready)
-        if answer.deleted:
-            await self._ask_engines("tell", [encode(ForgetVariants(tuple(answer.deleted)))])
-        return answer.text
+            return self._aggregator.merged()
+
+    async def forget_variants(self, labels: list[str]) -> None:
+        """Remove deleted variants from the metrics of all replicas."""
+        self._aggregator.forget_variants(frozenset(labels))
+        await self._ask_engines("tell", [encode(ForgetVariants(tuple(labels)))])
 
     async def stats(self, report: IngressReport) -> ServerStats:
         """Return the statistics of all replicas. A delta in the memory of several is listed once for each."""
         await self.report(report)
         async with self._lock:
             residents = await self._collect()
-            merged = self._aggregator.merged(without_variants=())
+            merged = self._aggregator.merged()
         return self._statistics.make(merged, residents, time.monotonic(), time.time())
 
     async def put_source_job(self, ingress: str, job: SourceJob) -> bool:

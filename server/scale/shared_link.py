@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -15,16 +15,14 @@ from ray.serve.handle import DeploymentHandle
 
 from deltastore.errors import PeraxisError
 from server.errors import QueueFull
-from server.metrics.snapshot import take_snapshot
+from server.metrics.snapshot import Snapshot, take_snapshot
 from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.limits import (
     AddTokens,
     GiveBack,
     LimitAnswer,
     LimitCall,
-    TakeSeat,
-    TokensGenerated,
-    UsageWanted,
+    LimitQuestion,
 )
 from server.protocol.source_job import SourceJob
 from server.protocol.stats import ServerStats
@@ -64,9 +62,13 @@ class SharedLink:
                 log.warning("metrics were not reported: %s", error)
             await asyncio.sleep(REPORT_S)
 
-    async def exposition(self, is_ready: bool) -> bytes:
-        """Return the metrics of all replicas in Prometheus' text format; raise QueueFull if nothing keeps them now."""
-        return await self._call(self._shared.exposition.remote(self._report(), is_ready))
+    async def metrics(self) -> Snapshot:
+        """Return the metrics of all replicas; raise QueueFull if nothing keeps them now."""
+        return await self._call(self._shared.metrics.remote(self._report()))
+
+    async def forget_variants(self, labels: Collection[str]) -> None:
+        """Remove deleted variants from the metrics of all replicas; raise QueueFull if nothing keeps them now."""
+        await self._call(self._shared.forget_variants.remote(list(labels)))
 
     async def stats(self) -> ServerStats:
         """Return the statistics of all replicas; raise QueueFull if nothing keeps them now."""
@@ -84,7 +86,7 @@ class SharedLink:
         """Change the record of loaded adapters, and return it."""
         return await self._call(self._shared.adapters.remote(change))
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         """Return the ledger's answer to a call; raise QueueFull if nothing counts now."""
         answer = self._asked[call.call_id] = asyncio.get_running_loop().create_future()
         self._outbox.put(call)

@@ -23,10 +23,10 @@ from server.protocol.control import (
     CannotServe,
     EngineLost,
     EngineStarted,
-    Exposition,
-    ExpositionWanted,
     HttpProcessMessage,
     MetricsOfProcess,
+    MetricsOfServer,
+    MetricsOfServerWanted,
     MetricsWanted,
     Ping,
     Pong,
@@ -37,6 +37,7 @@ from server.protocol.control import (
     StatsAnswer,
     StatsWanted,
     SupervisorMessage,
+    VariantsDeleted,
 )
 from server.protocol.limits import LimitCall
 from server.protocol.processes import HttpProcessConfig
@@ -254,8 +255,10 @@ class HttpKeeper:
                     answer.set_result(snapshot)
             case AdaptersWanted(call_id, change):
                 running.link.send(Adapters(call_id, self._adapters.apply(change)))
-            case ExpositionWanted(call_id, is_ready):
-                self._start_task(self._send_exposition(running, call_id, is_ready))
+            case MetricsOfServerWanted(call_id):
+                self._start_task(self._send_metrics(running, call_id))
+            case VariantsDeleted(labels):
+                self._metrics.forget_variants(frozenset(labels))
             case PutSourceJob(call_id, job):
                 is_kept = self._board.put(running.identity, job)
                 running.link.send(SourceJobAnswer(call_id, job if is_kept else None))
@@ -264,8 +267,8 @@ class HttpKeeper:
             case StatsWanted(call_id):
                 self._start_task(self._send_stats(running, call_id))
 
-    async def _send_exposition(self, running: _HttpProcess, call_id: int, is_ready: bool) -> None:
-        running.link.send(Exposition(call_id, await self._metrics.exposition(self.snapshots, is_ready)))
+    async def _send_metrics(self, running: _HttpProcess, call_id: int) -> None:
+        running.link.send(MetricsOfServer(call_id, await self._metrics.merged(self.snapshots)))
 
     async def _send_stats(self, running: _HttpProcess, call_id: int) -> None:
         running.link.send(StatsAnswer(call_id, await self._metrics.stats(self.snapshots)))

@@ -20,6 +20,7 @@ from server.supervisor.process_metrics import ENGINE, ProcessMetrics
 from server.supervisor.runtime_directory import runtime_directory, scratch_directory
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.keys import warn_without_keys
+from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
@@ -72,13 +73,13 @@ class Supervisor:
     def __init__(
         self, settings: Settings, sockets: list[socket.socket], runtime: Path, scratch: Path
     ) -> None:
-        self._settings = settings
+        registry = open_registry(settings)
+        self._settings = settings = with_default_limits(settings)
         self._url = url_of(sockets[0])
         self._is_announced = False
-        registry = open_registry(settings)
         calls = RegistryCalls(settings.registry, partial(probe, registry))
         self._engine = EngineKeeper(settings, registry, calls, runtime, self._on_engine)
-        self._metrics = ProcessMetrics(registry, calls, self._engine.client)
+        self._metrics = ProcessMetrics(self._engine.client)
         limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
         shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
         self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)

@@ -14,6 +14,7 @@ from deltastore.errors import RegistryError
 from deltastore.registry import Publication, Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
 from deltastore.registry.uploads import SealedUpload
+from server.errors import Forbidden
 from server.tenants.audit import Auditor, Change
 from server.tenants.tenant import Tenant
 
@@ -35,6 +36,24 @@ class VariantChanges:
     registry: Registry
     tenant: Tenant
     auditor: Auditor
+    # The caller may make variants public; with `--public-names admin`, only administrators may.
+    may_make_public: bool
+
+    def check_visibility(self, name: str, visibility: Visibility | None) -> None:
+        """Check that the caller may give a variant a visibility; None leaves it as it is.
+
+        Raises:
+            Forbidden: Public names are for administrators.
+            PublicNameTaken: Another tenant's variant of this name is public.
+        """
+        if visibility != "public":
+            return
+        if not self.may_make_public:
+            raise Forbidden(
+                f"only an administrator makes variants public on this server: publish {name!r} as private, "
+                "and ask the operator to share it"
+            )
+        self.registry.check_name_free(self.tenant.name, name)
 
     def publish(
         self,
@@ -46,8 +65,7 @@ class VariantChanges:
         visibility: Visibility | None,
     ) -> Publication:
         """Publish a sealed upload as a variant's next version, then set the variant's visibility if one is given."""
-        if visibility == "public":
-            self.registry.check_name_free(self.tenant.name, name)
+        self.check_visibility(name, visibility)
         publication = self.registry.publish(
             sealed, facts, tenant=self.tenant.name, name=name, activate=activate
         )
@@ -62,7 +80,8 @@ class VariantChanges:
         self.note("promote", self.registry.activate(self.tenant.name, name, version))
 
     def set_visibility(self, name: str, visibility: Visibility) -> None:
-        """Make a variant public or private."""
+        """Make a variant public or private; raises as `check_visibility` does, too."""
+        self.check_visibility(name, visibility)
         self.registry.set_visibility(self.tenant.name, name, visibility)
         self.auditor.write(Change("visibility", self.tenant.name, variant=name, visibility=visibility))
 

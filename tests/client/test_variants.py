@@ -237,3 +237,41 @@ def test_names_of_a_server_cannot_command_the_terminal(tmp_path: Path, capsys: O
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "a]0;owned b" in out
+
+
+def test_every_page_of_a_list_is_read(capsys: Output) -> None:
+    def variant(name: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "active": 2, "versions": [version(2)], **more}
+
+    def version(number: int, level: str = "disk") -> dict[str, Any]:
+        return {
+            "version": number, "digest": "sha256:00", "size_bytes": 1, "device_bytes": 1, "method": "both",
+            "created_at": "2026-01-01", "level": level, "pinned": False, "num_requests": 0,
+        }  # fmt: skip
+
+    pages = [
+        {"variants": [variant("a")], "has_more": True, "last_id": "a"},
+        {"variants": [variant("b", num_versions=2)], "has_more": False, "last_id": "b"},
+    ]
+    with scripted_server(*(answer(200, page) for page in pages)) as server:
+        assert run(["ls", "--json", "--url", server.url]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in shown["variants"]] == ["a", "b"]
+    assert "has_more" not in shown
+    assert server.calls == ["GET /variants", "GET /variants?after=a"]
+    # An older version in memory stands in no list of variants.
+    versions = [
+        {**variant("b"), "versions": [version(1, "device")], "has_more": True, "last_id": "1"},
+        {**variant("b"), "versions": [version(2)], "has_more": False, "last_id": "2"},
+    ]
+    with scripted_server(*(answer(200, page) for page in (*pages, *versions))) as server:
+        assert run(["ps", "--json", "--url", server.url]) == 0
+    assert [each["version"] for each in json.loads(capsys.readouterr().out)["resident"]] == [1]
+    assert server.calls[2:] == ["GET /variants/b", "GET /variants/b?after=1"]
+
+
+def test_a_list_that_never_ends_is_an_error(capsys: Output) -> None:
+    page = answer(200, {"variants": [], "has_more": True, "last_id": "a"})
+    with scripted_server(page, page) as server:
+        assert run(["ls", "--url", server.url]) == 1
+    assert "begins where this one began" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from deltastore.registry.records import ArtifactFacts, Visibility
 from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import is_the_clients
 from server.api.service import Service
+from server.api.tenants.limits import CountedUpload
 from server.tenants.tenant import Tenant
 from server.tenants.variant_changes import VariantChanges
 
@@ -114,16 +115,22 @@ async def check(service: Service, destination: Destination, sealed: SealedUpload
 
 
 async def publish(
-    service: Service, destination: Destination, sealed: SealedUpload, facts: ArtifactFacts
+    service: Service,
+    destination: Destination,
+    sealed: SealedUpload,
+    facts: ArtifactFacts,
+    counted_as: CountedUpload,
 ) -> Publication:
     """Publish an upload. A cancelled caller still waits until it has ended.
 
     Raises:
         InvalidApiKey: the caller's key was revoked since the upload began.
+        RateLimited: the tenant has as many variants, versions or bytes as it may by now.
     """
     key_id = destination.changes.auditor.key_id
     if key_id is not None:
         await service.keys.check_stands(key_id)
+    await counted_as.check(sealed)
     return await service.run_in_background(
         destination.changes.publish,
         sealed,

@@ -70,9 +70,9 @@ async def start_source(request: Request, service: Service, destination: Destinat
     """
     body = await _source_body(request)
     check_names(destination.tenant.name, destination.name)
-    if destination.visibility == "public":
+    if destination.visibility is not None:
         await service.volume.run_long(
-            partial(service.registry.check_name_free, destination.tenant.name, destination.name),
+            partial(destination.changes.check_visibility, destination.name, destination.visibility),
             destination.tenant.name,
         )
     reference = _reference(service, body.source)
@@ -151,12 +151,12 @@ async def _publish(
         chunks = gathered(progress.counted(pieces), size_bytes)
         tenant = destination.tenant
         async with (
-            counted_upload(service, tenant, size_bytes, found.sha256),
-            sealed_upload(service, tenant, chunks) as sealed,
+            counted_upload(service, tenant, destination.name, found.size_bytes, found.sha256) as upload,
+            sealed_upload(service, tenant, upload.counted(chunks)) as sealed,
         ):
             _check_whole(sealed, found)
             facts = await check(service, destination, sealed)
-            return await publish(service, destination, sealed, facts)
+            return await publish(service, destination, sealed, facts, upload)
 
 
 @asynccontextmanager

@@ -57,9 +57,9 @@ async def receive_upload(request: Request, service: Service, destination: Destin
 async def _receive(request: Request, service: Service, destination: Destination) -> Publication:
     """Write, check and publish the body. Leaving early removes what was written."""
     check_names(destination.tenant.name, destination.name)
-    if destination.visibility == "public":
+    if destination.visibility is not None:
         await service.volume.run_long(
-            partial(service.registry.check_name_free, destination.tenant.name, destination.name),
+            partial(destination.changes.check_visibility, destination.name, destination.visibility),
             destination.tenant.name,
         )
     expected = expected_sha256(request)
@@ -74,13 +74,15 @@ async def _receive(request: Request, service: Service, destination: Destination)
     with _one_more(service.num_uploads, destination.tenant):
         digest = None if form_hash else expected
         async with (
-            counted_upload(service, destination.tenant, _size_limit(request), digest),
+            counted_upload(
+                service, destination.tenant, destination.name, _size_limit(request), digest
+            ) as upload,
             aclosing(pieces),
-            sealed_upload(service, destination.tenant, gathered(pieces, length)) as sealed,
+            sealed_upload(service, destination.tenant, upload.counted(gathered(pieces, length))) as sealed,
         ):
             _check_digest(sealed, form_hash, expected)
             facts = await while_connected(request, check(service, destination, sealed))
-            return await publish(service, destination, sealed, facts)
+            return await publish(service, destination, sealed, facts, upload)
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

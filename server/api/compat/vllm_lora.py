@@ -182,11 +182,11 @@ async def _publish(service: Service, destination: Destination, file: BinaryIO) -
     chunks = gathered(_chunks(service, file), service.settings.max_upload_bytes)
     size_bytes = os.fstat(file.fileno()).st_size
     async with (
-        counted_upload(service, destination.tenant, size_bytes),
-        sealed_upload(service, destination.tenant, chunks) as sealed,
+        counted_upload(service, destination.tenant, destination.name, size_bytes) as upload,
+        sealed_upload(service, destination.tenant, upload.counted(chunks)) as sealed,
     ):
         facts = await check(service, destination, sealed)
-        return await publish(service, destination, sealed, facts)
+        return await publish(service, destination, sealed, facts, upload)
 
 
 async def _chunks(service: Service, file: BinaryIO) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,6 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from deltastore.errors import PeraxisError
 from server.api.json_replies import JsonReply, server_sent_event
 from server.api.service import AnyService, Service
 from server.errors import QueueFull
@@ -55,14 +54,9 @@ async def _document(service: Service) -> dict[str, Any]:
 
 
 def _server(service: Service) -> dict[str, Any]:
-    try:
-        service.check_ready()
-        is_ready = True
-    except PeraxisError:
-        is_ready = False
     return {
         "base": service.engine.facts.base.id if service.engine.has_facts else None,
-        "ready": is_ready,
+        "ready": service.is_ready(),
         "draining": service.draining,
         "started_at": service.started_at,
         "http_workers": service.settings.http_workers,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
 
 from server.api.bodies import json_body
+from server.api.json_replies import page_reply
+from server.api.schemas import TenantPageQuery
 from server.api.service import AuditorDep, CallerDep, Service, ServiceDep
-from server.api.tenants.limits import num_pinned, stored_objects
+from server.api.tenants.limits import num_pinned
 from server.tenants.audit import Auditor, Change
 from server.tenants.limits.tenant_limits import TenantLimits, plain
+from server.volume.views import stored, tenants
 
 me_router = APIRouter()
 router = APIRouter(prefix="/tenants")
@@ -23,7 +28,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
     counted = await service.limiter.usage(tenant)
-    stored = await service.volume.run_long(partial(stored_objects, service.registry, tenant), tenant)
+    found = await service.volume.run_long(partial(stored, service.registry, tenant), tenant)
     return {
         "tenant": tenant,
         "roles": sorted(caller.roles),
@@ -34,17 +39,22 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
             "tokens_last_minute": None if counted is None else counted.num_tokens,
             "running": None if counted is None else counted.num_running,
             "uploads": None if counted is None else counted.num_uploads,
-            "stored_bytes": sum(stored.values()),
+            "stored_bytes": sum(found.objects.values()),
             "pinned": num_pinned(service, tenant),
         },
     }
 
 
 @router.get("")
-async def list_tenants(service: ServiceDep) -> dict[str, Any]:
-    """List every tenant that has a key, a variant or limits of its own, by name, and the limits of all others."""
-    tenants = await service.volume.run_long(partial(_tenants, service), None)
-    return {"tenants": tenants, "default_limits": plain(service.settings.default_limits)}
+async def list_tenants(query: Annotated[TenantPageQuery, Query()], service: ServiceDep) -> Response:
+    """List every tenant with a key, a variant or limits of its own, a page at a time, and the limits of all others."""
+    documents, has_more = await service.volume.run_long(partial(_tenants, service, query), None)
+    return page_reply(
+        "tenants",
+        ((each["name"], each) for each in documents),
+        has_more=has_more,
+        default_limits=plain(service.settings.default_limits),
+    )
 
 
 @router.put("/{name}")
@@ -64,21 +74,24 @@ def _set_limits(service: Service, auditor: Auditor, name: str, limits: TenantLim
     auditor.write(Change("set_limits", name, limits=limits))
 
 
-def _tenants(service: Service) -> list[dict[str, Any]]:
-    """Return the document of each tenant. Reads files."""
+def _tenants(service: Service, query: TenantPageQuery) -> tuple[list[dict[str, Any]], bool]:
+    """Return the documents of a page of tenants by name, and whether there are others behind them. Reads files."""
     keys = Counter(record.tenant for record in service.keys.records().values())
-    variants = Counter(variant.tenant for variant in service.registry.variants())
     own = service.limits.own()
-    return [
+    found = sorted({*keys, *own, *tenants(service.registry)})
+    begin = bisect_right(found, query.after or "")
+    end = begin + query.limit
+    documents = [
         {
             "name": name,
             "limits": plain(own.get(name, service.settings.default_limits)),
             "has_own_limits": name in own,
             "num_keys": keys[name],
-            "num_variants": variants[name],
+            "num_variants": len(stored(service.registry, name).num_versions),
         }
-        for name in sorted({*keys, *variants, *own})
+        for name in found[begin:end]
     ]
+    return documents, end < len(found)
 
 
 def _key(service: Service, tenant: str, key_id: str | None) -> dict[str, Any] | None:

@@ -14,10 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from deltastore.errors import PeraxisError
 from server.protocol.limits import (
     AddTokens,
     GiveBack,
+    GrowUpload,
     LimitAnswer,
     LimitCall,
     LimitsUnknown,
@@ -27,6 +30,7 @@ from server.protocol.limits import (
     TokensAdded,
     TokensCounted,
     TokensGenerated,
+    UploadGrown,
     UsageOfTenant,
     UsageWanted,
 )
@@ -91,6 +95,8 @@ class Ledger:
                     return await self._take(holder, call, self._limits_of(call.tenant))
                 if isinstance(call, AddTokens):
                     return await self._add_tokens(holder, call)
+                if isinstance(call, GrowUpload):
+                    return self._grow(holder, call)
                 return await self._generated(holder, call)
             except PeraxisError as error:
                 return LimitsUnknown(call.call_id, error.public)
@@ -111,13 +117,12 @@ class Ledger:
         if refusal is not None:
             rates = rates_of(limits, under_way, last_minute)
             return refused(call.call_id, call.tenant, refusal, limits, rates)
-        reserved_bytes = under_way.upload_bytes
         seat = self._seats[holder][call.call_id] = TakenSeat(call)
         seat.count(under_way, 1)
         if call.kind == "request":
             await self._windows.add(_requests(call.tenant), call.num_requests - num_counted)
             last_minute = await self._last_minute(call.tenant)
-        return SeatTaken(call.call_id, rates_of(limits, under_way, last_minute), limits, reserved_bytes)
+        return SeatTaken(call.call_id, rates_of(limits, under_way, last_minute), limits)
 
     async def _add_tokens(self, holder: str, call: AddTokens) -> LimitAnswer:
         seat = self._seats[holder].get(call.call_id)
@@ -137,6 +142,17 @@ class Ledger:
         seat.count(under_way, 1)
         await self._windows.add(_tokens(tenant), tokens.num_prompt)
         return TokensAdded(call.call_id, rates_of(limits, under_way, await self._last_minute(tenant)))
+
+    def _grow(self, holder: str, call: GrowUpload) -> LimitAnswer:
+        seat = self._seats[holder].get(call.call_id)
+        if seat is None:
+            return _without_seat(call.call_id)
+        under_way = self._under_way[seat.call.tenant]
+        seat.count(under_way, -1)
+        reserved_bytes = under_way.upload_bytes
+        seat.call = msgspec.structs.replace(seat.call, num_bytes=seat.call.num_bytes + call.num_bytes)
+        seat.count(under_way, 1)
+        return UploadGrown(call.call_id, reserved_bytes)
 
     async def _generated(self, holder: str, call: TokensGenerated) -> LimitAnswer:
         seat = self._seats[holder].get(call.call_id)

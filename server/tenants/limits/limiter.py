@@ -10,7 +10,9 @@ from server.errors import InvalidRequest, QueueFull, RateLimited
 from server.protocol.limits import (
     AddTokens,
     GiveBack,
+    GrowUpload,
     LimitAnswer,
+    LimitQuestion,
     LimitsUnknown,
     Rates,
     SeatRefused,
@@ -20,6 +22,7 @@ from server.protocol.limits import (
     TokensAdded,
     TokensCounted,
     TokensGenerated,
+    UploadGrown,
     UsageOfTenant,
     UsageWanted,
 )
@@ -36,7 +39,7 @@ NO_TOKENS = Tokens()
 class LedgerLink(Protocol):
     """The way to the ledger: over a control link, or to the one in this process."""
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         """Return the answer to a call."""
 
     def tell(self, call: AddTokens | GiveBack) -> None:
@@ -57,7 +60,6 @@ class Seat:
     ) -> None:
         self.rates = Rates() if taken is None else taken.rates
         self.limits = TenantLimits() if taken is None else taken.limits
-        self.reserved_bytes = 0 if taken is None else taken.reserved_bytes
         self._taken = taken
         self._link = link
         self._tenant = tenant
@@ -141,6 +143,18 @@ class Seat:
         assert isinstance(answer, TokensCounted)
         return not answer.is_overdrawn
 
+    async def grow(self, num_bytes: int = 0) -> int:
+        """Count bytes of an upload that it was not admitted with; return those of the tenant's other uploads.
+
+        Raises:
+            QueueFull: the ledger does not answer, or the tenant's limits cannot be read.
+        """
+        if self._link is None or self._taken is None:
+            return 0
+        answer = await _ask(self._link, GrowUpload(self._taken.call_id, num_bytes))
+        assert isinstance(answer, UploadGrown)
+        return answer.reserved_bytes
+
     def release(self, num_tokens: int = 0) -> None:
         """End the work, whose sequences have generated `num_tokens`; no effect the second time."""
         if self._link is not None and self._taken is not None:
@@ -212,7 +226,7 @@ class Limiter:
         return Seat(answer, self._link, call.tenant)
 
 
-async def _ask(link: LedgerLink, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+async def _ask(link: LedgerLink, call: LimitQuestion) -> LimitAnswer:
     try:
         # Not `wait_for`, whose task would let a later `tell` go first.
         async with asyncio.timeout(ANSWER_S):

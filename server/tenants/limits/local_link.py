@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from server.protocol.limits import AddTokens, GiveBack, LimitAnswer, TakeSeat, TokensGenerated, UsageWanted
+from server.protocol.limits import (
+    AddTokens,
+    GiveBack,
+    LimitAnswer,
+    LimitQuestion,
+)
 from server.tenants.limits.ledger import Ledger
 
 HOLDER = "inline"
@@ -18,7 +23,7 @@ class LocalLink:
         # A task that nothing refers to may be collected.
         self._telling: set[asyncio.Task[object]] = set()
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         """Return the ledger's answer."""
         # A task like those of `tell`: tasks begin in the order in which they were made.
         answer = await asyncio.create_task(self._ledger.answer(HOLDER, call))

@@ -26,9 +26,10 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     # Requests between their admission and their end, those whose prompts are being tokenized included.
     max_running: Positive | None = None
     max_uploads: Positive | None = None  # under way
-    max_stored_bytes: Natural | None = (
-        None  # of different artifacts with a live version, and of uploads under way
-    )
+    # Of different artifacts with a live version, and of uploads under way.
+    max_stored_bytes: Natural | None = None
+    max_variants: Natural | None = None  # with a live version
+    max_versions: Positive | None = None  # live ones of one variant
     max_pinned: Natural | None = None  # versions
 
 

@@ -112,10 +112,9 @@ def test_uploads_are_counted_by_outcome(
     assert grown("upload_bytes_total") == 2 * size + artifacts.foreign.stat().st_size
 
 
-def test_registry_gauges_follow_the_registry(server: LiveServer) -> None:
-    objects = list((server.registry / "objects").iterdir())
-    assert server.metric("registry_objects") == len(objects)
-    assert server.metric("registry_bytes") == sum(path.stat().st_size for path in objects)
+def test_registry_gauges_show_a_count_of_the_last_minute(server: LiveServer) -> None:
+    assert server.metric("registry_up") == 1
+    assert server.metric("registry_bytes") >= server.metric("registry_objects") > 0
     assert server.metric("registry_free_bytes") > 0
 
 

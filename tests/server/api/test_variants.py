@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deltastore.registry import Registry
 from tests.server.helpers.live_server import MAX_MODEL_LEN, Artifacts, LiveServer, error_of, eventually
 
 # A request that runs until the client disconnects. With this seed, its first sequence is a long one.
@@ -45,7 +46,15 @@ def test_the_list_holds_every_variant(server: LiveServer, artifacts: Artifacts) 
     variants = server.client.get("/variants").json()["variants"]
     names = [variant["name"] for variant in variants]
     assert names == sorted(names)
-    assert server.client.get("/variants/listed").json() in variants
+    (listed,) = [variant for variant in variants if variant["name"] == "listed"]
+    shown = server.client.get("/variants/listed").json()
+    assert [listed[name] for name in ("owner", "active", "visibility", "num_versions")] == [
+        shown[name] for name in ("owner", "active", "visibility", "num_versions")
+    ]
+    (version,) = shown["versions"]
+    # Reports are in the answer about one variant alone.
+    assert version.pop("fidelity")
+    assert listed["versions"] == [version]
 
 
 @pytest.mark.parametrize("call", ["", "/load", "/unload", "/pin", "/unpin", "/artifact"])
@@ -294,11 +303,30 @@ def test_an_absent_model_is_not_found(server: LiveServer, model_id: str) -> None
     assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
 
 
+def test_models_come_a_page_at_a_time_and_all_at_once_to_clients_that_ask_for_no_page(
+    server: LiveServer, artifacts: Artifacts
+) -> None:
+    server.upload("paged", artifacts.plain)
+    whole = server.client.get("/v1/models").json()
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    found, after = [], None
+    while True:
+        params = {"limit": 2} if after is None else {"limit": 2, "after": after}
+        page = server.client.get("/v1/models", params=params).json()
+        assert len(page["data"]) <= 2
+        found += page["data"]
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert found == whole["data"]
+    assert found[0]["id"] == "base"
+
+
 @pytest.mark.parametrize(("spare", "is_truncated"), [(1, False), (2, True)], ids=["changed", "truncated"])
 def test_a_corrupt_object_is_quarantined_and_healed_by_its_upload(
     server: LiveServer, artifacts: Artifacts, spare: int, is_truncated: bool
 ) -> None:
-    name, quarantined = f"rotten-{spare}", server.metric("registry_quarantined")
+    name, quarantined = f"rotten-{spare}", Registry(server.registry).usage().num_quarantined
     digest = server.upload(name, artifacts.spare[spare]).json()["digest"].removeprefix("sha256:")
     stored = server.registry / "objects" / digest
     content = stored.read_bytes()
@@ -307,7 +335,7 @@ def test_a_corrupt_object_is_quarantined_and_healed_by_its_upload(
     for _ in range(2):
         reply = server.generate(name)
         assert (reply.status_code, error_of(reply)["code"]) == (424, "variant_quarantined")
-    assert server.metric("registry_quarantined") == quarantined + 1
+    assert Registry(server.registry).usage().num_quarantined == quarantined + 1
     assert server.upload(name, artifacts.spare[spare]).status_code == 200
     assert server.generate(name, max_new_tokens=1).status_code == 200
-    assert server.metric("registry_quarantined") == quarantined
+    assert Registry(server.registry).usage().num_quarantined == quarantined

@@ -36,7 +36,7 @@ def make_service(
     registry, local = open_registry(settings), metrics or LocalMetrics()
     engine = client or EngineClient("test")
     limits = LimitsDirectory(settings.registry, settings.default_limits)
-    whole = OneProcess(registry, local, engine, Ledger(limits.of))
+    whole = OneProcess(local, engine, Ledger(limits.of))
     return Service(settings, registry, local.frontend, engine, whole)
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import render
+from server.metrics.exposition import render, variant_labels
 from server.metrics.labels import MAX_LABEL_VALUES
 from server.metrics.snapshot import Family, Series, Snapshot, take_snapshot
 
@@ -50,7 +50,7 @@ class Process:
 
 def series_of(aggregator: Aggregator, *types: str) -> dict[SeriesName, float]:
     """Return the rendered values of metrics of these types, without the times of their creation."""
-    text = render(aggregator.merged(without_variants=())).decode()
+    text = render(aggregator.merged()).decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -85,7 +85,7 @@ def test_sums_never_decrease_and_hold_all_that_was_scraped(taken: list[tuple[Any
     aggregator = Aggregator()
     running: dict[str, Process] = {}
     ended: dict[Sum, float] = {}
-    before = sums_of(aggregator.merged(without_variants=()))
+    before = sums_of(aggregator.merged())
     for action, name, *arguments in taken:
         if action == "replace" and name in running:
             process = running.pop(name)
@@ -104,7 +104,7 @@ def test_sums_never_decrease_and_hold_all_that_was_scraped(taken: list[tuple[Any
             process.metrics.cold_start_seconds.labels("disk").observe(*arguments)
         elif action == "scrape":
             process.scrape_into(aggregator)
-        now = sums_of(aggregator.merged(without_variants=()))
+        now = sums_of(aggregator.merged())
         assert all(now[part] >= number for part, number in before.items())
         truth = added(ended, *(process.scraped for process in running.values()))
         assert {part: number for part, number in now.items() if part in truth} == truth
@@ -206,7 +206,7 @@ def test_a_sum_was_created_with_its_first_process(aggregator: Aggregator) -> Non
         aggregator.started(source)
         series = (Series((), 1.0, created=created),)
         aggregator.received(source, Snapshot((Family("made", "text", "counter", (), series),)))
-    made = aggregator.merged(without_variants=()).families[-1]
+    made = aggregator.merged().families[-1]
     assert made.series == (Series((), 2.0, created=10.0),)
 
 
@@ -222,13 +222,11 @@ def test_a_forgotten_variant_goes_from_totals_of_dead_and_running_processes(
             one.metrics.variant_resident.labels(label, "host").set(1)
         one.scrape_into(aggregator)
     aggregator.ended(dead)
-    assert aggregator.variant_labels() == {"t/v", "t/w"}
+    assert variant_labels(aggregator.merged()) == {"t/v", "t/w"}
     aggregator.forget_variants({"t/v"})
     # The process has not forgotten it yet, and has counted nothing since.
     process.scrape_into(aggregator)
     assert value(aggregator, "variant_tokens_total", variant="t/v", kind="prompt") is None
-    text = render(aggregator.merged(without_variants={"t/v"})).decode()
-    assert "t/v" not in text
     assert value(aggregator, "variant_tokens_total", variant="t/w", kind="prompt") == 4
 
 
@@ -270,7 +268,7 @@ def test_labels_of_many_dead_processes_fold_into_one(aggregator: Aggregator) -> 
         process.metrics.variant_tokens_total.labels(label, "prompt").inc()
         process.scrape_into(aggregator)
         aggregator.ended(process)
-    assert len(aggregator.variant_labels()) == MAX_LABEL_VALUES
+    assert len(variant_labels(aggregator.merged())) == MAX_LABEL_VALUES
     assert value(aggregator, "variant_tokens_total", variant="t/v0", kind="prompt") == 1
     assert value(aggregator, "variant_tokens_total", variant="other", kind="prompt") == 50
 

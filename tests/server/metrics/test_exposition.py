@@ -11,18 +11,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.registry import Registry
-from deltastore.registry.reports import Usage
-from deltastore.registry.variants import Variant
+from deltastore.registry.variants import VariantDirectory
+from server.metrics import service
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import Scrape, scrape
+from server.metrics.exposition import compose, variant_labels
 from server.metrics.labels import MAX_LABEL_VALUES
 from server.metrics.local import LocalMetrics
-from server.metrics.service import RegistryState, service_families
+from server.metrics.service import read_registry
 from server.metrics.snapshot import take_snapshot
 from tests.deltastore.helpers.crash_storage import artifact, push
-
-NO_USAGE = Usage(0, 0, 0, 0)
+from tests.server.metrics.helpers.scrapes import Scrape, scrape
 
 
 @pytest.fixture
@@ -99,7 +98,9 @@ def test_in_one_process_a_scrape_gives_back_the_labels_of_deleted_variants(regis
         metrics.engine.variant_label("default", f"v{number}")
     assert metrics.engine.variant_label("default", "new") == "other"
     push(registry, artifact(1), "v0")
-    metrics.scrape(registry, is_ready=True)
+    state = read_registry(registry, variant_labels(metrics.merged()))
+    assert state is not None
+    metrics.forget_variants(state.deleted)
     assert metrics.engine.variant_label("default", "new") == "default/new"
     assert metrics.engine.variant_label("default", "v0") == "default/v0"
 
@@ -133,19 +134,40 @@ def test_a_registry_that_cannot_be_read_is_told_and_all_other_series_stay(
     assert value(scraped(aggregator, engine, registry).text, "registry_up") == 1
 
 
-def test_active_versions_are_bounded_and_those_of_variants_with_other_series_come_first() -> None:
-    variants = tuple(Variant("t", f"v{number}", (), 1) for number in range(MAX_LABEL_VALUES + 50))
-    shown = f"t/v{MAX_LABEL_VALUES + 49}"
-    families = service_families(RegistryState(NO_USAGE, variants), {shown}, is_ready=True)
-    series = next(family for family in families if family.name == "peraxis_variant_active_version").series
-    assert [one.labels for one in series[:2]] == [(shown,), ("t/v0",)]
-    assert len(series) == MAX_LABEL_VALUES
+class CountedRegistry(Registry):
+    """A registry that keeps account of the variants whose records are read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read: list[tuple[str, str]] = []
+
+    def _readable(self, tenant: str, name: str) -> VariantDirectory:
+        self.read.append((tenant, name))
+        return super()._readable(tenant, name)
 
 
-def test_a_variant_without_an_active_version_has_no_gauge() -> None:
-    families = service_families(RegistryState(NO_USAGE, (Variant("t", "v", (), None),)), (), is_ready=True)
-    assert families[0].name == "peraxis_variant_active_version"
-    assert not families[0].series
+def test_a_scrape_reads_a_bounded_number_of_variants_those_with_other_series_first_and_tenants_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_LABEL_VALUES", 4)
+    registry = CountedRegistry(tmp_path / "registry")
+    for number in range(6):
+        push(registry, artifact(1), f"v{number}", tenant="greedy")
+    for name in ("a", "z"):
+        push(registry, artifact(1), name, tenant="honest")
+    state = read_registry(registry, {"greedy/v4", "honest/z", "gone/x", "greedy/gone"})
+    assert state is not None
+    assert state.deleted == {"gone/x", "greedy/gone"}
+    assert list(state.active) == ["greedy/v4", "honest/z", "greedy/v0", "honest/a"]
+    assert len(registry.read) == 4
+
+
+def test_a_variant_without_an_active_version_has_no_gauge(registry: Registry) -> None:
+    push(registry, artifact(1), "v", activate=False)
+    state = read_registry(registry, {"default/v"})
+    assert state is not None
+    assert (state.active, state.deleted) == ({}, frozenset())
+    assert b"peraxis_variant_active_version{" not in compose(LocalMetrics().merged(), state, is_ready=True)
 
 
 def test_metrics_are_merged_and_rendered_without_torch() -> None:

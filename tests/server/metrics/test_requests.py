@@ -49,7 +49,7 @@ def test_a_request_that_an_http_process_loses_counts_as_one_of_the_engines() -> 
     for source in (engine, frontend):
         aggregator.started(source)
         aggregator.received(source, take_snapshot(source.registry))
-    families = {family.name: family for family in aggregator.merged(without_variants=()).families}
+    families = {family.name: family for family in aggregator.merged().families}
     counted = {series.labels: series.value for series in families["peraxis_variant_requests"].series}
     assert (counted["acme/v", "stop"], counted["acme/v", "error"]) == (1, 2)
     assert sum(families["peraxis_e2e_request_latency_seconds"].series[0].counts) == 3

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import scrape
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.snapshot import take_snapshot
+from tests.server.metrics.helpers.scrapes import scrape
 
 COMMON = {"model_name": "base", "engine": "0"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -168,9 +169,52 @@ def test_stored_bytes_and_uploads_have_limits(tenants: Tenants, artifacts: Artif
         assert (refused.status_code, error_of(refused)["param"]) == (429, "max_stored_bytes")
         assert "Retry-After" not in refused.headers
         chunked = client.post("/variants?name=two", content=iter([other]), headers=headers)
-        assert (chunked.status_code, error_of(chunked)["param"]) == (400, "Content-Length")
+        assert (chunked.status_code, error_of(chunked)["param"]) == (429, "max_stored_bytes")
         assert client.delete("/variants/one").status_code == 200
-        assert client.post("/variants?name=two", content=other, headers=headers).status_code == 201
+        sent = client.post("/variants?name=two", content=iter([other]), headers=headers)
+        assert sent.status_code == 201, sent.text
+
+
+def test_variants_and_versions_have_limits_and_what_exists_stays(
+    tenants: Tenants, artifacts: Artifacts
+) -> None:
+    plain, third, chatty = (
+        path.read_bytes() for path in (artifacts.plain, artifacts.third, artifacts.chatty)
+    )
+    headers = {"Content-Type": "application/octet-stream"}
+    with tenants.client("growing") as client:
+
+        def upload(name: str, content: bytes) -> httpx.Response:
+            return client.post(f"/variants?name={name}", content=content, headers=headers)
+
+        for name, content in (("one", plain), ("one", third), ("two", plain)):
+            assert upload(name, content).status_code == 201
+        tenants.limit("growing", max_variants=1, max_versions=1)
+        for name, content, limit in (
+            ("three", plain, "max_variants"), ("one", chatty, "max_versions"), ("two", third, "max_versions"),
+        ):  # fmt: skip
+            refused = upload(name, content)
+            assert (refused.status_code, error_of(refused)["param"]) == (429, limit)
+            assert "Retry-After" not in refused.headers
+        # The bytes of a version that exists make no new one.
+        assert upload("one", plain).status_code == 200
+        assert [len(each["versions"]) for each in client.get("/variants").json()["variants"]] == [2, 1]
+        client.patch("/variants/one", json={"active": 2})
+        assert client.delete("/variants/one?version=1").status_code == 200
+        assert client.delete("/variants/two").status_code == 200
+        assert error_of(upload("one", chatty))["param"] == "max_versions"
+        assert client.delete("/variants/one").status_code == 200
+        assert upload("three", chatty).status_code == 201
+
+
+def test_what_a_tenant_may_store_has_default_limits_that_are_logged(tenants: Tenants) -> None:
+    with tenants.client("operator", "admin") as admin:
+        limits = admin.get("/me").json()["limits"]
+        assert admin.get("/tenants").json()["default_limits"] == limits
+    volume = os.statvfs(tenants.registry)
+    assert (limits["max_variants"], limits["max_versions"]) == (10_000, 1_000)
+    assert limits["max_stored_bytes"] == volume.f_blocks * volume.f_frsize // 2
+    assert "max_variants 10000, max_versions 1000" in tenants.server.log.read_text()
 
 
 def test_pinned_slots_have_a_limit(tenants: Tenants, artifacts: Artifacts) -> None:
@@ -230,4 +274,5 @@ def test_me_shows_the_key_and_its_roles(tenants: Tenants) -> None:
         document = client.get("/me").json()
     assert (document["tenant"], document["roles"]) == ("someone", ["inference"])
     assert document["key"]["expires_at"] is None
-    assert set(document["limits"].values()) == {None}
+    limited = {name for name, value in document["limits"].items() if value is not None}
+    assert limited >= {"max_stored_bytes", "max_variants", "max_versions"}

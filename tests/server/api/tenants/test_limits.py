@@ -19,10 +19,8 @@ from server.protocol.limits import (
     AddTokens,
     GiveBack,
     LimitAnswer,
-    TakeSeat,
+    LimitQuestion,
     Tokens,
-    TokensGenerated,
-    UsageWanted,
 )
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -335,7 +333,7 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SilentLedger:
-        async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+        async def ask(self, call: LimitQuestion) -> LimitAnswer:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -12,11 +12,13 @@ from server.errors import QueueFull
 from server.protocol.limits import (
     AddTokens,
     GiveBack,
+    GrowUpload,
     LimitsUnknown,
     SeatRefused,
     SeatTaken,
     TakeSeat,
     Tokens,
+    UploadGrown,
 )
 from server.tenants.limits.ledger import Ledger
 from server.tenants.limits.tenant_limits import TenantLimits
@@ -30,6 +32,13 @@ async def take_upload(ledger: Ledger, call: TakeSeat) -> SeatTaken | SeatRefused
     answer = await ledger.answer("http-1", call)
     assert isinstance(answer, SeatTaken | SeatRefused)
     return answer
+
+
+async def others(ledger: Ledger, call_id: int, num_bytes: int = 0) -> int:
+    """Count bytes of an upload, and return those of its tenant's other uploads."""
+    answer = await ledger.answer("http-1", GrowUpload(call_id, num_bytes))
+    assert isinstance(answer, UploadGrown)
+    return answer.reserved_bytes
 
 
 def upload(call_id: int, num_bytes: int = 0) -> TakeSeat:
@@ -170,15 +179,36 @@ def test_uploads_have_seats_of_their_own_and_reserve_their_bytes() -> None:
         first, second = await take_upload(ledger, upload(1, 10)), await take_upload(ledger, upload(2, 5))
         assert isinstance(first, SeatTaken)
         assert isinstance(second, SeatTaken)
-        assert (first.reserved_bytes, second.reserved_bytes) == (0, 10)
+        assert [await others(ledger, 1), await others(ledger, 2)] == [5, 10]
         third = await take_upload(ledger, upload(3))
         assert isinstance(third, SeatRefused)
         assert (third.limit, third.retry_after_s) == ("max_uploads", 1)
         await ledger.answer("http-1", GiveBack(1, 0))
         third = await take_upload(ledger, upload(4))
         assert isinstance(third, SeatTaken)
-        assert third.reserved_bytes == 5
+        assert await others(ledger, 4) == 5
         assert is_admitted(await take(ledger, request(5)))
+
+    with fake_clock():
+        run(main())
+
+
+def test_bytes_of_an_upload_that_grows_count_at_once_and_go_with_its_seat() -> None:
+    async def main() -> None:
+        ledger = ledger_of(NONE)
+        for call_id in (1, 2):
+            await take_upload(ledger, upload(call_id))
+        assert [await others(ledger, 1, 7), await others(ledger, 2, 4), await others(ledger, 1, 3)] == [
+            0,
+            7,
+            4,
+        ]
+        await ledger.answer("http-1", GiveBack(1, 0))
+        assert await others(ledger, 2) == 0
+        assert isinstance(await ledger.answer("http-1", GrowUpload(1, 1)), LimitsUnknown)
+        ledger.free("http-1")
+        await take_upload(ledger, upload(3))
+        assert await others(ledger, 3) == 0
 
     with fake_clock():
         run(main())

@@ -12,15 +12,13 @@ from server.protocol.limits import (
     AddTokens,
     GiveBack,
     LimitAnswer,
+    LimitQuestion,
     LimitsUnknown,
     Rate,
     Rates,
     SeatRefused,
     SeatTaken,
-    TakeSeat,
     Tokens,
-    TokensGenerated,
-    UsageWanted,
 )
 from server.tenants.limits import limiter as limiter_module
 from server.tenants.limits.ledger import Ledger
@@ -33,10 +31,10 @@ class SilentLink:
     """A link whose other end never answers, as a supervisor that hangs."""
 
     def __init__(self) -> None:
-        self.asked: list[TakeSeat | AddTokens | TokensGenerated | UsageWanted] = []
+        self.asked: list[LimitQuestion] = []
         self.told: list[AddTokens | GiveBack] = []
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         self.asked.append(call)
         await asyncio.Event().wait()
         raise AssertionError
@@ -51,7 +49,7 @@ class AnsweringLink:
     def __init__(self, answer: LimitAnswer) -> None:
         self._answer = answer
 
-    async def ask(self, call: TakeSeat | AddTokens | TokensGenerated | UsageWanted) -> LimitAnswer:
+    async def ask(self, call: LimitQuestion) -> LimitAnswer:
         return self._answer
 
     def tell(self, call: AddTokens | GiveBack) -> None:
@@ -162,7 +160,7 @@ def test_a_call_counts_as_one_request_until_its_prompts_are_known() -> None:
 def test_tokens_without_a_limit_are_counted_without_waiting_for_the_ledger() -> None:
     async def main() -> None:
         link = SilentLink()
-        seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1), 0), link)
+        seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1)), link)
         await seat.add_tokens(Tokens(5, 3), "max_tokens")
         seat.release(2)
         assert (link.asked, link.told) == ([], [AddTokens(7, Tokens(5, 3)), GiveBack(7, 2)])
@@ -212,7 +210,7 @@ def test_generated_tokens_are_counted_once() -> None:
 
 
 def test_without_a_limit_of_tokens_they_are_counted_at_the_end() -> None:
-    seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1), 0), SilentLink())
+    seat = Seat(SeatTaken(7, Rates(), TenantLimits(max_running=1)), SilentLink())
     assert not seat.must_count(10**6)
 
 
@@ -237,7 +235,7 @@ def test_tokens_that_the_ledger_does_not_count_in_time_are_refused(monkeypatch: 
 
     async def main() -> None:
         link = SilentLink()
-        seat = Seat(SeatTaken(7, Rates(), TenantLimits(tokens_per_minute=1), 0), link)
+        seat = Seat(SeatTaken(7, Rates(), TenantLimits(tokens_per_minute=1)), link)
         with pytest.raises(QueueFull, match="cannot count"):
             await seat.add_tokens(Tokens(1), "max_tokens")
         seat.release()

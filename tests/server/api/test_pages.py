@@ -1,0 +1,145 @@
+"""Pages of lists over HTTP: variants, versions, models, tenants and keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deltastore.registry import Registry
+from server.api.json_replies import MAX_PAGE_BYTES
+from server.tenants.audit import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from tests.deltastore.helpers.crash_storage import FACTS, artifact, push
+from tests.server.helpers.http_app import running_app, settings_of
+from tests.server.helpers.live_server import error_of
+
+REPORT = {"text": "x" * 200_000}
+
+
+def publish(registry: Registry, name: str, seed: int, *, activate: bool = True) -> None:
+    """Publish a version with a large report."""
+    with registry.open_upload(None) as upload:
+        upload.write(artifact(seed))
+        facts = replace(FACTS, fidelity=REPORT)
+        registry.publish(upload.seal(), facts, tenant="acme", name=name, activate=activate)
+
+
+def serve(directory: Path, talk: Callable[[httpx.AsyncClient, Registry], Awaitable[None]]) -> None:
+    """Let `talk` ask an application without an engine, as the administrator of the tenant `acme`."""
+
+    async def main() -> None:
+        registry = Registry(directory / "registry")
+        made = KeyStore(registry.root).create(Auditor(AuditLog(registry.root)), "acme", ["admin"])
+        async with running_app(settings_of(directory, registry.root, auth="keys")) as app:
+            app.client.headers["Authorization"] = f"Bearer {made.text}"
+            await talk(app.client, registry)
+
+    asyncio.run(main())
+
+
+async def pages_of(client: httpx.AsyncClient, path: str, key: str, **params: Any) -> list[list[Any]]:
+    """Follow a list as OpenAI's clients do; return the entries of each page."""
+    pages: list[list[Any]] = []
+    while True:
+        page = (await client.get(path, params=params)).raise_for_status()
+        assert len(page.content) < MAX_PAGE_BYTES + len(str(REPORT)) + 10_000
+        pages.append(page.json()[key])
+        if not page.json()["has_more"]:
+            return pages
+        # Their pagers stop at an empty page.
+        assert pages[-1]
+        params["after"] = page.json()["last_id"]
+
+
+def test_variants_come_a_page_at_a_time_without_their_reports(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for number in range(5):
+            publish(registry, f"v{number}", number)
+        pages = await pages_of(client, "/variants", "variants", limit=2)
+        assert [[each["name"] for each in page] for page in pages] == [["v0", "v1"], ["v2", "v3"], ["v4"]]
+        whole = await client.get("/variants")
+        assert whole.json()["variants"] == [each for page in pages for each in page]
+        assert len(whole.content) < 10_000
+        registry.delete("acme", "v4")
+        last = (await client.get("/variants", params={"after": "v3"})).json()
+        assert last == {"variants": [], "has_more": False, "last_id": None}
+
+    serve(tmp_path, talk)
+
+
+def test_versions_come_with_their_reports_as_many_as_a_page_holds(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for number in range(1, 13):
+            publish(registry, "v", number, activate=number == 1)
+        (listed,) = (await client.get("/variants")).json()["variants"]
+        assert [each["version"] for each in listed["versions"]] == [1, 8, 9, 10, 11, 12]
+        assert (listed["active"], listed["num_versions"]) == (1, 12)
+        pages = await pages_of(client, "/variants/v", "versions")
+        assert [each["version"] for page in pages for each in page] == list(range(1, 13))
+        assert len(pages) > 1
+        assert all(each["fidelity"] == REPORT for page in pages for each in page)
+        short = await pages_of(client, "/variants/v", "versions", limit=1, after=10)
+        assert [[each["version"] for each in page] for page in short] == [[11], [12]]
+
+    serve(tmp_path, talk)
+
+
+def test_tenants_and_keys_come_a_page_at_a_time(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        push(registry, artifact(1), "v", tenant="storing")
+        keys = KeyStore(registry.root)
+        for number in range(3):
+            keys.create(Auditor(AuditLog(registry.root)), f"t{number}", ["inference"])
+        pages = await pages_of(client, "/tenants", "tenants", limit=2)
+        assert [[each["name"] for each in page] for page in pages] == [
+            ["acme", "storing"],
+            ["t0", "t1"],
+            ["t2"],
+        ]
+        assert pages[0][1]["num_variants"] == 1
+        pages = await pages_of(client, "/keys", "keys", limit=3)
+        assert [len(page) for page in pages] == [3, 1]
+        assert [each["id"] for page in pages for each in page] == list(keys.records())
+        (only,) = await pages_of(client, "/keys", "keys", limit=3, tenant="t1")
+        assert [each["tenant"] for each in only] == ["t1"]
+        gone = await client.get("/keys", params={"after": "0" * 12})
+        assert (gone.status_code, error_of(gone)["param"]) == (400, "after")
+        for limit in (0, 1001, "many"):
+            wrong = await client.get("/tenants", params={"limit": limit})
+            assert (wrong.status_code, error_of(wrong)["param"]) == (400, "limit")
+
+    serve(tmp_path, talk)
+
+
+def test_only_administrators_make_variants_public_if_the_operator_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        registry = Registry(tmp_path / "registry")
+        author = Auditor(AuditLog(registry.root))
+        keys = {
+            role: KeyStore(registry.root).create(author, "acme", [role]).text for role in ("publish", "admin")
+        }
+        for name in ("mine", "shared"):
+            push(registry, artifact(1), name, tenant="acme")
+        settings = settings_of(tmp_path, registry.root, auth="keys", public_names="admin")
+        async with running_app(settings) as app:
+
+            async def ask(role: str, method: str, path: str, **options: Any) -> httpx.Response:
+                headers = {"Authorization": f"Bearer {keys[role]}"}
+                return await app.client.request(method, path, headers=headers, **options)
+
+            public = {"visibility": "public"}
+            for refused in (
+                await ask("publish", "PATCH", "/variants/mine", json=public),
+                await ask("publish", "POST", "/variants", params={"name": "new", **public}, content=b"x"),
+            ):
+                assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
+            assert (await ask("admin", "PATCH", "/variants/shared", json=public)).status_code == 200
+            private = {"visibility": "private"}
+            assert (await ask("publish", "PATCH", "/variants/shared", json=private)).status_code == 200
+
+    asyncio.run(main())

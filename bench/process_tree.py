@@ -36,13 +36,12 @@ class ProcessTree:
                 total[part] = total.get(part, 0.0) + times.user + times.system
         return total
 
-    def peaks(self) -> dict[int, tuple[str, int]]:
-        """Return the part and the highest resident bytes of each running process by its id."""
+    def of_each(self, field: str) -> dict[int, tuple[str, int]]:
+        """Return the part of each running process, and its bytes in a field of `/proc/PID/status`, by its id."""
         found = {}
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
-                peak = memory_of(process.pid).get("VmHWM", 0)
-                found[process.pid] = part_of(process.cmdline()), peak
+                found[process.pid] = part_of(process.cmdline()), memory_of(process.pid).get(field, 0)
         return found
 
     def restart_peaks(self) -> None:

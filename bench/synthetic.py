@@ -112,6 +112,22 @@ def write_delta(
     return _source(path)
 
 
+def write_norm_delta(
+    path: Path, shapes: LlamaShapes, seed: int, files: Mapping[str, bytes], base: Base
+) -> None:
+    """Write an artifact that changes the last norm alone, and has `files`: a small one of a large base."""
+    generator = torch.Generator().manual_seed(seed)
+    name = "model.norm.weight"
+    with ArtifactWriter(path) as writer:
+        writer.add_whole(
+            name, torch.ones(shapes.hidden) + torch.rand(shapes.hidden, generator=generator) / 100
+        )
+        for file_name, content in files.items():
+            writer.add_file(file_name, content)
+        specs = {name: TensorSpec(codec="whole", shape=[shapes.hidden])}
+        writer.finish(_manifest(specs, writer.device_bytes, list(files), shapes.tied, base))
+
+
 def write_whole_delta(path: Path, shapes: LlamaShapes, base: Base) -> None:
     """Write an artifact for `base` that holds every tensor whole, random values in float32: 4 bytes per weight."""
     generator = torch.Generator().manual_seed(1)

@@ -140,7 +140,7 @@ def turn(server: Server, sink: str, path: Path, number: int, scope: UploadScope,
         server.peak.restart()
         busy[UPLOAD] = _timed(partial(curl, path, f"{server.url}/variants?name=v{number}"))
         found.growth_bytes.append(max(0, server.peak.num_bytes - before))
-        for part, peak in server.tree.peaks().values():
+        for part, peak in server.tree.of_each("VmHWM").values():
             found.peak_bytes[part] = max(peak, found.peak_bytes.get(part, 0))
         quiet.append(_timed(partial(time.sleep, scope.quiet_s)))
         streams = clients.stop().streams

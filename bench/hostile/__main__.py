@@ -1,43 +1,65 @@
-"""Measure the streams of one tenant while another sends what costs a server time and memory.
+"""Measure the streams of one tenant while another one, a page or a slow client attacks the server.
 
-Two honest streams of a variant with its own tokenizer run on `peraxis serve` with API keys, alone and then beside each
-attack, in turns. The hostile tenant has no limits. Beside each attack the honest tenant also asks for the same greedy
-output again, and for `GET /health`. The hostile clients run on the same processors as the server.
+Two honest streams of a variant with its own tokenizer run on `peraxis serve` with API keys. Beside them a client in a
+process of its own sends the requests of an attack for as long as they run, then as many to a sink: the control, which
+takes the same from the processors. Attacks that fill the batch are compared with other honest tenants that fill it.
+Meanwhile the honest tenant asks for `/health`, lists, an upload and a greedy output, and the operator scrapes
+`/metrics`; none of these may be refused. A minute after each attack, the memory of each process is compared with that
+after the start.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 import torch
 
-from bench.hostile.attacks import KINDS, TENANT, Attack, attacks, publish_hostile, running
-from bench.http.clients import StreamedRequest, read_streams
-from bench.process import serve_command, serving
+from bench.hostile.attacker import Sent, attacking
+from bench.hostile.attacks import (
+    FULL_BATCH,
+    KINDS,
+    SMALL_SIZES,
+    TENANT,
+    Attack,
+    Sizes,
+    attacks,
+    publish_hostile,
+)
+from bench.hostile.honest import TENANT as HONEST
+from bench.hostile.honest import HonestTenant, Watched
+from bench.process import Server, serve_command, serving
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SHAPES, SMALL, prompts, publish, text_of, tokenizer_files, write_base
-from bench.streams import gap_seconds, p99
-from bench.synthetic import LlamaShapes, write_delta
+from bench.serving import SHAPES, SMALL, publish, tokenizer_files, write_base
+from bench.streams import p99
+from bench.synthetic import LlamaShapes, write_delta, write_norm_delta
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.registry import Registry
 from demo.table import table
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.tenant import Role
 
-HONEST = "honest"
-PROMPT_TOKENS = 32
-# Gives an attack time to occupy the workers.
-HEAD_START_S = 1.0
+# Other honest tenants.
+CROWD = ("crowd-1", "crowd-2", "crowd-3", "crowd-4")
+SCRAPER = "scraper"
+# Gives an attack time to occupy what it can.
+HEAD_START_S = 2.0
+# After an attack, until memory counts again.
+REST_S = 60.0
+MAX_RATIO = 1.5
+MAX_HEALTH_S = 0.2
+# A minute later a process may have so much of its size after the start, and so much more.
+MAX_GROWTH, FREE_GROWTH = 1.2, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,68 +67,112 @@ class HostileScope:
     """Sizes of a run."""
 
     shapes: LlamaShapes
+    sizes: Sizes = field(default_factory=Sizes)
     num_streams: int = 2
-    num_new: int = 200
-    prompt_chars: int = 8 << 20
-    num_patterns: int = 2300
+    num_new: int = 120
+    rest_s: float = REST_S
+    max_connections: int = 256
 
 
 FULL_SCOPE = HostileScope(SHAPES["1.1b"])
-SMALL_SCOPE = HostileScope(SMALL, num_new=16, prompt_chars=1 << 16, num_patterns=20)
+SMALL_SCOPE = HostileScope(SMALL, SMALL_SIZES, num_new=16, rest_s=0.0, max_connections=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident bytes of the largest process of one kind."""
+
+    start: int
+    peak: int
+    later: int
+
+    @property
+    def is_given_back(self) -> bool:
+        return self.later <= MAX_GROWTH * self.start + FREE_GROWTH
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Figures of the honest tenant alone and beside one attack."""
+    """Figures of the honest tenant beside one attack and beside its control."""
 
     attack: str
-    alone_s: Sequence[float]  # gaps between tokens
+    control_s: Sequence[float]  # gaps between tokens
     beside_s: Sequence[float]
-    is_same: bool  # the text of a greedy request
-    health_s: float
-    replies: dict[str, int]  # to the hostile tenant, by status and code
+    watched: Watched
+    sent: Sent
+    memory: Mapping[str, Memory]
+
+    @property
+    def ratio(self) -> float:
+        return p99(self.beside_s) / p99(self.control_s)
+
+    @property
+    def faults(self) -> list[str]:
+        """What exceeds the goals."""
+        large = [part for part, memory in self.memory.items() if not memory.is_given_back]
+        found = {
+            "p99": self.ratio > MAX_RATIO,
+            "/health": max(self.watched.health_s) > MAX_HEALTH_S,
+            "refused": bool(self.watched.refused),
+            "text": not self.watched.is_same,
+        }
+        return [*(name for name, is_so in found.items() if is_so), *(f"memory of {part}" for part in large)]
 
     def results(self) -> dict[str, Any]:
         """Return the figures for the JSON document."""
         return {
             "attack": self.attack,
-            **{f"alone_{name}": value for name, value in _figures(self.alone_s).items()},
+            **{f"control_{name}": value for name, value in _figures(self.control_s).items()},
             **{f"beside_{name}": value for name, value in _figures(self.beside_s).items()},
-            "same_text": self.is_same,
-            "health_s": round(self.health_s, 4),
-            "replies": self.replies,
+            "ratio": round(self.ratio, 3),
+            "same_text": self.watched.is_same,
+            "health_s": round(max(self.watched.health_s), 4),
+            "honest_calls": self.watched.num_calls,
+            "honest_refused": dict(self.watched.refused),
+            "replies": dict(self.sent.replies),
+            "seconds": round(self.sent.seconds, 1),
+            "memory_bytes": {part: asdict(memory) for part, memory in self.memory.items()},
+            "not_met": self.faults,
         }
 
 
-class HonestTenant:
-    """The honest tenant's client."""
+@dataclass(slots=True)
+class Subject:
+    """A server with everybody's keys, and its sizes after the start."""
 
-    def __init__(self, url: str, key: str, scope: HostileScope) -> None:
-        texts = [
-            text_of(one, "x") for one in prompts(scope.num_streams, PROMPT_TOKENS, scope.shapes.vocabulary)
-        ]
-        self._streams = [StreamedRequest(text, scope.num_new, "v1", key=key) for text in texts]
-        self._url = url
-        self._client = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=600.0)
-        self._body = {"prompt": texts[0], "max_new_tokens": 16, "temperature": 0}
+    server: Server
+    sink: str
+    honest: HonestTenant
+    hostile: list[str]
+    crowd: list[str]
+    start: Mapping[str, int]
 
-    def close(self) -> None:
-        self._client.close()
-
-    def text(self) -> str:
-        """Return the text of one greedy request."""
-        reply = self._client.post("/generate", params={"variant": "v1"}, json=self._body).raise_for_status()
-        return str(reply.json()["outputs"][0]["text"])
-
-    def gaps(self) -> list[float]:
-        """Read all streams to their ends and return the seconds between their tokens."""
-        return gap_seconds(read_streams(self._url, self._streams).streams)
-
-    def health_s(self) -> float:
-        """Return the seconds that `GET /health` takes."""
-        start = time.perf_counter()
-        self._client.get("/health").raise_for_status()
-        return time.perf_counter() - start
+    def measure(self, attack: Attack, scope: HostileScope) -> Beside:
+        """Run an attack, then its control."""
+        self.server.tree.restart_peaks()
+        url = self.server.url
+        with attacking(attack, scope.sizes, url, self.hostile) as sent:
+            time.sleep(HEAD_START_S)
+            with self.honest.watching() as watched:
+                beside = self.honest.gaps()
+        peaks, ended = _largest(self.server, "VmHWM"), time.monotonic()
+        if attack.fills_batch:
+            batch = attacks(scope.sizes)[FULL_BATCH]
+            control = attacking(batch, scope.sizes, url, self.crowd)
+        else:
+            control = attacking(attack, scope.sizes, self.sink, self.hostile, sent.interval_s)
+        with control:
+            time.sleep(HEAD_START_S)
+            with self.honest.watching():
+                gaps = self.honest.gaps()
+        time.sleep(max(0.0, scope.rest_s - (time.monotonic() - ended)))
+        later = _largest(self.server, "VmRSS")
+        memory = {
+            part: Memory(self.start.get(part, 0), peaks[part], later.get(part, 0))
+            for part in peaks
+            if part in self.start
+        }
+        return Beside(attack.kind, gaps, beside, watched, sent, memory)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -122,56 +188,96 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[Beside]:
-    """Serve both tenants and measure the honest one beside attacks of these kinds."""
+    """Serve all tenants and measure the honest one beside attacks of these kinds."""
     base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
     files = tokenizer_files(directory, scope.shapes)
-    path = directory / "honest.safetensors"
     identity = Base.of(Checkpoint.open(base))
-    write_delta(path, scope.shapes, 1, files, identity)
-    publish(registry, path, "v1", HONEST)
-    publish_hostile(registry, directory, scope.shapes, files, identity)
-    store, auditor = KeyStore(registry.root), Auditor(AuditLog(registry.root))
-    keys = {tenant: store.create(auditor, tenant, ["inference"]).text for tenant in (HONEST, TENANT)}
-    flags = ("--auth", "keys", "--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)
+    variant, upload = directory / "honest.safetensors", directory / "upload.safetensors"
+    write_delta(variant, scope.shapes, 1, files, identity)
+    write_norm_delta(upload, scope.shapes, 1, files, identity)
+    # Without keys, every request is of the tenant `default`.
+    for tenant in (HONEST, "default"):
+        publish(registry, variant, "v1", tenant)
+    publish_hostile(registry, directory, scope.shapes, files, identity, scope.sizes)
+    chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
+    found: list[Beside] = []
+    for with_keys in (True, False):
+        some = [attack for attack in chosen if attack.keys is with_keys]
+        if some:
+            with _subject(base, registry, upload, scope, with_keys=with_keys) as subject:
+                for attack in some:
+                    found.append(subject.measure(attack, scope))
+                    print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
+    return sorted(found, key=lambda one: KINDS.index(one.attack))
+
+
+@contextmanager
+def _subject(
+    base: Path, registry: Registry, upload: Path, scope: HostileScope, *, with_keys: bool
+) -> Iterator[Subject]:
+    """Serve everybody's variants, with keys for tenants or without."""
+    flags: tuple[object, ...] = ("--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)
+    connections = ("--max-connections", scope.max_connections)
+    keys: dict[str, str] = {}
+    if with_keys:
+        flags, store = (*flags, "--auth", "keys"), KeyStore(registry.root)
+        auditor = Auditor(AuditLog(registry.root))
+        roles: dict[str, list[Role]] = {
+            HONEST: ["inference", "publish"],
+            TENANT: ["inference", "publish"],
+            SCRAPER: ["metrics"],
+        }
+        keys = {
+            tenant: store.create(auditor, tenant, roles.get(tenant, ["inference"])).text
+            for tenant in (HONEST, TENANT, SCRAPER, *CROWD)
+        }
     with ExitStack() as stack:
-        server = stack.enter_context(serving(serve_command(base, registry.root, *flags)))
-        honest = HonestTenant(server.url, keys[HONEST], scope)
+        server = stack.enter_context(serving(serve_command(base, registry.root, *flags, *connections)))
+        sink = stack.enter_context(serving([sys.executable, "-m", "bench.hostile.sink"]))
+        own = keys.get(HONEST), keys.get(SCRAPER)
+        honest = HonestTenant(server.url, own, upload, scope.shapes, scope.num_streams, scope.num_new)
         stack.callback(honest.close)
-        expected = honest.text()
-        return [
-            _beside(attack, honest, expected, (server.url, keys[TENANT]))
-            for attack in attacks(scope.prompt_chars, scope.num_patterns)
-            if attack.kind in kinds
-        ]
+        with honest.watching():
+            honest.gaps()
+        hostile = [keys[TENANT]] if with_keys else []
+        crowd = [keys[tenant] for tenant in CROWD] if with_keys else []
+        yield Subject(server, sink.url, honest, hostile, crowd, _largest(server, "VmRSS"))
 
 
-def _beside(attack: Attack, honest: HonestTenant, expected: str, hostile: tuple[str, str]) -> Beside:
-    alone = honest.gaps()
-    with running(attack, *hostile) as replies:
-        time.sleep(HEAD_START_S)
-        beside, health_s = honest.gaps(), honest.health_s()
-        is_same = honest.text() == expected
-    return Beside(attack.kind, alone, beside, is_same, health_s, dict(replies))
+def _largest(server: Server, field_name: str) -> dict[str, int]:
+    """Return the bytes of the largest running process of each kind."""
+    found: dict[str, int] = {}
+    for part, num_bytes in server.tree.of_each(field_name).values():
+        found[part] = max(found.get(part, 0), num_bytes)
+    return found
 
 
 def _table(found: Sequence[Beside]) -> str:
     heads = (
-        "attack", "p99 alone, ms", "p99 beside, ms", "ratio", "longest, ms", "same text", "/health, ms", "replies",
+        "attack", "p99 control, ms", "p99 beside, ms", "ratio", "slowest /health, ms", "honest calls", "refused",
+        "peaks, MB", "a minute later, MB", "not met", "replies to the attacker",
     )  # fmt: skip
     rows = [
         (
             one.attack,
-            f"{1e3 * p99(one.alone_s):.0f}",
+            f"{1e3 * p99(one.control_s):.0f}",
             f"{1e3 * p99(one.beside_s):.0f}",
-            f"{p99(one.beside_s) / p99(one.alone_s):.2f}",
-            f"{1e3 * max(one.beside_s):.0f}",
-            "yes" if one.is_same else "NO",
-            f"{1e3 * one.health_s:.0f}",
-            ", ".join(f"{count} x {reply}" for reply, count in sorted(one.replies.items())),
+            f"{one.ratio:.2f}",
+            f"{1e3 * max(one.watched.health_s):.0f}",
+            str(one.watched.num_calls),
+            str(sum(one.watched.refused.values())),
+            _sizes({part: memory.peak for part, memory in one.memory.items()}),
+            _sizes({part: memory.later for part, memory in one.memory.items()}),
+            ", ".join(one.faults),
+            ", ".join(f"{count} x {reply}" for reply, count in sorted(one.sent.replies.items())),
         )
         for one in found
     ]
     return table(heads, rows)
+
+
+def _sizes(num_bytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {size / 1e6:.0f}" for part, size in sorted(num_bytes.items()))
 
 
 def _figures(gaps: Sequence[float]) -> dict[str, float]:

@@ -1,34 +1,73 @@
-"""Requests of a hostile tenant: to variants whose files cost time or memory, of long prompts, and with large schemas.
+"""Requests of a hostile tenant, page or client, and the variants that they are about. Sends nothing.
 
-Its variants are written into the registry as they are, because an upload refuses most of them.
+The variants are written into the registry as they are, because an upload refuses most of them.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import Any, NamedTuple
 
 from bench.serving import publish
-from bench.synthetic import LlamaShapes, write_delta
+from bench.synthetic import LlamaShapes, write_norm_delta
 from deltastore.base.base import Base
 from deltastore.registry import Registry
+from deltastore.registry.records import ArtifactFacts
 
 TENANT = "hostile"
+# Of other honest tenants, to compare with.
+FULL_BATCH = "full-batch"
 TOKENIZER = "tokenizer.json"
 LOOPING = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-REPLY_S = 120.0
-# Between two requests of one connection, so that refusals alone do not fill the processors with the clients' work.
-PAUSE_S = 0.02
-KINDS = ("looping-template", "backtracking-decoder", "growing-normalizer", "long-prompts", "large-schemas")
+JSON = {"Content-Type": "application/json"}
+# A form that a page of another site posts without asking first.
+CROSS_SITE = {
+    "Origin": "https://evil.example",
+    "Sec-Fetch-Site": "cross-site",
+    "Content-Type": "multipart/form-data; boundary=x",
+}
+FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nx\r\n--x--\r\n'
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the attacks."""
+
+    prompt_chars: int = 8 << 20
+    num_patterns: int = 2300
+    body_bytes: int = (8 << 20) - 4096
+    num_versions: int = 1000  # of one variant, all of them inactive
+    report_bytes: int = 200 << 10
+    num_reports: int = 200  # versions with a long report
+    num_public: int = 1000  # public variants
+    num_cold: int = 12  # variants with large tokenizers
+    tokenizer_bytes: int = 32 << 20
+    num_connections: int = 320  # of those that hold connections, or a place in the queue
+    num_copies: int = 128  # `n` of a request
+    num_batch: int = 64  # connections that fill the batch
+    long_prompt: int = 1500  # tokens
+    num_new: int = 32
+
+
+SMALL_SIZES = Sizes(
+    prompt_chars=1 << 16, num_patterns=20, body_bytes=1 << 18, num_versions=5, report_bytes=1 << 10, num_reports=3,
+    num_public=5, num_cold=2, tokenizer_bytes=1 << 16, num_connections=16, num_copies=4, num_batch=8,
+    long_prompt=16, num_new=4,
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One HTTP request."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,98 +75,193 @@ class Attack:
     """Requests that are sent again and again, on so many connections.
 
     Args:
-        body: the body of each request, from its number.
+        call: the request of each number.
+        reads: the replies are read; else each connection sends one request and reads next to nothing.
+        has_key: the requests have the hostile tenant's key.
+        fills_batch: compared with other honest tenants that fill the batch, rather than with the same client sending to
+            a sink.
+        keys: the server gives tenants keys.
     """
 
     kind: str
-    path: str
-    body: Callable[[int], dict[str, Any]]
+    call: Callable[[int], Call]
     num_connections: int = 8
+    reads: bool = True
+    has_key: bool = True
+    fills_batch: bool = False
+    keys: bool = True
 
 
-def attacks(prompt_chars: int, num_patterns: int) -> list[Attack]:
-    """Return all attacks; the arguments are the sizes of long prompts and of schemas."""
+def attacks(sizes: Sizes) -> dict[str, Attack]:
+    """Return all attacks by kind; the first ten are those of SECURITY.md's table, in its order."""
+    body = sizes.body_bytes
+    long_prompt = " ".join(f"x{token}" for token in range(1, sizes.long_prompt + 1))
     chat = {"messages": [{"role": "user", "content": "x1"}], "max_new_tokens": 4}
-    return [
-        Attack("looping-template", "/generate?variant=loops", lambda _: chat),
+    prompt = {"prompt": "x1 x2 x3", "max_new_tokens": sizes.num_new}
+    found = [
+        Attack("probe-variant", lambda _: get("/v1/models/probe")),
+        Attack("long-reports", lambda n: get(f"/variants/fat-{n % 4}" if n % 5 else "/variants"), 4),
+        Attack("json-values", lambda n: _values(n, body)),
+        Attack("slow-registry-calls", lambda n: _many(n, sizes.num_versions)),
+        Attack("long-lists", lambda n: get(("/v1/models", "/variants", "/me", "/variants/probe")[n % 4])),
         Attack(
-            "backtracking-decoder",
-            "/generate?variant=backtracks",
-            lambda _: {"prompt": "x1 x2 x3", "max_new_tokens": 32},
+            "slow-readers",
+            lambda _: get("/docs/swagger-ui-bundle.js"),
+            sizes.num_connections,
+            reads=False,
+            has_key=False,
         ),
         Attack(
-            "growing-normalizer",
-            "/generate?variant=grows",
-            lambda _: {"prompt": "x y x", "max_new_tokens": 4},
+            "full-queue",
+            lambda _: post("/generate?variant=plain", prompt),
+            sizes.num_connections,
+            fills_batch=True,
         ),
         Attack(
-            "long-prompts", "/generate?variant=plain", lambda _: {"prompt": "x1 " * (prompt_chars // 3)}, 4
+            "cold-tokenizers",
+            lambda n: post(f"/generate?variant=cold-{n % sizes.num_cold}", prompt),
+            2 * sizes.num_cold,
         ),
-        Attack("large-schemas", "/v1/completions", lambda number: _schema(number, num_patterns)),
+        Attack(
+            "many-sequences",
+            lambda n: post(
+                "/generate?variant=plain",
+                {"prompt": f"x{n % 1000} {long_prompt}", "max_new_tokens": 4, "n": sizes.num_copies},
+            ),
+            sizes.num_connections,
+            fills_batch=True,
+        ),
+        Attack(
+            "cross-site-page",
+            lambda n: Call("POST", f"/variants?name=page-{n % 100}", CROSS_SITE, FORM),
+            has_key=False,
+            keys=False,
+        ),
+        Attack("looping-template", lambda _: post("/generate?variant=loops", chat)),
+        Attack("backtracking-decoder", lambda _: post("/generate?variant=backtracks", prompt)),
+        Attack(
+            "growing-normalizer", lambda _: post("/generate?variant=grows", {**prompt, "prompt": "x y x"})
+        ),
+        Attack(
+            "long-prompts",
+            lambda _: post("/generate?variant=plain", {"prompt": "x1 " * (sizes.prompt_chars // 3)}),
+            4,
+        ),
+        Attack("large-schemas", lambda n: _schema(n, sizes.num_patterns)),
     ]
+    honest = Attack(
+        FULL_BATCH, lambda _: post("/generate", {**prompt, "prompt": "w1 w2 w3"}), sizes.num_batch
+    )
+    return {attack.kind: attack for attack in [*found, honest]}
 
 
 def publish_hostile(
-    registry: Registry, directory: Path, shapes: LlamaShapes, files: Mapping[str, bytes], base: Base
+    registry: Registry,
+    directory: Path,
+    shapes: LlamaShapes,
+    files: Mapping[str, bytes],
+    base: Base,
+    sizes: Sizes,
 ) -> None:
     """Publish the hostile tenant's variants of a base; `files` are those of a sound tokenizer."""
     grows = _sequence("normalizer", [_replaced("x", "y" * 10**6), _replaced("y", "z" * 10**6)])
     pattern = {"Regex": r"x*(?!x)\D\d"}
     backtracks = _sequence("decoder", [_replaced("x", "x" * 20_000), _replaced(pattern, "")])
+    padding = {"model": {**json.loads(files[TOKENIZER])["model"], "padding": "x" * sizes.tokenizer_bytes}}
     hostile = {
         "plain": dict(files),
         "loops": {**files, "chat_template.jinja": LOOPING},
         "backtracks": _edited(files, backtracks),
         "grows": _edited(files, grows),
+        **{f"cold-{number}": _edited(files, padding) for number in range(sizes.num_cold)},
     }
     for seed, (name, own) in enumerate(hostile.items(), 1000):
         path = directory / f"{name}.safetensors"
-        write_delta(path, shapes, seed, own, base)
+        write_norm_delta(path, shapes, seed, own, base)
         publish(registry, path, name, TENANT)
         path.unlink()
+    report: dict[str, Any] = {"details": [[]] * (sizes.report_bytes // 4)}
+    # `probe` and `many` stay on their first version.
+    for name in ("probe", "many"):
+        for _ in range(sizes.num_versions):
+            _publish_bytes(registry, name, base, activate=False)
+    for number in range(sizes.num_reports):
+        _publish_bytes(registry, f"fat-{number % 4}", base, report=report)
+    for number in range(sizes.num_public):
+        _publish_bytes(registry, f"public-{number}", base)
+    for name in ("probe", *(f"public-{number}" for number in range(sizes.num_public))):
+        registry.set_visibility(TENANT, name, "public")
 
 
-@contextmanager
-def running(attack: Attack, url: str, key: str) -> Iterator[Counter[str]]:
-    """Send the requests of an attack while the block runs; yields the replies by status and code."""
-    replies: Counter[str] = Counter()
-    over = threading.Event()
-    with ThreadPoolExecutor(attack.num_connections) as pool:
-        clients = [
-            pool.submit(_send, attack, (url, key), over, replies) for _ in range(attack.num_connections)
-        ]
-        try:
-            yield replies
-        finally:
-            over.set()
-    for client in clients:
-        client.result()
+def get(path: str) -> Call:
+    return Call("GET", path, {})
 
 
-def _send(attack: Attack, server: tuple[str, str], over: threading.Event, replies: Counter[str]) -> None:
-    url, key = server
-    number = threading.get_ident()
-    with httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=REPLY_S) as client:
-        while not over.is_set():
-            number += 1
-            reply = client.post(attack.path, json=attack.body(number))
-            code = reply.json()["error"]["code"] if reply.is_error else "ok"
-            replies[f"{reply.status_code} {code}"] += 1
-            over.wait(PAUSE_S)
+def post(path: str, document: Mapping[str, Any]) -> Call:
+    return Call("POST", path, JSON, json.dumps(document).encode())
 
 
-def _schema(number: int, num_patterns: int) -> dict[str, Any]:
+def _publish_bytes(
+    registry: Registry,
+    name: str,
+    base: Base,
+    report: Mapping[str, Any] | None = None,
+    *,
+    activate: bool = True,
+) -> None:
+    """Publish bytes that are no artifact: nothing loads this version."""
+    facts = ArtifactFacts(8, 8, base.fingerprint, "both", report or {})
+    with registry.open_upload(None) as upload:
+        upload.write(secrets.token_bytes(64))
+        registry.publish(upload.seal(), facts, tenant=TENANT, name=name, activate=activate)
+
+
+_BODIES: dict[tuple[str, int], bytes] = {}
+
+
+def _values(number: int, num_bytes: int) -> Call:
+    """Return a body of so many bytes whose values are empty lists, in one of the fields that take any JSON."""
+    field = ("tools", "response_format", "messages")[number % 3]
+    if (field, num_bytes) not in _BODIES:
+        lists = ("[]," * (num_bytes // 3)).removesuffix(",")
+        parts = {
+            "tools": f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"x":[{lists}]}}}}}}],'
+            '"messages":[{"role":"user","content":"x1"}]',
+            "response_format": '"response_format":{"type":"json_schema","json_schema":{"name":"o","schema":'
+            f'{{"x":[{lists}]}}}}}},"messages":[{{"role":"user","content":"x1"}}]',
+            "messages": f'"messages":[{{"role":"user","content":[{lists}]}}]',
+        }
+        _BODIES[field, num_bytes] = f'{{"model":"plain","max_tokens":4,{parts[field]}}}'.encode()
+    return Call("POST", "/v1/chat/completions", JSON, _BODIES[field, num_bytes])
+
+
+def _many(number: int, num_versions: int) -> Call:
+    """Return a call that reads or changes a variant of many versions."""
+    choices = (
+        Call("PATCH", "/variants/many", JSON, b'{"active": %d}' % (number % num_versions + 1)),
+        get("/variants/many"),
+        get("/v1/models/many@999999"),
+    )
+    return choices[number % len(choices)]
+
+
+_SCHEMAS = count()
+
+
+def _schema(number: int, num_patterns: int) -> Call:
     """Return a request with a schema that no earlier one had."""
     patterns = {
-        f"p{index}": {"type": "string", "pattern": f"^.*{index}x{number}.*$"} for index in range(num_patterns)
+        f"p{index}": {"type": "string", "pattern": f"^.*{index}x{number}x{next(_SCHEMAS)}.*$"}
+        for index in range(num_patterns)
     }
     schema = {"type": "object", "properties": patterns, "required": ["p0"]}
-    return {
+    document = {
         "model": "plain",
         "prompt": "x1",
         "max_tokens": 16,
         "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}},
     }
+    return post("/v1/completions", document)
 
 
 def _edited(files: Mapping[str, bytes], changes: Mapping[str, Any]) -> dict[str, bytes]:
@@ -146,3 +280,6 @@ def _replaced(pattern: str | dict[str, str], content: str) -> dict[str, Any]:
         "pattern": {"String": pattern} if isinstance(pattern, str) else pattern,
         "content": content,
     }
+
+
+KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind != FULL_BATCH)

@@ -21,7 +21,7 @@ def test_the_memory_of_a_tree_includes_its_children() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         assert tree.memory()["VmRSS"] > before + (48 << 20)
-        assert tree.peaks()[child.pid][1] > 64 << 20
+        assert tree.of_each("VmHWM")[child.pid][1] > 64 << 20
         child.kill()
 
 

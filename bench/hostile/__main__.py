@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -136,6 +136,14 @@ class Beside:
         }
 
 
+class World(NamedTuple):
+    """A base, everybody's variants, and the artifact that the honest tenant publishes meanwhile."""
+
+    base: Path
+    registry: Registry
+    upload: Path
+
+
 @dataclass(slots=True)
 class Subject:
     """A server with everybody's keys, and its sizes after the start."""
@@ -189,6 +197,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[Beside]:
     """Serve all tenants and measure the honest one beside attacks of these kinds."""
+    world = make_world(directory, scope)
+    chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
+    found: list[Beside] = []
+    for with_keys in (True, False):
+        some = [attack for attack in chosen if attack.keys is with_keys]
+        if some:
+            with serving_all(world, scope, with_keys=with_keys) as subject:
+                for attack in some:
+                    found.append(subject.measure(attack, scope))
+                    print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
+    return sorted(found, key=lambda one: KINDS.index(one.attack))
+
+
+def make_world(directory: Path, scope: HostileScope) -> World:
+    """Write the base and everybody's variants."""
     base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
     files = tokenizer_files(directory, scope.shapes)
     identity = Base.of(Checkpoint.open(base))
@@ -199,23 +222,13 @@ def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[
     for tenant in (HONEST, "default"):
         publish(registry, variant, "v1", tenant)
     publish_hostile(registry, directory, scope.shapes, files, identity, scope.sizes)
-    chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
-    found: list[Beside] = []
-    for with_keys in (True, False):
-        some = [attack for attack in chosen if attack.keys is with_keys]
-        if some:
-            with _subject(base, registry, upload, scope, with_keys=with_keys) as subject:
-                for attack in some:
-                    found.append(subject.measure(attack, scope))
-                    print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
-    return sorted(found, key=lambda one: KINDS.index(one.attack))
+    return World(base, registry, upload)
 
 
 @contextmanager
-def _subject(
-    base: Path, registry: Registry, upload: Path, scope: HostileScope, *, with_keys: bool
-) -> Iterator[Subject]:
+def serving_all(world: World, scope: HostileScope, *, with_keys: bool) -> Iterator[Subject]:
     """Serve everybody's variants, with keys for tenants or without."""
+    registry = world.registry
     flags: tuple[object, ...] = ("--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)
     connections = ("--max-connections", scope.max_connections)
     keys: dict[str, str] = {}
@@ -232,10 +245,10 @@ def _subject(
             for tenant in (HONEST, TENANT, SCRAPER, *CROWD)
         }
     with ExitStack() as stack:
-        server = stack.enter_context(serving(serve_command(base, registry.root, *flags, *connections)))
+        server = stack.enter_context(serving(serve_command(world.base, registry.root, *flags, *connections)))
         sink = stack.enter_context(serving([sys.executable, "-m", "bench.hostile.sink"]))
         own = keys.get(HONEST), keys.get(SCRAPER)
-        honest = HonestTenant(server.url, own, upload, scope.shapes, scope.num_streams, scope.num_new)
+        honest = HonestTenant(server.url, own, world.upload, scope.shapes, scope.num_streams, scope.num_new)
         stack.callback(honest.close)
         with honest.watching():
             honest.gaps()

@@ -74,6 +74,17 @@ class HonestTenant:
         """Read all streams to their ends and return the seconds between their tokens."""
         return gap_seconds(read_streams(self._url, self._streams).streams)
 
+    def is_served(self) -> bool:
+        """Ask for the greedy output once; False if that is refused.
+
+        Raises:
+            RuntimeError: another output came.
+        """
+        reply = self._client.post("/generate?variant=v1", json=self._body)
+        if not reply.is_error and self._text(reply) != self._expected:
+            raise RuntimeError("the honest tenant got another output than before")
+        return not reply.is_error
+
     @contextmanager
     def watching(self) -> Iterator[Watched]:
         """Make the honest calls while the block runs."""

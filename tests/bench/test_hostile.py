@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
-from bench.hostile.__main__ import main
-from bench.hostile.attacks import KINDS
+from bench.hostile.__main__ import SMALL_SCOPE, main, make_world, serving_all
+from bench.hostile.attacker import attacking
+from bench.hostile.attacks import KINDS, attacks
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(2400)]
+RECOVERED_S = 120.0
 
 
-@pytest.mark.deploy
 def test_every_attack_is_answered_and_no_honest_call_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,3 +36,21 @@ def test_every_attack_is_answered_and_no_honest_call_is_refused(
     printed = capsys.readouterr().out
     assert "| large-schemas " in printed
     assert str(tmp_path) not in text + printed
+
+
+def test_two_attackers_at_once_and_a_killed_engine_leave_the_honest_tenant_served(tmp_path: Path) -> None:
+    """Each attack runs beside another one, while the engine is killed and started again."""
+    with serving_all(make_world(tmp_path, SMALL_SCOPE), SMALL_SCOPE, with_keys=True) as subject:
+        sizes, url = SMALL_SCOPE.sizes, subject.server.url
+        with_keys = [attack for attack in attacks(sizes).values() if attack.keys]
+        for one, other in pairwise(with_keys):
+            with attacking(one, sizes, url, subject.hostile), attacking(other, sizes, url, subject.hostile):
+                engine = next(
+                    pid for pid, (part, _) in subject.server.tree.of_each("VmRSS").items() if part == "engine"
+                )
+                psutil.Process(engine).kill()
+                psutil.wait_procs([psutil.Process(engine)] if psutil.pid_exists(engine) else [], RECOVERED_S)
+                deadline = time.monotonic() + RECOVERED_S
+                while not subject.honest.is_served():
+                    assert time.monotonic() < deadline, (one.kind, other.kind)
+                    time.sleep(0.2)

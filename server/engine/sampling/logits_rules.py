@@ -67,7 +67,7 @@ class _Several(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptHistory:
-    """What rules ask of a prompt: computed when the first sequence of its request needs it, once for all of them."""
+    """Facts of a prompt for the rules: computed once for all sequences of its request, when one needs it."""
 
     token_ids: tuple[int, ...]
     _seen: Tensor | None = None
@@ -204,7 +204,7 @@ class LogitsRules:
 
 
 class Biases:
-    """What is added to the logits of tokens behind some others.
+    """Numbers that are added to the logits of tokens behind some others.
 
     Args:
         biases: sequences of tokens, each with what is added to its last one behind the others.

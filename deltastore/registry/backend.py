@@ -53,7 +53,7 @@ class Backend(Protocol):
         """The value of `--registry`, for messages."""
 
     def prepare(self) -> None:
-        """Make what a new registry consists of. Raises RegistryError if a newer version of Peraxis wrote this one."""
+        """Make what a new registry consists of. Raises RegistryError if another version of Peraxis wrote this one."""
 
     def check_present(self) -> None:
         """Raise RegistryError if the registry is gone: it must not look like one without variants."""

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class SmallFiles(Protocol):
@@ -20,12 +23,13 @@ class SmallFiles(Protocol):
     def root(self) -> PurePath:
         """The beginning of every path."""
 
-    @property
-    def may_be_old(self) -> bool:
-        """True if a version of Peraxis before format 2 may have written files here."""
+    def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
+        """Return a file's contents. Raises FileNotFoundError.
 
-    def read(self, path: PurePath) -> bytes:
-        """Return a file's contents. Raises FileNotFoundError."""
+        Args:
+            path: The file.
+            is_fresh: Ask the store, and do not keep the answer.
+        """
 
     def is_directory(self, path: PurePath) -> bool:
         """True if there is a directory of this path; in a bucket, if it has a file."""
@@ -40,6 +44,9 @@ class SmallFiles(Protocol):
 
     def subdirectories(self, directory: PurePath) -> list[str]:
         """Return the sorted names of a directory's subdirectories; empty if it does not exist."""
+
+    def each(self, function: Callable[[T], Result], items: Sequence[T]) -> list[Result]:
+        """Return a function's results, in order; several calls run at once where one waits for a network."""
 
     def listed(self, *directories: PurePath) -> SmallFiles:
         """Return these files for reading many of them below some directories, with as few calls as the store allows."""

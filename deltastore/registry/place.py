@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltastore.errors import RegistryError, UsageError
-from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
+from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS
 from deltastore.registry.directory.reserve import DIRECTORY as RESERVE
 
 SCHEME = "s3://"
 # In a registry that another process is making now, or at the root of a volume that was just formatted.
-HARMLESS = frozenset({*LAYOUT, *OF_SERVERS, *OLD_DIRECTORIES, *OLD_FILES, FORMAT_FILE, RESERVE, "lost+found"})
+HARMLESS = frozenset({*LAYOUT, *OF_SERVERS, FORMAT_FILE, RESERVE, "lost+found"})
 
 
 def is_bucket(location: str) -> bool:

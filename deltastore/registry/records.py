@@ -8,27 +8,32 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from bisect import bisect, bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from deltastore.errors import ArtifactError, RegistryError, UsageError
 
-# The tenant of older registries whose variants every tenant may use, without claims.
-PUBLIC = "public"
 # The base model's name, and the metrics' label for variants beyond the limit of labels.
 RESERVED = ("base", "other")
-# The report is read with every read of its version record.
 MAX_FIDELITY_BYTES = 1 << 20
+# Below it are the numbers of a report that a record keeps.
+LARGEST = 1e300
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+
+REPORT = re.compile(
+    rf"({NAME.pattern.strip('^$')})~([1-9][0-9]{{0,17}})~([0-9a-f]{{64}})~([0-9]{{1,18}})~([0-9a-f]{{32}})\.json"
+)
 
 # A private variant is its tenant's alone; every tenant may use a public one.
 Visibility = Literal["private", "public"]
 
 T = TypeVar("T")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 StoredAs = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\.[0-9a-f]{32}$")]
 Size = Annotated[int, Field(ge=0)]
 Version = Annotated[int, Field(ge=1)]
@@ -62,37 +67,88 @@ class VersionRecord:
     chunk_sha256: tuple[Digest, ...]  # of each 4 MiB of the file; the last may be shorter
     created_at: str  # UTC, ISO 8601
     method: str
-    fidelity: dict[str, Any]
     activate: bool  # published to become the active version
+    report: Token  # of the name of the fidelity report
+    # The newest version below this one that was published to become active, above the `as_of` of the state that its
+    # publisher read; 0 if there was none.
+    active_before: Size = 0
+    # What the report states for held-out text: the share of equal next tokens, and the divergence in nats per token.
+    agreement: float | None = None
+    kl: float | None = None
     stored_as: StoredAs | None = None  # the object's name in a bucket; in a directory its digest names it
-    format: Literal[1] = 1  # of the record; any other is refused
+    format: Literal[3] = 3  # of the record; any other is refused
 
     @property
     def label(self) -> str:
         """The name of the version in messages: ``tenant/name@version``."""
         return f"{self.tenant}/{self.name}@{self.version}"
 
-    def to_json(self) -> bytes:
-        """Encode the record as it is stored.
+    @property
+    def activated(self) -> int:
+        """The newest version up to this one that was published to become active; as `active_before`."""
+        return self.version if self.activate else self.active_before
 
-        Raises:
-            ArtifactError: Its fidelity report, which is untrusted, is too long or could not be read back.
-        """
-        try:
-            size = len(_encode(self.fidelity))
-            fields = asdict(self)
-            if self.stored_as is None:
-                # Versions of Peraxis that know no buckets wrote records without it.
-                del fields["stored_as"]
-            raw = _encode(fields)
-            _RECORD.validate_json(raw)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ArtifactError(f"the fidelity report of {self.name!r} cannot be stored: {error}") from error
-        if size > MAX_FIDELITY_BYTES:
-            raise ArtifactError(
-                f"the fidelity report of {self.name!r} has {size} bytes: at most {MAX_FIDELITY_BYTES} are kept"
-            )
-        return raw
+    def to_json(self) -> bytes:
+        """Encode the record as it is stored."""
+        return _encode(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFile:
+    """The name of a fidelity report, which alone tells what its version stores.
+
+    There is one of every live version, and of publications that are under way or were cut short.
+    """
+
+    name: str
+    version: int
+    digest: str
+    size_bytes: int
+    token: str  # of one publication
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}~{self.version}~{self.digest}~{self.size_bytes}~{self.token}.json"
+
+    @classmethod
+    def of(cls, record: VersionRecord) -> ReportFile:
+        return cls(record.name, record.version, record.digest, record.size_bytes, record.report)
+
+    @classmethod
+    def parse(cls, file_name: str) -> ReportFile | None:
+        """Return the parts of a file's name; None if it is no report's."""
+        if (found := REPORT.fullmatch(file_name)) is None:
+            return None
+        name, version, digest, size, token = found.groups()
+        return cls(name, int(version), digest, int(size), token)
+
+
+def report_to_json(report: Mapping[str, Any], name: str) -> bytes:
+    """Encode the fidelity report of a variant's version, which is untrusted, as it is stored.
+
+    Raises:
+        ArtifactError: It is too long, or could not be read back.
+    """
+    try:
+        raw = _encode(dict(report))
+        _REPORT.validate_json(raw)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArtifactError(f"the fidelity report of {name!r} cannot be stored: {error}") from error
+    if len(raw) > MAX_FIDELITY_BYTES:
+        raise ArtifactError(
+            f"the fidelity report of {name!r} has {len(raw)} bytes: at most {MAX_FIDELITY_BYTES} are kept"
+        )
+    return raw
+
+
+def held_out_number(report: Mapping[str, Any], key: str) -> float | None:
+    """Return a finite number that a report states for held-out text; None if it has none."""
+    held_out = report.get("held_out")
+    value = held_out.get(key) if isinstance(held_out, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # NaN is not.
+    return float(value) if abs(value) < LARGEST else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +164,44 @@ class VariantState:
 
     active: Version | None = None
     as_of: Size = 0  # the newest version when the choice was made
-    deleted: tuple[Version, ...] = ()
-    deleted_through: Size = 0  # this version and all before it are deleted
+    # Runs of deleted versions, each with its first and last number, ascending, with live versions between them.
+    deleted: tuple[tuple[Version, Version], ...] = ()
+    deleted_through: Size = 0  # this version and all before it were deleted with the whole variant
     previous: Version | None = None  # the version that was active before `active`
-    format: Literal[1] = 1  # of the state
+    format: Literal[3] = 3  # of the state
 
     def is_live(self, version: int) -> bool:
-        return version > self.deleted_through and version not in self.deleted
+        """True for numbers that are not deleted, also for those that were never assigned."""
+        run = bisect(self.deleted, version, key=lambda run: run[0]) - 1
+        return version > self.deleted_through and (run < 0 or version > self.deleted[run][1])
+
+    def num_live(self, newest: int) -> int:
+        """Return how many of the versions up to `newest` are not deleted."""
+        return newest - self.deleted_through - sum(last - first + 1 for first, last in self.deleted)
 
     def newest_known(self) -> int:
         """The highest version number that the state mentions; numbers up to it are never assigned again."""
-        return max(self.as_of, self.deleted_through, *self.deleted, 0)
+        return max(self.as_of, self.deleted_through, *(last for _, last in self.deleted[-1:]))
+
+    def without(self, version: int) -> VariantState:
+        """Return the state after the deletion of one version more."""
+        # Never merged into `deleted_through`, which ends the claim of a public name.
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted([*self.deleted, (version, version)]):
+            if merged and first == merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], last)
+            else:
+                merged.append((first, last))
+        return replace(self, deleted=tuple(merged))
+
+    def live_among(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return those of ascending numbers that are not deleted."""
+        kept: list[int] = []
+        begin = bisect(numbers, self.deleted_through)
+        for first, last in self.deleted:
+            kept += numbers[begin : bisect_left(numbers, first, begin)]
+            begin = bisect(numbers, last, begin)
+        return (*kept, *numbers[begin:])
 
     def to_json(self, after: str = "") -> bytes:
         """Encode the state as the entry after the one of a digest."""
@@ -134,7 +217,7 @@ class PublicClaim:
     tenant: Annotated[str, Field(pattern=NAME.pattern)] | None  # None: the name is free
     # Of the variant's state when the claim was made. The claim ends when the state has a higher number.
     deleted_through: Size
-    format: Literal[1] = 1  # of the claim
+    format: Literal[3] = 3  # of the claim
 
     def to_json(self, after: str = "") -> bytes:
         """Encode the claim as the entry after the one of a digest."""
@@ -144,6 +227,7 @@ class PublicClaim:
 _RECORD = TypeAdapter(VersionRecord)
 _STATE = TypeAdapter(VariantState)
 _CLAIM = TypeAdapter(PublicClaim)
+_REPORT = TypeAdapter(dict[str, Any])
 
 
 def parse_record(raw: bytes, where: str) -> VersionRecord:
@@ -173,6 +257,15 @@ def parse_claim(raw: bytes, where: str) -> PublicClaim:
     return _parse(_CLAIM, raw, where)
 
 
+def parse_report(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse a stored fidelity report.
+
+    Raises:
+        RegistryError: Its first defect.
+    """
+    return _parse(_REPORT, raw, where)
+
+
 def is_name(text: str) -> bool:
     """True if a tenant or variant may have this name. No such name is a path out of its directory."""
     return NAME.fullmatch(text) is not None
@@ -200,7 +293,7 @@ def _entry(value: VariantState | PublicClaim, after: str) -> dict[str, Any]:
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
+    return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
 def _parse(adapter: TypeAdapter[T], raw: bytes, where: str) -> T:

@@ -1,4 +1,4 @@
-"""The registry: artifacts, and the variants whose versions they are. Its class is the only way in.
+"""The registry: artifacts, and the variants whose versions they are. Its class is the only way in; `reader.py` reads.
 
 Owns which changes are allowed and in which order they become durable. Must not know HTTP, keys, devices or an
 artifact's contents. No change waits for a lock: `REGISTRY.md` describes how servers agree.
@@ -6,32 +6,34 @@ artifact's contents. No change waits for a lock: `REGISTRY.md` describes how ser
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
-from deltastore.errors import UsageError, VariantNotFound, VariantQuarantined
+from deltastore.errors import RegistryError, UsageError, VariantNotFound
 from deltastore.registry.backend import Backend, ObjectWriter, open_backend
-from deltastore.registry.claims import Claims, taken
 from deltastore.registry.directory.backend import DirectoryBackend
-from deltastore.registry.listing import Listing
 from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.reader import RegistryReader
 from deltastore.registry.records import (
-    PUBLIC,
     ArtifactFacts,
     VariantState,
     VersionRecord,
     Visibility,
     check_names,
-    is_name,
+    report_to_json,
 )
 from deltastore.registry.reports import CheckReport, GcReport, Usage
 from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import Storage
 from deltastore.registry.uploads import SealedUpload, Upload
-from deltastore.registry.variants import History, Variant, VariantDirectory
+from deltastore.registry.variants import History, VariantDirectory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,15 @@ class Publication:
     active_version: int | None
 
 
-class Registry:
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """A state that has deleted versions, and what was there before."""
+
+    history: History
+    state: VariantState
+
+
+class Registry(RegistryReader):
     """Variants and artifacts in one store, which any number of servers may share.
 
     Every method raises StorageFull or RegistryError if the store fails; to promote, delete or quarantine, a full disk
@@ -60,11 +70,8 @@ class Registry:
             make: Create what is missing. Without it, nothing is read or written now: a process that another one has
                 started must neither wait for a volume that hangs, nor make a registry where a volume is gone.
         """
-        backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
-        self._backend: Backend = backend
-        self.files = backend.files
-        self._claims = Claims(self.files)
-        self._listing = Listing(self.files)
+        backend: Backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
+        super().__init__(backend)
         if make:
             backend.prepare()
 
@@ -101,75 +108,6 @@ class Registry:
             directory.make()
             return self._publish(writer, sealed, facts, directory, activate)
 
-    def variant(self, tenant: str, name: str) -> Variant:
-        """Return the tenant's own variant of this name.
-
-        Raises:
-            VariantNotFound: It has no live version.
-        """
-        directory = self._readable(tenant, name)
-        with self._backend.explained():
-            history = directory.history()
-            if not history.live:
-                self._backend.check_present()
-                raise directory.not_found()
-            return self._listing.shown(directory, history)
-
-    def variants(self, tenant: str | None = None) -> list[Variant]:
-        """Return every variant, or only a tenant's own. A variant with damaged files is left out and logged."""
-        with self._backend.explained():
-            self._backend.check_present()
-            return self._listing.of(tenant)
-
-    def usable(self, tenant: str) -> list[Variant]:
-        """Return what a tenant's requests may name: its own variants, and public ones that these do not hide."""
-        with self._backend.explained():
-            self._backend.check_present()
-            return self._listing.usable_by(tenant)
-
-    def resolve(
-        self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
-    ) -> VersionRecord:
-        """Return the version that a request means. A tenant's own variant hides a public one of the same name.
-
-        Args:
-            tenant: The tenant of the request.
-            name: The variant's name.
-            version: The number of a pinned version; None for the active one.
-            owned: Leave out public variants of other tenants.
-
-        Raises:
-            VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
-            VariantQuarantined: Its object was found corrupt.
-        """
-        with self._backend.explained():
-            for owner in (tenant,) if owned else self._owners(tenant, name):
-                directory = self._readable(owner, name)
-                if live := (history := directory.history()).live:
-                    number = directory.active(history) if version is None else version
-                    if number is None:
-                        raise VariantNotFound(
-                            f"variant {name!r} has no active version: promote one of {live}"
-                        )
-                    if number not in live:
-                        raise directory.not_found(number)
-                    record = directory.record(number)
-                    self.check_not_quarantined(record)
-                    return record
-        self._backend.check_present()
-        # Of the caller's own directory, whatever other tenants have.
-        raise self._directory(tenant, name).not_found()
-
-    def is_live(self, record: VersionRecord) -> bool:
-        """True until a version is deleted, by any server. Reads one small file, so it may be called often.
-
-        Raises:
-            RegistryError: The variant's state is damaged, so its deleted versions are unknown.
-        """
-        with self._backend.explained():
-            self._backend.check_present()
-            return record.version in self._directory(record.tenant, record.name).history().live
-
     def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
         """Make a version the active one, to promote or roll back.
 
@@ -178,14 +116,15 @@ class Registry:
             VariantQuarantined: Its object was found corrupt.
         """
 
-        def promoted(directory: VariantDirectory, history: History) -> VariantState:
-            if version not in history.live:
+        def promoted(directory: VariantDirectory, history: History) -> tuple[VariantState, VersionRecord]:
+            if not history.is_live(version):
                 raise directory.not_found(version)
-            self.check_not_quarantined(directory.record(version))
+            record = directory.record(version)
+            self.check_not_quarantined(record)
             previous = directory.previous(history, version)
-            return replace(history.state, active=version, as_of=history.newest, previous=previous)
+            return replace(history.state, active=version, as_of=history.newest, previous=previous), record
 
-        return self._change(tenant, name, promoted).record(version)
+        return self._change(tenant, name, promoted)
 
     def delete(self, tenant: str, name: str, version: int | None = None) -> None:
         """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
@@ -195,26 +134,31 @@ class Registry:
             UsageError: The version is the active one.
         """
 
-        def remaining(directory: VariantDirectory, history: History) -> VariantState:
-            if version not in history.live:
+        def remaining(directory: VariantDirectory, history: History) -> tuple[VariantState, Deletion]:
+            if version is None:
+                return _nothing(directory, history)
+            if not history.is_deletable(version):
                 raise directory.not_found(version)
             active = directory.active(history)
             if version == active:
                 raise UsageError(
                     f"version {version} of {name!r} is active: promote another, or delete the whole variant"
                 )
-            if history.live == [version]:
+            if history.live == (version,):
                 # With its last version the variant ends, and with it its claim of a public name.
                 return _nothing(directory, history)
-            state = replace(history.state, deleted=(*history.state.deleted, version))
+            state = history.state.without(version)
             previous = directory.previous(replace(history, state=state), active)
-            return replace(state, active=active, as_of=history.newest, previous=previous)
+            state = replace(state, active=active, as_of=history.newest, previous=previous)
+            return state, Deletion(history, state)
 
-        if version is None:
-            # Deleting the whole variant is the way out of a damaged state.
-            self._change(tenant, name, _nothing, ignore_damage=True)
-        else:
-            self._change(tenant, name, remaining)
+        # Deleting the whole variant is the way out of a damaged state.
+        deletion = self._change(tenant, name, remaining, ignore_damage=version is None)
+        # The deletion is done; what is left of it is for gc.
+        with contextlib.suppress(OSError, RegistryError):
+            self._directory(tenant, name).remove_deleted(deletion.history, deletion.state)
+            if deletion.state.deleted_through == deletion.history.newest:
+                self._claims.remove_index(name)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
         """Let every tenant use a tenant's variant, or this tenant alone. Running requests keep their version.
@@ -222,7 +166,6 @@ class Registry:
         Raises:
             VariantNotFound: It has no live version.
             PublicNameTaken: Another tenant's variant of this name is public.
-            UsageError: It is of the tenant `public`, all of whose variants are.
         """
         directory = self._readable(tenant, name)
         with self._backend.explained():
@@ -232,27 +175,11 @@ class Registry:
             history = directory.history()
             if not history.live:
                 raise directory.not_found()
-            if tenant == PUBLIC:
-                if visibility == "private":
-                    raise UsageError(
-                        f"variants of the tenant {PUBLIC!r} are public: publish it for another tenant"
-                    )
-            elif visibility == "private":
+            if visibility == "private":
                 self._claims.release(directory)
             else:
                 self.check_name_free(tenant, name)
                 self._claims.claim(directory, history.state)
-
-    def check_name_free(self, tenant: str, name: str) -> None:
-        """Check that no other tenant's variant of this name is public.
-
-        Raises:
-            PublicNameTaken: One is.
-        """
-        with self._backend.explained():
-            is_legacy = tenant != PUBLIC and self._readable(PUBLIC, name).history().live
-            if is_legacy or self._claims.owner(name) not in (None, tenant):
-                raise taken(name)
 
     def object_path(self, record: VersionRecord) -> Path:
         """Return the path of a version's bytes, unverified or missing. Read with length checks; do not map the file."""
@@ -282,25 +209,6 @@ class Registry:
         """
         with self._backend.explained():
             return self._backend.recover(record)
-
-    def is_quarantined(self, record: VersionRecord) -> bool:
-        with self._backend.explained():
-            return self._backend.is_quarantined(record)
-
-    def check_not_quarantined(self, record: VersionRecord) -> None:
-        """Check that a version's object may be served.
-
-        Raises:
-            VariantQuarantined: It was found corrupt.
-        """
-        if self.is_quarantined(record):
-            label, reason = f"version {record.version} of {record.name!r}", self._backend.reason(record)
-            raise VariantQuarantined(f"{label} is quarantined ({reason}): upload its artifact again")
-
-    def probe(self) -> None:
-        """Read files that no tenant owns, past all caches; raise RegistryUnavailable if that fails or they are gone."""
-        with self._backend.explained():
-            self._backend.probe()
 
     def usage(self) -> Usage:
         with self._backend.explained():
@@ -333,34 +241,52 @@ class Registry:
         directory: VariantDirectory,
         activate: bool,
     ) -> Publication:
+        report = report_to_json(facts.fidelity, directory.name)
+        # In a bucket that of the object, so that one intent stands for both.
+        token = writer.stored_as.rpartition(".")[2] if writer.stored_as else secrets.token_hex(16)
         for _ in attempts(directory.path):
-            history = directory.history()
-            known = directory.find(history, sealed.digest)
-            record = known or directory.new_record(
-                sealed, facts, history.newest + 1, activate, writer.stored_as
+            found = directory.settled(
+                lambda history: (
+                    directory.find(history, sealed.digest),
+                    history.newest + 1,
+                    directory.activated(history),
+                )
             )
-            # Refuse a record that cannot be stored before its object is stored.
-            record.to_json()
+            known, number, active_before = found
+            record = known or directory.new_record(
+                sealed,
+                facts,
+                number,
+                activate=activate,
+                active_before=active_before,
+                token=token,
+                stored_as=writer.stored_as,
+            )
             writer.store(record, is_known=known is not None)
             if known is not None:
-                directory.sync_names()
-            elif not directory.add(record):
+                directory.sync_publication()
+            elif not directory.add(record, report):
                 continue
             writer.confirm()
-            history = directory.history()
-            if known is None or history.state.is_live(known.version):
-                return Publication(record, known is None, directory.active(history))
+            # A number that was assigned, deleted and removed while this process was suspended is deleted for ever.
+            if directory.state().is_live(record.version):
+                return Publication(record, known is None, directory.settled(directory.active))
+            if known is None:
+                directory.withdraw(record)
         raise AssertionError("attempts() ends with an exception")
 
     def _change(
         self,
         tenant: str,
         name: str,
-        decide: Callable[[VariantDirectory, History], VariantState],
+        decide: Callable[[VariantDirectory, History], tuple[VariantState, T]],
         *,
         ignore_damage: bool = False,
-    ) -> VariantDirectory:
-        """Change a variant's state to what `decide` makes of its history. It is called again if another was first."""
+    ) -> T:
+        """Change a variant's state to what `decide` makes of its history, and return what it returns beside that.
+
+        It is called again if another change was first.
+        """
         directory = self._readable(tenant, name)
         with self._backend.explained():
             self._backend.check_present()
@@ -369,31 +295,21 @@ class Registry:
                 # An answer, a refusal included, must not rest on names that a failed change left unsynced.
                 directory.sync_names()
                 history = directory.history(ignore_damage=ignore_damage)
-                if directory.change(history, decide(directory, history)):
-                    break
-        return directory
-
-    def _owners(self, tenant: str, name: str) -> Iterator[str]:
-        """Yield the tenants whose variant a request for a name may mean, the first that has one first."""
-        yield tenant
-        owner = self._claims.owner(name)
-        if owner not in (None, tenant):
-            yield owner
-        if tenant != PUBLIC:
-            yield PUBLIC
-
-    def _readable(self, tenant: str, name: str) -> VariantDirectory:
-        directory = self._directory(tenant, name)
-        if not (is_name(tenant) and is_name(name)):
-            raise directory.not_found()
-        return directory
-
-    def _directory(self, tenant: str, name: str) -> VariantDirectory:
-        return VariantDirectory(self.files, tenant, name)
+                try:
+                    state, result = decide(directory, history)
+                except VariantNotFound:
+                    if directory.is_current(history):
+                        raise
+                    # A record was removed after another server's deletion.
+                    continue
+                if directory.change(history, state):
+                    return result
+        raise AssertionError("attempts() ends with an exception")
 
 
-def _nothing(directory: VariantDirectory, history: History) -> VariantState:
+def _nothing(directory: VariantDirectory, history: History) -> tuple[VariantState, Deletion]:
     """Return the state of a variant after its deletion."""
     if not history.live:
         raise directory.not_found()
-    return VariantState(as_of=history.newest, deleted_through=history.newest)
+    state = VariantState(as_of=history.newest, deleted_through=history.newest)
+    return state, Deletion(history, state)

@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry. Number 0 is the file of an older layout, or without `raw` the beginning of the sequence."""
+    """One entry. Number 0, without `raw`, is the beginning of the sequence."""
 
     number: int
     raw: bytes | None
@@ -46,30 +46,29 @@ class EntrySequence:
     Args:
         directory: Holds the entries; it may be missing.
         prefix: Of the entries' names.
-        oldest: The file that counts as entry 0, as older versions of Peraxis wrote it.
         files: Reads and creates the entries.
     """
 
-    def __init__(self, directory: PurePath, prefix: str, oldest: PurePath, files: SmallFiles) -> None:
+    def __init__(self, directory: PurePath, prefix: str, files: SmallFiles) -> None:
         self.directory = directory
         self._prefix = prefix
         self._pattern = re.compile(rf"{re.escape(prefix)}([0-9]{{6,18}})\.json")
-        self._oldest = oldest
         self._files = files
 
     def path(self, number: int) -> PurePath:
-        return self.directory / f"{self._prefix}{number:06}.json" if number else self._oldest
+        return self.directory / f"{self._prefix}{number:06}.json"
 
     def numbers(self, names: Iterable[str]) -> list[int]:
         """Return the numbers of the entries among file names, ascending, without entry 0."""
-        return sorted(int(found[1]) for name in names if (found := self._pattern.fullmatch(name)))
+        begin, match = self._prefix, self._pattern.fullmatch
+        return sorted(int(found[1]) for name in names if name.startswith(begin) and (found := match(name)))
 
     def newest(self, names: Collection[str] | None = None) -> Entry:
         """Read the newest entry; with `names`, the newest of a listing of the directory."""
         listed = self.numbers(self._files.names(self.directory) if names is None else names)
         for _ in attempts(self.directory):
             if not listed:
-                return Entry(0, self._read_oldest(names))
+                return Entry(0, None)
             try:
                 return Entry(listed[-1], self._files.read(self.path(listed[-1])))
             except FileNotFoundError:
@@ -102,23 +101,11 @@ class EntrySequence:
     def superseded(self, num_kept: int = NUM_KEPT) -> list[PurePath]:
         """Return the entries that may be removed, oldest first."""
         numbers = self.numbers(self._files.names(self.directory))
-        old = [self.path(number) for number in numbers[:-num_kept]]
-        has_oldest = old and self._read_oldest(None) is not None
-        return [*([self._oldest] if has_oldest else []), *old]
+        return [self.path(number) for number in numbers[:-num_kept]]
 
     def _dispensable(self, num_kept: int) -> list[PurePath]:
         """Return a bounded number of the entries that one change may remove."""
         return self.superseded(num_kept)[:MAX_ENTRIES]
-
-    def _read_oldest(self, names: Collection[str] | None) -> bytes | None:
-        if not self._files.may_be_old:
-            return None
-        if names is not None and self._oldest.parent == self.directory and self._oldest.name not in names:
-            return None
-        try:
-            return self._files.read(self._oldest)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
     def _after(self, number: int) -> object:
         """Return the digest of the entry that another one was made after; None if it cannot be read."""

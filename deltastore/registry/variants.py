@@ -1,4 +1,4 @@
-"""The directories `variants/<tenant>/<name>/`: read records and state, add a version, change the state.
+"""The directories `variants/<tenant>/<name>/` and `reports/<tenant>/`: read and add versions, change the state.
 
 Owns the files and the order in which they are written; `registry.py` decides which changes are allowed. Nothing is
 cached, so that every server on a shared volume sees what the others acknowledged.
@@ -6,33 +6,43 @@ cached, so that every server on a shared volume sees what the others acknowledge
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePath
+from typing import Any, TypeVar
 
-from deltastore.errors import RegistryError, VariantNotFound
+from deltastore.errors import PeraxisError, RegistryError, VariantNotFound
 from deltastore.registry.files import SmallFiles
 from deltastore.registry.records import (
     ArtifactFacts,
+    ReportFile,
     VariantState,
     VersionRecord,
     Visibility,
+    held_out_number,
     is_name,
     parse_record,
+    parse_report,
     parse_state,
 )
-from deltastore.registry.sequence import Entry, EntrySequence
+from deltastore.registry.sequence import Entry, EntrySequence, attempts
 from deltastore.registry.uploads import SealedUpload
 
+T = TypeVar("T")
+
 DIRECTORY = "variants"
+REPORTS = "reports"
 # The state is the newest of the files `state-nnnnnn.json`.
 STATE = "state-"
-# The state of older versions of Peraxis, which locked the variant by another file.
-OLD_STATE = "state.json"
-OLD_LOCK = "lock"
 RECORD = re.compile(r"([1-9][0-9]{0,17})\.json")
+# Listings of one entry that lack the same live version: after them it is lost, and not just being made or removed.
+MAX_LISTINGS = 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +58,61 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantSummary:
+    """A variant at one moment, read from a number of files that does not grow with its versions."""
+
+    tenant: str
+    name: str
+    numbers: tuple[int, ...]  # of the live versions, ascending
+    active_record: VersionRecord | None
+    previous: int | None  # the live version that was active before it
+    visibility: Visibility
+
+    @property
+    def active(self) -> int | None:
+        return None if self.active_record is None else self.active_record.version
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
 class History:
     """A variant's version numbers and state. Records are read one by one, on demand."""
 
     state: VariantState
     numbers: tuple[int, ...]  # ascending, of every record, deleted or not
+    live: tuple[int, ...]  # of them, those that are not deleted
     entry: Entry  # that holds the state
-
-    @property
-    def live(self) -> list[int]:
-        return [number for number in self.numbers if self.state.is_live(number)]
 
     @property
     def newest(self) -> int:
         """The newest version number ever assigned; 0 before the first."""
-        return max(self.state.newest_known(), *self.numbers, 0)
+        return max(self.state.newest_known(), *self.numbers[-1:], 0)
+
+    def is_live(self, number: int) -> bool:
+        index = bisect_left(self.live, number)
+        return index < len(self.live) and self.live[index] == number
+
+    def is_deletable(self, number: int) -> bool:
+        """True for live versions, also if the record was lost."""
+        return 1 <= number <= self.newest and self.state.is_live(number)
+
+    def first_missing(self) -> int | None:
+        """Return the first version that is not deleted and has no record in the listing; None if there is none."""
+        newest = self.newest
+        if len(self.live) >= self.state.num_live(newest):
+            return None
+        after = dict(self.state.deleted)
+        expected = self.state.deleted_through + 1
+        for number in (*self.live, newest + 1):
+            while expected in after:
+                expected = after[expected] + 1
+            if number != expected:
+                break
+            expected += 1
+        return expected if expected <= newest else None
 
 
 class VariantDirectory:
@@ -72,10 +122,12 @@ class VariantDirectory:
         self.tenant = tenant
         self.name = name
         self.path = files.root / DIRECTORY / tenant / name
-        self.entries = EntrySequence(self.path, STATE, self.path / OLD_STATE, files)
+        self.reports = files.root / REPORTS / tenant
+        self.entries = EntrySequence(self.path, STATE, files)
         self._files = files
 
     def make(self) -> None:
+        self._files.make_directory(self.reports)
         self._files.make_directory(self.path)
 
     def check_exists(self) -> None:
@@ -90,20 +142,44 @@ class VariantDirectory:
         Raises:
             RegistryError: The state is damaged.
         """
-        names = self._files.names(self.path)
-        entry = self.entries.newest(names)
-        try:
-            state = self._parsed(entry)
-        except RegistryError:
-            if not ignore_damage:
-                raise
-            state = VariantState()
-        numbers = _numbers(names)
-        if len(numbers) < max(state.newest_known(), *numbers, 0):
-            # Numbers have no gaps. A version that was published during the listing may lack in it although the state
-            # knows it.
-            numbers = _numbers(self._files.names(self.path, is_fresh=True))
-        return History(state, numbers, entry)
+        seen: list[tuple[int, int]] = []
+        for _ in attempts(self.path):
+            names = self._files.names(self.path, is_fresh=bool(seen))
+            entry = self.entries.newest(names)
+            numbers = _numbers(names)
+            try:
+                state = self._parsed(entry)
+            except RegistryError:
+                if not ignore_damage:
+                    raise
+                return History(VariantState(), numbers, numbers, entry)
+            history = History(state, numbers, state.live_among(numbers), entry)
+            # A listing may lack what was made, and removed after a deletion, while it was taken.
+            if (missing := history.first_missing()) is None:
+                return history
+            seen.append((entry.number, missing))
+            if seen.count(seen[-1]) == MAX_LISTINGS:
+                return history
+        raise AssertionError("attempts() ends with an exception")
+
+    def is_current(self, history: History) -> bool:
+        """True if the state has not changed since a history was read: records that were read since are no others'."""
+        numbers = self.entries.numbers(self._files.names(self.path, is_fresh=True))
+        return max(numbers, default=0) == history.entry.number
+
+    def settled(self, read: Callable[[History], T]) -> T:
+        """Return what `read` makes of a history and its records. It is called again if the state changed meanwhile."""
+        for _ in attempts(self.path):
+            history = self.history()
+            try:
+                result = read(history)
+            except PeraxisError:
+                if self.is_current(history):
+                    raise
+            else:
+                if self.is_current(history):
+                    return result
+        raise AssertionError("attempts() ends with an exception")
 
     def state(self) -> VariantState:
         """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged."""
@@ -125,8 +201,21 @@ class VariantDirectory:
     def record_path(self, number: int) -> PurePath:
         return self.path / f"{number}.json"
 
+    def report_path(self, record: VersionRecord) -> PurePath:
+        return self.reports / ReportFile.of(record).file_name
+
+    def report(self, record: VersionRecord) -> dict[str, Any]:
+        """Read a version's fidelity report; empty, and logged, if it cannot be read. Raises OSError."""
+        path = self.report_path(record)
+        try:
+            return parse_report(self._files.read(path, is_fresh=True), str(path))
+        except (FileNotFoundError, RegistryError) as error:
+            if self.state().is_live(record.version):
+                log.error("the fidelity report of %s cannot be read: %s", record.label, error)
+            return {}
+
     def active(self, history: History) -> int | None:
-        """Return the active version's number; None if no version is active."""
+        """Return the active version's number; None if no version is active. Reads at most one record."""
         return next(self._activated(history), None)
 
     def previous(self, history: History, active: int | None) -> int | None:
@@ -140,18 +229,43 @@ class VariantDirectory:
         except RegistryError:
             return None
 
+    def activated(self, history: History) -> int:
+        """Return the newest version above the state's `as_of` that was published to become active; 0 without one."""
+        as_of, newest = history.state.as_of, history.newest
+        found = self.record(newest).activated if newest > as_of else 0
+        return found if found > as_of else 0
+
     def variant(self, history: History, visibility: Visibility) -> Variant:
         records = tuple(self.record(number) for number in history.live)
         active = self.active(history)
         return Variant(self.tenant, self.name, records, active, self.previous(history, active), visibility)
 
+    def summary(self, history: History, visibility: Visibility) -> VariantSummary:
+        active = self.active(history)
+        record = None if active is None else self.record(active)
+        previous = self.previous(history, active)
+        return VariantSummary(self.tenant, self.name, history.live, record, previous, visibility)
+
     def find(self, history: History, digest: str) -> VersionRecord | None:
         """Return the newest live version that has these bytes; None if there is none."""
-        records = (self.record(number) for number in reversed(history.live))
-        return next((record for record in records if record.digest == digest), None)
+        found = (file.version for file in self._own_reports() if file.digest == digest)
+        for number in sorted({number for number in found if history.is_live(number)}, reverse=True):
+            record = self.record(number)
+            # Another publication may have taken the number.
+            if record.digest == digest:
+                return record
+        return None
 
     def new_record(
-        self, sealed: SealedUpload, facts: ArtifactFacts, version: int, activate: bool, stored_as: str | None
+        self,
+        sealed: SealedUpload,
+        facts: ArtifactFacts,
+        version: int,
+        *,
+        activate: bool,
+        active_before: int,
+        token: str,
+        stored_as: str | None,
     ) -> VersionRecord:
         """Return the record of a sealed upload as a version of this variant, which is not stored yet."""
         return VersionRecord(
@@ -166,17 +280,31 @@ class VariantDirectory:
             chunk_sha256=sealed.chunk_sha256,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             method=facts.method,
-            fidelity=dict(facts.fidelity),
+            report=token,
+            agreement=held_out_number(facts.fidelity, "agreement"),
+            kl=held_out_number(facts.fidelity, "kl"),
             activate=activate,
+            active_before=active_before,
             stored_as=stored_as,
         )
 
-    def add(self, record: VersionRecord) -> bool:
-        """Publish a record in one atomic step; return False if another server took its number."""
+    def add(self, record: VersionRecord, report: bytes) -> bool:
+        """Publish a record in one atomic step, its report before it; return False if another server took its number."""
+        path = self.report_path(record)
+        self._files.add(path, report)
         is_added = self._files.add(self.record_path(record.version), record.to_json())
         if is_added:
-            self.sync_names()
+            self.sync_publication()
+        else:
+            # No other publication has a report of this name.
+            self._files.remove([path])
         return is_added
+
+    def withdraw(self, record: VersionRecord) -> None:
+        """Remove a record that was made with a number that is deleted, and its report."""
+        if record.version != max(_numbers(self._files.names(self.path)), default=0):
+            self._files.remove([self.record_path(record.version)])
+        self._files.remove([self.report_path(record)])
 
     def change(self, history: History, state: VariantState) -> bool:
         """Change the state in one atomic step; return False if another server has changed it since `history`.
@@ -185,18 +313,43 @@ class VariantDirectory:
         """
         return self.entries.append(history.entry, state.to_json(history.entry.digest))
 
+    def remove_deleted(self, history: History, state: VariantState) -> None:
+        """Remove the records and reports of the versions that a state has deleted. What fails is left for gc."""
+        reports = (
+            self.reports / file.file_name
+            for file in self._own_reports()
+            if file.version <= history.newest and not state.is_live(file.version)
+        )
+        self._files.remove([*self.dead_records(history.numbers, state), *reports])
+
+    def dead_records(self, numbers: Iterable[int], state: VariantState) -> list[PurePath]:
+        """Return the records of deleted versions but that of the highest number.
+
+        By it, numbers are not assigned again even if the state is damaged.
+        """
+        lower = sorted(numbers)[:-1]
+        return [self.record_path(number) for number in lower if not state.is_live(number)]
+
     def sync_names(self) -> None:
         """Sync the directories down to this one, so that names written by a process that died are durable."""
         self._files.make_durable(self.path, self.path.parent, self.path.parent.parent)
 
+    def sync_publication(self) -> None:
+        """Sync also the names of reports, before a publication is acknowledged."""
+        self.sync_names()
+        self._files.make_durable(self.reports, self.reports.parent)
+
+    def _own_reports(self) -> Iterator[ReportFile]:
+        return (file for file in report_files(self._files, self.tenant) if file.name == self.name)
+
     def _activated(self, history: History) -> Iterator[int]:
         """Yield the versions that became active, the last one first, as far back as the state remembers."""
-        for number in reversed(history.live):
-            if number <= history.state.as_of:
-                break
-            if self.record(number).activate:
-                yield number
-        yield from (number for number in (history.state.active, history.state.previous) if number is not None)
+        state = history.state
+        number = self.activated(history)
+        while number > state.as_of:
+            yield number
+            number = self.record(number).active_before
+        yield from (number for number in (state.active, state.previous) if number is not None)
 
     def _parsed(self, entry: Entry) -> VariantState:
         if entry.raw is None:
@@ -224,6 +377,28 @@ def directories(files: SmallFiles, tenant: str | None = None) -> Iterator[Varian
             for name in files.subdirectories(root / owner):
                 if is_name(name):
                     yield VariantDirectory(files, owner, name)
+
+
+def records_in_use(files: SmallFiles) -> Iterator[VersionRecord]:
+    """Yield the record of every live version, read after the call. A version that is deleted meanwhile may lack.
+
+    Raises:
+        RegistryError: A record or state is damaged.
+    """
+    for directory in directories(files):
+        for number in directory.history().live:
+            try:
+                yield directory.record(number)
+            except VariantNotFound as error:
+                if directory.state().is_live(number):
+                    raise RegistryError(f"{directory.record_path(number)} is missing: restore it") from error
+
+
+def report_files(files: SmallFiles, tenant: str) -> Iterator[ReportFile]:
+    """Yield the names of a tenant's fidelity reports from one listing: a superset of those of its live versions."""
+    for text in files.names(files.root / REPORTS / tenant, is_fresh=True):
+        if (found := ReportFile.parse(text)) is not None:
+            yield found
 
 
 def _numbers(names: Iterable[str]) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
 from server.api.json_replies import page_reply
 from server.api.schemas import BASE, MAX_PAGE_ENTRIES, Reference
 from server.api.service import Service, ServiceDep, TenantDep
-from server.volume.views import usable, usable_names, versions
 
 OWNER_OF_BASE = "peraxis"
 
@@ -70,17 +69,16 @@ def _usable(registry: Registry, tenant: str, after: str, limit: int) -> tuple[li
 
     The tenant's own variants hide public ones of the same name. Reads files.
     """
-    names = usable_names(registry, tenant)
+    names = registry.usable_names(tenant)
     records: list[VersionRecord] = []
     for name in names[bisect_right(names, after) :]:
         if len(records) == limit:
             return records, after, True
         after = name
         try:
-            found = usable(registry, tenant, name)
-            if found is not None and found.active is not None:
-                number = found.active
-                records += versions(registry, found.tenant, name, after=number - 1, limit=1)
+            found = registry.usable(tenant, name)
+            if found is not None and found.active_record is not None:
+                records.append(found.active_record)
         except VariantNotFound:
             # It was deleted meanwhile.
             continue

@@ -15,9 +15,9 @@ import msgspec
 from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.variants import VariantSummary
 from server.api.json_replies import MAX_PAGE_BYTES, encode
 from server.protocol.messages import VersionRef
-from server.volume.views import VariantSummary, names, report, summary, versions
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ListedVariant:
 
 def list_page(registry: Registry, tenant: str, after: str, limit: int) -> tuple[list[ListedVariant], bool]:
     """Return up to `limit` of a tenant's variants whose names come after one, and whether there may be more."""
-    found = names(registry, tenant)
+    found = registry.names(tenant)
     listed: list[ListedVariant] = []
     for index in range(bisect_right(found, after), len(found)):
         if len(listed) == limit:
@@ -66,11 +66,12 @@ def list_one(registry: Registry, tenant: str, name: str) -> ListedVariant:
     Raises:
         VariantNotFound: it has no live version.
     """
-    variant = summary(registry, tenant, name)
+    variant = registry.summary(tenant, name)
     newest = variant.numbers[-NUM_NEWEST:]
-    records = versions(registry, tenant, name, after=newest[0] - 1, limit=NUM_NEWEST)
-    if variant.active is not None and variant.active < newest[0]:
-        records = [*versions(registry, tenant, name, after=variant.active - 1, limit=1), *records]
+    records = registry.versions(tenant, name, after=newest[0] - 1, limit=NUM_NEWEST)
+    active = variant.active_record
+    if active is not None and active.version < newest[0]:
+        records = [active, *records]
     return _listed(variant, records, [version_document(record) for record in records])
 
 
@@ -82,12 +83,12 @@ def show_page(registry: Registry, tenant: str, name: str, after: int, limit: int
     Raises:
         VariantNotFound: it has no live version.
     """
-    variant = summary(registry, tenant, name)
+    variant = registry.summary(tenant, name)
     records: list[VersionRecord] = []
     documents: list[dict[str, Any]] = []
     num_bytes = 0
-    for record in versions(registry, tenant, name, after=after, limit=limit):
-        shown = encode(report(record))
+    for record in registry.versions(tenant, name, after=after, limit=limit):
+        shown = encode(registry.report(record))
         num_bytes += len(shown)
         if records and num_bytes > MAX_PAGE_BYTES:
             break
@@ -104,6 +105,8 @@ def version_document(record: VersionRecord) -> dict[str, Any]:
         "size_bytes": record.size_bytes,
         "device_bytes": record.device_bytes,
         "method": record.method,
+        "agreement": record.agreement,
+        "kl": record.kl,
         "created_at": record.created_at,
     }
 
@@ -117,7 +120,7 @@ def _listed(
         "visibility": variant.visibility,
         "active": variant.active,
         "previous": variant.previous,
-        "num_versions": len(variant.numbers),
+        "num_versions": variant.num_versions,
     }
     refs = [VersionRef(record.label, record.digest) for record in records]
     has_more = bool(records) and records[-1].version < variant.numbers[-1]

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -157,8 +156,6 @@ class EngineClient:
             QueueFull, EngineRestarted: it can be sent again later.
         """
         self.check_ready()
-        if request.record is not None and request.record.fidelity:
-            request = replace(request, record=replace(request.record, fidelity={}))
         self._send(Submit(request, time.monotonic(), first_mask))
         self._requests[request.id] = on_event
 
@@ -195,8 +192,7 @@ class EngineClient:
             ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
             QueueFull, EngineRestarted: no engine is ready.
         """
-        slim = replace(record, fidelity={})
-        return self._call(lambda call_id: LoadCall(call_id, action, slim, max_pinned))
+        return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned))
 
     async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
         """Return the state of each version; without a ready engine all are on disk."""

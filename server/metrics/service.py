@@ -14,7 +14,6 @@ from deltastore.registry.reports import Usage
 from server.metrics.definitions import PREFIX
 from server.metrics.labels import MAX_LABEL_VALUES, variant_label
 from server.metrics.snapshot import Family, Series
-from server.volume.views import names, summary, tenants
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +73,14 @@ def _read(registry: Registry, labels: Collection[str], usage: Usage) -> Registry
     for label in sorted(labels):
         tenant, _, name = label.partition("/")
         asked.setdefault(tenant, set()).add(name)
-    existing = {
-        tenant: sorted(found.intersection(names(registry, tenant))) for tenant, found in asked.items()
-    }
+    existing = {tenant: sorted(found.intersection(registry.names(tenant))) for tenant, found in asked.items()}
     deleted = set(labels) - {variant_label(*each) for each in _in_turns(existing)}
     # The others only as far as there is space, so that their names are listed only then.
     candidates = itertools.chain(_in_turns(existing), _others(registry, asked))
     active: dict[str, int] = {}
     for tenant, name in itertools.islice(candidates, MAX_LABEL_VALUES):
         try:
-            number = summary(registry, tenant, name).active
+            number = registry.summary(tenant, name).active
         except VariantNotFound:
             deleted.add(variant_label(tenant, name))
         except RegistryError as error:
@@ -97,10 +94,10 @@ def _read(registry: Registry, labels: Collection[str], usage: Usage) -> Registry
 def _others(registry: Registry, asked: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
     """Yield variants that were not asked for."""
     # Each tenant has one at least.
-    listed = tenants(registry)[:MAX_LABEL_VALUES]
+    listed = registry.tenants()[:MAX_LABEL_VALUES]
     yield from _in_turns(
         {
-            tenant: [name for name in names(registry, tenant) if name not in asked.get(tenant, ())]
+            tenant: [name for name in registry.names(tenant) if name not in asked.get(tenant, ())]
             for tenant in listed
         }
     )

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ray.exceptions import RayError, RayTaskError
@@ -127,8 +127,6 @@ class ReplicaLink:
             QueueFull, EngineRestarted, EngineFailed: no replica is ready.
         """
         self.check_ready()
-        if request.record is not None and request.record.fidelity:
-            request = replace(request, record=replace(request.record, fidelity={}))
         # The replica's engine counts from its arrival there: machines' monotonic clocks differ.
         submit = encode(Submit(request, time.monotonic(), first_mask))
         answering = asyncio.create_task(self._answer(request.id, submit, Route(request.digest)))
@@ -155,7 +153,7 @@ class ReplicaLink:
 
         The future raises what `EngineClient.load`'s does.
         """
-        return asyncio.create_task(self._load(action, replace(record, fidelity={}), max_pinned))
+        return asyncio.create_task(self._load(action, record, max_pinned))
 
     async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
         """Return the state of each version, at the fastest level that a replica has it; all requests are added."""

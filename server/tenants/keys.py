@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from deltastore.errors import UsageError
 from deltastore.registry.place import is_bucket
-from deltastore.registry.records import PUBLIC, is_name
+from deltastore.registry.records import is_name
 from deltastore.registry.storage import Storage
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants.audit import Auditor, Change
@@ -127,10 +127,10 @@ class KeyStore:
         Raises:
             UsageError: the tenant's name is not allowed, there is no role, or `expires_at` is past or has no time zone.
         """
-        if not is_name(tenant) or tenant == PUBLIC:
+        if not is_name(tenant):
             raise UsageError(
                 f"tenant name {tenant!r} is not allowed: take 1 to 64 letters, digits, '.', '_' or '-', "
-                f"the first of them a letter or a digit, and not {PUBLIC!r}"
+                "the first of them a letter or a digit"
             )
         if not roles:
             raise UsageError("a key needs a role: give inference, publish, metrics or admin")

@@ -114,5 +114,4 @@ class Resolutions:
 
 
 def _num_bytes(record: VersionRecord) -> int:
-    # The report is the only part that a tenant makes long. In memory it takes a few times its text.
-    return RECORD_BYTES + CHUNK_BYTES * len(record.chunk_sha256) + 4 * len(repr(record.fidelity))
+    return RECORD_BYTES + CHUNK_BYTES * len(record.chunk_sha256)

@@ -24,11 +24,12 @@ from deltastore.registry.bucket.objects import (
 )
 from deltastore.registry.checker import Checker
 from deltastore.registry.claims import DIRECTORY as CLAIMS
+from deltastore.registry.claims import INDEX, PUBLIC_NAMES
 from deltastore.registry.directory.layout import FORMAT_FILE, OF_SERVERS
-from deltastore.registry.records import NAME, VersionRecord
+from deltastore.registry.records import NAME, REPORT, VersionRecord
 from deltastore.registry.reports import CheckReport
 from deltastore.registry.uploads import ChunkedDigest
-from deltastore.registry.variants import DIRECTORY, RECORD, STATE
+from deltastore.registry.variants import DIRECTORY, RECORD, REPORTS, STATE
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -41,7 +42,9 @@ KNOWN = re.compile(
             re.escape(FORMAT_FILE),
             *(f"{folder}/.*" for folder in OF_SERVERS),
             rf"{DIRECTORY}/{NAMED}/{NAMED}/(?:{RECORD.pattern}|{STATE}{NUMBER})",
+            rf"{REPORTS}/{NAMED}/(?:{REPORT.pattern})",
             rf"{CLAIMS}/{NAMED}/{NUMBER}",
+            rf"{PUBLIC_NAMES}/(?:{INDEX.pattern})",
             rf"{OBJECTS}/{STORED.pattern}",
             rf"{INTENTS}/(?:{STORED.pattern}|{CLOCK})",
             rf"{MARKS}/{STORED.pattern}{re.escape(MARK)}",
@@ -57,6 +60,7 @@ def check(files: BucketFiles, objects: BucketObjects) -> CheckReport:
     checker.check_names(found)
     checker.check_variants()
     checker.check_claims()
+    checker.check_reports()
     checker.check_objects()
     return checker.report()
 

@@ -8,9 +8,10 @@ from deltastore.errors import RegistryError
 from deltastore.registry import claims
 from deltastore.registry.bucket.files import BucketFiles
 from deltastore.registry.bucket.objects import INTENTS, STORED, BucketObjects, identity_of, stored_name
+from deltastore.registry.checker import leftovers, listed_reports
 from deltastore.registry.claims import Claims
 from deltastore.registry.reports import GcReport
-from deltastore.registry.variants import DIRECTORY, directories
+from deltastore.registry.variants import DIRECTORY, directories, records_in_use
 
 ABANDONED_AFTER = timedelta(days=1)
 # Written by gc, to read the clock of the store from its time.
@@ -32,7 +33,8 @@ def collect(
     Raises:
         RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
     """
-    # In this order: objects, intents, records.
+    # In this order: reports and objects, intents, records.
+    reports = listed_reports(files)
     stored = objects.stored()
     intents = {
         name: meta["last_modified"] for name, meta in objects.intents().items() if STORED.fullmatch(name)
@@ -41,7 +43,8 @@ def collect(
     abandoned = _abandoned(files, intents)
     files = files.listed(files.root / DIRECTORY, files.root / claims.DIRECTORY)
     try:
-        needed = _in_use(files)
+        needed = {stored_name(record) for record in records_in_use(files)}
+        left = leftovers(files, reports, intents.keys() - abandoned)
     except RegistryError as error:
         raise RegistryError(f"nothing was collected: {error}") from error
     unused = sorted(stored.keys() - needed - (intents.keys() - abandoned))
@@ -51,13 +54,14 @@ def collect(
         if name not in needed or (name in stored and identity_of(stored[name]) != identity)
     ]
     entries = [
+        *left,
         *(path for name in Claims(files).names() for path in Claims(files).entries(name).superseded()),
         *(path for directory in directories(files) for path in directory.entries.superseded()),
     ]
     if not dry_run:
         objects.remove(unused)
         objects.remove_marks(marks)
-        files.remove([*entries, *(files.root / INTENTS / name for name in sorted(abandoned))])
+        files.remove_surely([*entries, *(files.root / INTENTS / name for name in sorted(abandoned))])
     return GcReport(
         tuple(sorted({name.partition(".")[0] for name in unused})),
         num_partials,
@@ -75,12 +79,3 @@ def _abandoned(files: BucketFiles, intents: dict[str, datetime]) -> set[str]:
     files.replace(path, b"{}\n")
     now = files.status(path)["last_modified"]
     return {name for name, begun in intents.items() if begun < now - ABANDONED_AFTER}
-
-
-def _in_use(files: BucketFiles) -> set[str]:
-    """Return the names of the objects of all live versions."""
-    return {
-        stored_name(directory.record(number))
-        for directory in directories(files)
-        for number in directory.history().live
-    }

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
@@ -22,6 +22,9 @@ from deltastore.registry.bucket.client import Bucket
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 # A record of a delta of 1 GB has about 20 KB.
 MAX_CACHED_BYTES = 256 << 20
@@ -81,8 +84,6 @@ class BucketFiles:
         listed: Names by directory, of directories that have just been listed with all below them.
     """
 
-    may_be_old = False
-
     def __init__(
         self,
         bucket: Bucket,
@@ -94,14 +95,15 @@ class BucketFiles:
         self._cache = cache or FileCache()
         self._listed = listed or {}
 
-    def read(self, path: PurePath) -> bytes:
+    def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
         key = self._key(path)
-        if (cached := self._cache.get(key)) is not None:
+        if not is_fresh and (cached := self._cache.get(key)) is not None:
             return cached
         with self._bucket.calls():
             found = obstore.get(self._bucket.small, key)
             data = bytes(found.bytes())
-        self._cache.put(key, found.meta["e_tag"], data)
+        if not is_fresh:
+            self._cache.put(key, found.meta["e_tag"], data)
         return data
 
     def is_directory(self, path: PurePath) -> bool:
@@ -117,6 +119,10 @@ class BucketFiles:
         for tree in self._covering(directory):
             return sorted(path.name for path in tree if path.parent == PurePosixPath(directory))
         return sorted(self._children(directory)[1])
+
+    def each(self, function: Callable[[T], Result], items: Sequence[T]) -> list[Result]:
+        with ThreadPoolExecutor(NUM_READERS, "registry-read") as threads:
+            return list(threads.map(function, items))
 
     def listed(self, *directories: PurePath) -> BucketFiles:
         """Return these files with every name below some directories listed, a thousand per call, and read."""
@@ -185,11 +191,19 @@ class BucketFiles:
         self._cache.put(key, put["e_tag"], data)
 
     def remove(self, paths: Iterable[PurePath]) -> None:
-        if keys := [self._key(path) for path in paths]:
-            with contextlib.suppress(RegistryError, StorageFull, FileNotFoundError), self._bucket.calls():
-                obstore.delete(self._bucket.small, keys)
-        for key in keys:
-            self._cache.drop(key)
+        with contextlib.suppress(RegistryError, StorageFull):
+            self.remove_surely(paths)
+
+    def remove_surely(self, paths: Iterable[PurePath]) -> None:
+        """Remove files, those that exist, and report a failure: some may be removed then."""
+        keys = [self._key(path) for path in paths]
+        try:
+            for first in range(0, len(keys), PAGE):
+                with contextlib.suppress(FileNotFoundError), self._bucket.calls():
+                    obstore.delete(self._bucket.small, keys[first : first + PAGE])
+        finally:
+            for key in keys:
+                self._cache.drop(key)
 
     def delete(self, path: PurePath) -> None:
         """Remove a file, durably, and report a failure; one that is missing is removed."""

@@ -182,12 +182,12 @@ class BucketObjects:
         return found
 
     def remove(self, names: list[str]) -> None:
-        """Remove objects and their marks."""
-        self._files.remove([self._files.root / OBJECTS / name for name in names])
+        """Remove objects and their marks. Raises RegistryUnavailable if some may be left."""
+        self._files.remove_surely([self._files.root / OBJECTS / name for name in names])
         self.remove_marks(names)
 
     def remove_marks(self, names: list[str]) -> None:
-        self._files.remove([self._mark_path(name) for name in names])
+        self._files.remove_surely([self._mark_path(name) for name in names])
 
     def _mark(self, record: VersionRecord, reason: str, identity: str | None) -> None:
         mark = {"digest": record.digest, "reason": reason, "object": identity}

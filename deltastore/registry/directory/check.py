@@ -14,22 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltastore.registry.checker import Checker
+from deltastore.registry.claims import INDEX
 from deltastore.registry.directory.collect import temporaries
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS, OLD_DIRECTORIES, OLD_FILES
+from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS
 from deltastore.registry.directory.objects import ASIDE, DIGEST, MARK, Objects, digest_of
 from deltastore.registry.directory.reserve import DIRECTORY, FILE
-from deltastore.registry.records import NAME, is_name
+from deltastore.registry.records import REPORT, is_name
 from deltastore.registry.reports import CheckReport
 from deltastore.registry.storage import TEMPORARY
 from deltastore.registry.uploads import PARTIAL, ChunkedDigest, abandoned, hash_file
-from deltastore.registry.variants import (
-    OLD_LOCK,
-    OLD_STATE,
-    RECORD,
-    STATE,
-    directories,
-)
+from deltastore.registry.variants import RECORD, REPORTS, STATE, directories
 
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
 PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
@@ -38,8 +33,9 @@ RESERVE_FILE = re.compile(rf"{DRAFT}|{FILE}")
 OBJECT_FILE = re.compile(rf"{DIGEST.pattern}|{ASIDE.pattern}")
 NUMBERED = r"[0-9]{6,18}\.json"
 CLAIM_FILE = re.compile(rf"{DRAFT}|{NUMBERED}")
-OLD_CLAIM_FILE = re.compile(rf"{DRAFT}|{NAME.pattern}")
-VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{STATE}{NUMBERED}|{re.escape(OLD_STATE)}|{OLD_LOCK}")
+INDEX_FILE = re.compile(rf"{DRAFT}|{INDEX.pattern}")
+REPORT_FILE = re.compile(rf"{DRAFT}|{REPORT.pattern}")
+VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{STATE}{NUMBERED}")
 # Names that file systems create themselves.
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
@@ -50,6 +46,7 @@ def check(files: DirectoryFiles, objects: Objects) -> CheckReport:
     checker.check_names()
     checker.check_variants()
     checker.check_claims()
+    checker.check_reports()
     checker.check_objects()
     checker.check_missing()
     checker.check_leftovers()
@@ -66,17 +63,18 @@ class _DirectoryChecker(Checker):
     def check_names(self) -> None:
         """Report files that the registry's layout has no place for."""
         root, variants = self._root, self._root / "variants"
-        folders = (*LAYOUT, DIRECTORY, *OF_SERVERS, *OLD_DIRECTORIES)
-        files = re.compile("|".join([DRAFT, *map(re.escape, (FORMAT_FILE, *OLD_FILES))]))
+        folders = (*LAYOUT, DIRECTORY, *OF_SERVERS)
+        files = re.compile(rf"{DRAFT}|{re.escape(FORMAT_FILE)}")
         self._check_folder(
             root, lambda entry: entry.name in folders if entry.is_dir() else _is_file(entry, files)
         )
         self._check_folder(Path(self._claims.directory), _is_named_directory)
         for folder in map(Path, self._claims.directories()):
             self._check_folder(folder, lambda entry: _is_file(entry, CLAIM_FILE))
-        old_claims = Path(self._claims.old_directory)
-        if old_claims.is_dir():
-            self._check_folder(old_claims, lambda entry: _is_file(entry, OLD_CLAIM_FILE))
+        self._check_folder(Path(self._claims.index), lambda entry: _is_file(entry, INDEX_FILE))
+        self._check_folder(root / REPORTS, _is_named_directory)
+        for tenant in self._files.subdirectories(root / REPORTS):
+            self._check_folder(root / REPORTS / tenant, lambda entry: _is_file(entry, REPORT_FILE))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, OBJECT_FILE))
         self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
@@ -117,9 +115,15 @@ class _DirectoryChecker(Checker):
             with contextlib.suppress(FileNotFoundError), abandoned(partial, time.time()) as is_abandoned:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
-        folders = [Path(directory.path) for directory in directories(self._files)]
-        rest = (self._root, self._objects.quarantine_directory, self._root / DIRECTORY)
-        for folder in (*rest, *map(Path, self._claims.directories()), *folders):
+        variants = list(directories(self._files))
+        folders = {Path(path) for each in variants for path in (each.path, each.reports)}
+        rest = (
+            self._root,
+            Path(self._claims.index),
+            self._objects.quarantine_directory,
+            self._root / DIRECTORY,
+        )
+        for folder in (*rest, *map(Path, self._claims.directories()), *sorted(folders)):
             for path in temporaries(folder, time.time()):
                 self._note(path, "left by a crash: gc removes it")
         for aside in self._objects.aside():

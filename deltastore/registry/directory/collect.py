@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deltastore.errors import RegistryError
+from deltastore.registry.checker import leftovers, listed_reports
 from deltastore.registry.claims import Claims
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.directory.objects import Objects, digest_of
@@ -18,7 +19,7 @@ from deltastore.registry.directory.reserve import DIRECTORY
 from deltastore.registry.reports import GcReport
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, file_time_s
 from deltastore.registry.uploads import PARTIAL, abandoned, sealed_digests
-from deltastore.registry.variants import directories
+from deltastore.registry.variants import directories, records_in_use
 
 # Temporary files get their final names in milliseconds.
 LEFT_AFTER_S = 60
@@ -97,9 +98,7 @@ class Collector:
             RegistryError: A record or state is damaged, so some are unknown.
         """
         needed = sealed_digests(self._root / "uploads", self._storage, except_for)
-        for directory in directories(self._files):
-            needed |= {directory.record(number).digest for number in directory.history().live}
-        return needed
+        return needed | {record.digest for record in records_in_use(self._files)}
 
     def _size_of(self, digest: str) -> int:
         paths = [self._objects.path(digest), self._objects.evidence_path(digest)]
@@ -113,14 +112,19 @@ class Collector:
         return [self._objects.evidence_path(digest) for digest in healed & evidence], sorted(healed & marked)
 
     def _leftovers(self) -> list[Path]:
-        """Return temporary files, and entries of states and claims that newer ones replace."""
+        """Return temporary files, entries that newer ones replace, and what deletions and publications left."""
+        reports = listed_reports(self._files)
+        # After the reports were listed.
+        under_way = sealed_digests(self._root / "uploads", self._storage)
         claims = Claims(self._files)
         variants = list(directories(self._files))
         folders = [
             self._objects.quarantine_directory,
             self._root / DIRECTORY,
+            Path(claims.index),
             *map(Path, claims.directories()),
             *(Path(directory.path) for directory in variants),
+            *{Path(directory.reports) for directory in variants},
         ]
         now_s = self._storage.touch(self._root / "uploads")
         found = [path for folder in folders for path in temporaries(folder, now_s)]
@@ -128,7 +132,7 @@ class Collector:
             found += map(Path, claims.entries(name).superseded())
         for directory in variants:
             found += map(Path, directory.entries.superseded())
-        return found
+        return [*found, *map(Path, leftovers(self._files, reports, under_way))]
 
 
 def collect_partials(directory: Path, storage: Storage, *, dry_run: bool) -> tuple[int, int]:

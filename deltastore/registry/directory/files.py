@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
-from typing import Self
+from typing import Self, TypeVar
 
 from deltastore.registry.directory.reserve import Reserve
 from deltastore.registry.storage import FULL, Storage, listed_names
 
+T = TypeVar("T")
+Result = TypeVar("Result")
+
 
 class DirectoryFiles:
     """The small files of a registry in a directory, on which `storage` makes the changes."""
-
-    may_be_old = True
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self.root = root
         self.reserve = Reserve(root, storage)
         self._storage = storage
 
-    def read(self, path: PurePath) -> bytes:
+    def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
         return Path(path).read_bytes()
 
     def is_directory(self, path: PurePath) -> bool:
@@ -37,6 +38,9 @@ class DirectoryFiles:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         except FileNotFoundError:
             return []
+
+    def each(self, function: Callable[[T], Result], items: Sequence[T]) -> list[Result]:
+        return [function(item) for item in items]
 
     def listed(self, *directories: PurePath) -> Self:
         return self

@@ -10,33 +10,42 @@ import json
 from pathlib import Path
 
 from deltastore.errors import RegistryError, RegistryUnavailable
-from deltastore.registry import claims
-from deltastore.registry.storage import Storage
+from deltastore.registry import claims, variants
+from deltastore.registry.storage import Storage, listed_names
 
-LAYOUT = ("objects", "uploads", "quarantine", "variants", claims.DIRECTORY)
+LAYOUT = (
+    "objects",
+    "uploads",
+    "quarantine",
+    variants.DIRECTORY,
+    variants.REPORTS,
+    claims.DIRECTORY,
+    claims.PUBLIC_NAMES,
+)
 # Kept by servers: keys, limits and the audit log.
 OF_SERVERS = ("tenants", "audit")
-# Left by versions of Peraxis that locked the registry.
-OLD_DIRECTORIES = (claims.OLD_DIRECTORY,)
-OLD_FILES = ("objects.lock", "public.lock")
 FORMAT_FILE = "format.json"
-FORMAT = 2
+FORMAT = 3
 
 
 def make_layout(root: Path, storage: Storage) -> None:
     """Create the missing directories of a registry.
 
     Raises:
-        RegistryError: A newer version of Peraxis wrote it.
+        RegistryError: Another version of Peraxis wrote it.
         OSError: The disk failed.
     """
-    check_format(root)
+    path = root / FORMAT_FILE
+    try:
+        parse_format(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        if listed_names(root / variants.DIRECTORY):
+            raise older(str(root)) from None
+        storage.make_dirs(root)
+        # Before the directories, which older versions of Peraxis would read without it.
+        storage.add(path, json.dumps({"format": FORMAT}).encode() + b"\n")
     for name in LAYOUT:
         storage.make_dirs(root / name)
-    if not (root / FORMAT_FILE).exists():
-        # Without it, this version reads the registry as well.
-        with contextlib.suppress(OSError):
-            storage.add(root / FORMAT_FILE, json.dumps({"format": FORMAT}).encode() + b"\n")
     # Existing directories too: the process that made them may have died before its fsync.
     storage.fsync_dir(root)
     # Without the right to open the parent, this user did not create the root either.
@@ -44,37 +53,42 @@ def make_layout(root: Path, storage: Storage) -> None:
         storage.fsync_dir(root.parent)
 
 
-def check_format(root: Path) -> None:
-    """Check that this version of Peraxis can read the registry.
+def parse_format(raw: bytes, where: str) -> None:
+    """Check the contents of `format.json`.
 
     Raises:
-        RegistryError: A newer version wrote it, or the file cannot be read.
+        RegistryError: Another version of Peraxis wrote it, or the file is damaged.
     """
-    path = root / FORMAT_FILE
-    try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    parse_format(raw, str(path))
-
-
-def parse_format(raw: bytes, where: str) -> None:
-    """Check the contents of `format.json`; raises as `check_format` does."""
     try:
         found = json.loads(raw)["format"]
     except (ValueError, LookupError, TypeError) as error:
         raise RegistryError(f'{where} is damaged: write {{"format": {FORMAT}}} to it') from error
-    if found not in (1, FORMAT):
+    if found in (1, 2):
+        raise older(where)
+    if found != FORMAT:
         raise RegistryError(
-            f"{where} has format {found!r}, written by a newer version of Peraxis, and this one reads up to {FORMAT}: "
+            f"{where} has format {found!r}, written by a newer version of Peraxis, and this one reads format {FORMAT}: "
             "run the newer version"
         )
 
 
+def older(where: str) -> RegistryError:
+    """Return the error for a registry that an older version of Peraxis wrote."""
+    return RegistryError(
+        f"{where} was written by an older version of Peraxis and cannot be read: publish the variants again, into a "
+        "new directory or prefix"
+    )
+
+
 def check_present(root: Path) -> None:
     """Raise RegistryUnavailable if a registry's directory is gone: it must not look like one without variants."""
-    if not (root / "variants").is_dir():
-        raise RegistryUnavailable(
-            f"{root} is gone: mount its volume again",
-            public="the registry's volume is gone: ask its operator to mount it again",
-        )
+    if not (root / variants.DIRECTORY).is_dir():
+        raise gone(root)
+
+
+def gone(root: Path) -> RegistryUnavailable:
+    """Return the error for a registry whose files are missing."""
+    return RegistryUnavailable(
+        f"{root} is gone: mount its volume again",
+        public="the registry's volume is gone: ask its operator to mount it again",
+    )

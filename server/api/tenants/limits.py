@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 
+from deltastore.registry.reader import Stored
 from deltastore.registry.uploads import SealedUpload
 from server.api.service import Service
 from server.errors import RateLimited
 from server.tenants.limits.limiter import Seat
 from server.tenants.tenant import Tenant
-from server.volume.views import Stored, stored
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ class CountedUpload:
 
     async def _stored(self) -> Stored:
         return await self._service.volume.run_long(
-            partial(stored, self._service.registry, self._tenant), self._tenant
+            partial(self._service.registry.stored, self._tenant), self._tenant
         )
 
     def _check_count(self, stored: Stored, digest: str | None) -> None:

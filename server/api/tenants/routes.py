@@ -17,7 +17,6 @@ from server.api.service import AuditorDep, CallerDep, Service, ServiceDep
 from server.api.tenants.limits import num_pinned
 from server.tenants.audit import Auditor, Change
 from server.tenants.limits.tenant_limits import TenantLimits, plain
-from server.volume.views import stored, tenants
 
 me_router = APIRouter()
 router = APIRouter(prefix="/tenants")
@@ -28,7 +27,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
     counted = await service.limiter.usage(tenant)
-    found = await service.volume.run_long(partial(stored, service.registry, tenant), tenant)
+    found = await service.volume.run_long(partial(service.registry.stored, tenant), tenant)
     return {
         "tenant": tenant,
         "roles": sorted(caller.roles),
@@ -78,7 +77,7 @@ def _tenants(service: Service, query: TenantPageQuery) -> tuple[list[dict[str, A
     """Return the documents of a page of tenants by name, and whether there are others behind them. Reads files."""
     keys = Counter(record.tenant for record in service.keys.records().values())
     own = service.limits.own()
-    found = sorted({*keys, *own, *tenants(service.registry)})
+    found = sorted({*keys, *own, *service.registry.tenants()})
     begin = bisect_right(found, query.after or "")
     end = begin + query.limit
     documents = [
@@ -87,7 +86,7 @@ def _tenants(service: Service, query: TenantPageQuery) -> tuple[list[dict[str, A
             "limits": plain(own.get(name, service.settings.default_limits)),
             "has_own_limits": name in own,
             "num_keys": keys[name],
-            "num_variants": len(stored(service.registry, name).num_versions),
+            "num_variants": len(service.registry.names(name)),
         }
         for name in found[begin:end]
     ]

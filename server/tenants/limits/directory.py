@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deltastore.errors import UsageError
-from deltastore.registry.records import NAME, PUBLIC, is_name
+from deltastore.registry.records import NAME, is_name
 from server.errors import QueueFull
 from server.tenants.directory import RecordDirectory
 from server.tenants.limits.tenant_limits import TenantLimits
@@ -63,10 +63,10 @@ class LimitsDirectory:
             UsageError: no tenant may have this name.
             RegistryUnavailable, StorageFull: the disk failed; the limits are the old ones or the new ones.
         """
-        if not is_name(tenant) or tenant == PUBLIC:
+        if not is_name(tenant):
             raise UsageError(
                 f"tenant name {tenant!r} is not allowed: take 1 to 64 letters, digits, '.', '_' or '-', "
-                f"the first of them a letter or a digit, and not {PUBLIC!r}"
+                "the first of them a letter or a digit"
             )
         self._directory.write(tenant, limits)
 

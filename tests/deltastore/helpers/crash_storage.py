@@ -19,11 +19,15 @@ from pathlib import Path
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry import Publication, Registry
-from deltastore.registry.records import ArtifactFacts, PublicClaim, VersionRecord, Visibility
+from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
 from deltastore.registry.storage import MODE, Storage
 
 FACTS = ArtifactFacts(
-    data_start=4096, device_bytes=1000, base_fingerprint="ab" * 32, method="both", fidelity={"kl": 0.5}
+    data_start=4096,
+    device_bytes=1000,
+    base_fingerprint="ab" * 32,
+    method="both",
+    fidelity={"held_out": {"kl": 0.5, "agreement": 0.75}},
 )
 View = dict[str, object]
 
@@ -140,7 +144,7 @@ def stored(seed: int) -> VersionRecord:
         chunk_sha256=(digest_of(seed),),
         created_at="2026-01-01T00:00:00.000+00:00",
         method=FACTS.method,
-        fidelity={},
+        report="0" * 32,
         activate=True,
     )
 
@@ -161,7 +165,7 @@ def make_world(root: Path) -> None:
         push(registry, artifact(seed), "a")
     push(registry, artifact(3), "a", activate=False)
     push(registry, artifact(2), "b")
-    push(registry, artifact(4), "c", tenant="public")
+    push(registry, artifact(4), "c", tenant="third")
     push(registry, artifact(5), "gone")
     registry.delete("default", "gone")
     push(registry, artifact(6), "sick")
@@ -172,9 +176,6 @@ def make_world(root: Path) -> None:
     registry.delete("default", "dropped")
     registry.set_visibility("default", "b", "public")
     push(registry, artifact(2), "gone", tenant="other")
-    # The claim that an older version of Peraxis made for the variant that was deleted.
-    (root / "public").mkdir()
-    (root / "public" / "gone").write_bytes(PublicClaim("default", 0).to_json())
     (root / "uploads" / "dead.part").write_bytes(b"half an upl")
 
 

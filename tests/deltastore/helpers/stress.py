@@ -128,7 +128,8 @@ def _problems(registry: Registry, lines: list[dict[str, Any]]) -> Iterator[str]:
             if digests.setdefault(line["version"], line["digest"]) != line["digest"]:
                 yield f"{name}@{line['version']} was acknowledged with two digests"
         for version, digest in digests.items():
-            if directory.record(version).digest != digest:
+            # The records of deleted versions are removed.
+            if history.is_live(version) and directory.record(version).digest != digest:
                 yield f"{name}@{version} has other bytes than were acknowledged"
         for line in mine:
             if line["kind"] == "delete" and history.state.is_live(line["version"]):
@@ -149,7 +150,7 @@ def _chain_problems(
     for (raw, before), (_, after), path in zip(entries, entries[1:], paths[1:], strict=False):
         if after["after"] != hashlib.sha256(raw).hexdigest():
             yield f"{path} was not made after the entry before it"
-        if not set(before["deleted"]) <= set(after["deleted"]) | set(range(after["deleted_through"] + 1)):
+        if not _deleted(before) <= _deleted(after):
             yield f"{path} has a deleted version again"
         if after["deleted_through"] < before["deleted_through"]:
             yield f"{path} takes a deletion back"
@@ -157,6 +158,11 @@ def _chain_problems(
         promoted = {line["version"] for line in acknowledged if line["kind"] == "promote"}
         for version in sorted(promoted - {entry["active"] for _, entry in entries}):
             yield f"the promotion of {directory.name}@{version} was lost"
+
+
+def _deleted(state: dict[str, Any]) -> set[int]:
+    numbers = set(range(state["deleted_through"] + 1))
+    return numbers.union(*(range(first, last + 1) for first, last in state["deleted"]))
 
 
 def _refuse_lock(fd: int, operation: int) -> NoReturn:

@@ -65,7 +65,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a record of another format": (
         lambda root: edit(root / HOME / "3.json", format=2),
         f"{HOME}/3.json",
-        "format: Input should be 1",
+        "format: Input should be 3",
     ),
     "a record under another number": (
         lambda root: edit(root / HOME / "3.json", version=4),
@@ -85,7 +85,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a lost record": (
         lambda root: (root / HOME / "2.json").unlink(),
         f"{HOME}/2.json",
-        "this version's record is missing: restore it",
+        "this version's record is missing: restore it, or delete a@",
     ),
     "a state that is no JSON": (
         lambda root: (root / HOME / "state-000001.json").write_bytes(b""),
@@ -100,7 +100,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a state that names a version that never was": (
         lambda root: edit(root / HOME / "state-000001.json", active=4, as_of=4),
         f"{HOME}/4.json",
-        "this version's record is missing: restore it",
+        "this version's record is missing: restore it, or delete a@",
     ),
     "a foreign file among the objects": (
         lambda root: (root / "objects" / "README").write_text(""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -63,14 +62,3 @@ def test_a_version_with_a_damaged_record_can_be_promoted_away_from(volume: Regis
     (volume.root / "variants" / "default" / "a" / "2.json").write_text("{")
     assert volume.activate("default", "a", 1).version == 1
     assert volume.resolve("default", "a").version == 1
-
-
-def test_a_state_of_an_older_release_has_no_previous_version(volume: Registry) -> None:
-    for seed in (1, 2):
-        push(volume, artifact(seed), "a")
-    volume.activate("default", "a", 1)
-    state = volume.root / "variants" / "default" / "a" / "state-000001.json"
-    document = json.loads(state.read_text())
-    assert document.pop("previous") == 2
-    state.write_text(json.dumps(document))
-    assert volume.variant("default", "a").previous is None

@@ -60,7 +60,8 @@ def test_a_published_artifact_is_described_by_its_record(registry: Registry) -> 
     assert record.chunk_sha256 == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
     assert (record.data_start, record.device_bytes) == (FACTS.data_start, FACTS.device_bytes)
     assert (record.base_fingerprint, record.method) == (FACTS.base_fingerprint, FACTS.method)
-    assert record.fidelity == {"kl": 0.5}
+    assert registry.report(record) == FACTS.fidelity
+    assert (record.agreement, record.kl) == (0.75, 0.5)
     assert record.created_at.endswith("+00:00")
     assert registry.object_path(record).read_bytes() == data
 
@@ -186,7 +187,8 @@ def test_a_number_is_not_used_again_even_when_its_deleted_record_is_lost(volume:
 
 
 def test_a_tenants_own_variant_hides_a_public_one_and_others_get_the_public_one(registry: Registry) -> None:
-    push(registry, artifact(1), "a", tenant="public")
+    push(registry, artifact(1), "a", tenant="open")
+    registry.set_visibility("open", "a", "public")
     push(registry, artifact(2), "a", tenant="mine")
     assert registry.resolve("mine", "a").digest == digest_of(2)
     assert registry.resolve("theirs", "a").digest == digest_of(1)
@@ -196,7 +198,8 @@ def test_a_tenants_own_variant_hides_a_public_one_and_others_get_the_public_one(
 
 def test_a_version_that_the_own_variant_lacks_is_not_taken_from_the_public_one(registry: Registry) -> None:
     for seed in (1, 2):
-        push(registry, artifact(seed), "a", tenant="public")
+        push(registry, artifact(seed), "a", tenant="open")
+    registry.set_visibility("open", "a", "public")
     push(registry, artifact(3), "a", tenant="mine")
     with pytest.raises(VariantNotFound, match="'a' has no version 2"):
         registry.resolve("mine", "a", 2)
@@ -212,12 +215,12 @@ def test_another_tenants_variant_looks_like_none(registry: Registry) -> None:
 
 
 def test_a_list_holds_all_variants_or_one_tenants(registry: Registry) -> None:
-    for tenant, name in (("mine", "b"), ("mine", "a"), ("public", "a")):
+    for tenant, name in (("mine", "b"), ("mine", "a"), ("other", "a")):
         push(registry, artifact(1), name, tenant=tenant)
     assert [(v.tenant, v.name) for v in registry.variants()] == [
         ("mine", "a"),
         ("mine", "b"),
-        ("public", "a"),
+        ("other", "a"),
     ]
     assert [v.name for v in registry.variants("mine")] == ["a", "b"]
     assert registry.variants("unknown") == []
@@ -336,7 +339,7 @@ def test_a_directory_that_refuses_is_a_registry_error_with_its_path_for_operator
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        RegistryError, match="file/registry: Not a directory: nothing was acknowledged"
+        RegistryError, match=r"file/registry/format\.json: Not a directory: nothing was acknowledged"
     ) as caught:
         Registry(tmp_path / "file" / "registry")
     assert "Not a directory: nothing was acknowledged" in caught.value.public
@@ -351,7 +354,10 @@ def test_a_volume_that_vanished_does_not_look_like_a_registry_without_variants(v
         lambda: volume.resolve("default", "a"),
         lambda: volume.variant("default", "a"),
         lambda: volume.variants(),
-        lambda: volume.usable("default"),
+        lambda: volume.summaries("default", ["a"]),
+        lambda: volume.stored("default"),
+        lambda: volume.tenants(),
+        lambda: volume.probe(),
         lambda: volume.is_live(record),
         lambda: volume.activate("default", "a", 1),
         lambda: volume.delete("default", "a"),

@@ -23,7 +23,7 @@ class Changes:
         storage = storage or SteppedStorage()
         self.directory = root
         self.files = DirectoryFiles(root, storage)
-        self.entries = EntrySequence(root, "n-", root / "old.json", self.files)
+        self.entries = EntrySequence(root, "n-", self.files)
 
     def append(self, newest: Entry, value: int) -> bool:
         document = {"value": value, "after": newest.digest}
@@ -58,13 +58,6 @@ def test_a_sequence_begins_without_an_entry(changes: Changes) -> None:
     assert changes.value() == 5
 
 
-def test_the_file_of_an_older_version_is_the_entry_before_the_first(changes: Changes) -> None:
-    (changes.directory / "old.json").write_text('{"value": 3}')
-    assert (changes.entries.newest().number, changes.value()) == (0, 3)
-    changes.add(4)
-    assert changes.value() == 4
-
-
 def test_of_two_changes_that_rest_on_one_entry_the_second_is_refused(changes: Changes) -> None:
     changes.add(1)
     newest = changes.entries.newest()
@@ -81,20 +74,16 @@ def test_numbers_beyond_six_digits_are_newer(changes: Changes) -> None:
 
 def test_collection_leaves_the_newest_entries(changes: Changes) -> None:
     changes.add(*range(NUM_KEPT + 5))
-    (changes.directory / "old.json").write_text("{}")
     changes.collect()
     numbers = changes.entries.numbers(path.name for path in changes.directory.iterdir())
     assert numbers == list(range(6, NUM_KEPT + 6))
-    assert not (changes.directory / "old.json").exists()
 
 
 def test_repeated_changes_keep_a_bounded_number_of_entries_without_gc(changes: Changes) -> None:
-    (changes.directory / "old.json").write_text("{}")
     for value in range(3 * MAX_ENTRIES):
         changes.add(value)
         assert len(list(changes.directory.iterdir())) <= MAX_ENTRIES + 1
     assert changes.value() == 3 * MAX_ENTRIES - 1
-    assert not (changes.directory / "old.json").exists()
 
 
 def test_a_change_is_made_although_older_entries_cannot_be_removed(changes: Changes) -> None:

@@ -70,8 +70,8 @@ def digest(number: int) -> str:
 def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
     record = VersionRecord(
         tenant="default", name=f"v{number}", version=1, digest=digest(number), size_bytes=1, data_start=0,
-        device_bytes=1, base_fingerprint="0" * 64, chunk_sha256=(), created_at="", method="both", fidelity={},
-        activate=True,
+        device_bytes=1, base_fingerprint="0" * 64, chunk_sha256=(), created_at="", method="both",
+        report="0" * 32, activate=True,
     )  # fmt: skip
     return record, DeltaLayout(digest(number), False, "", MappingProxyType({}), MappingProxyType({}))
 

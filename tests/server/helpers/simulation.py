@@ -62,7 +62,7 @@ class SimSequence(Sequence):
 
 def version(digest: str) -> VersionRecord:
     """Make a record of a version without a file."""
-    return VersionRecord("public", digest, 1, digest, 0, 0, 0, "", (), "", "per-axis", {}, activate=True)
+    return VersionRecord("public", digest, 1, digest, 0, 0, 0, "", (), "", "per-axis", True, "0" * 32)
 
 
 class SimResidency(Residency):

@@ -51,7 +51,7 @@ from server.protocol.sampling_params import SamplingParams
 RECORD = VersionRecord(
     tenant="default", name="v", version=3, digest="0" * 64, size_bytes=10, data_start=4, device_bytes=6,
     base_fingerprint="1" * 64, chunk_sha256=("2" * 64,), created_at="2025-01-01T00:00:00+00:00", method="both",
-    fidelity={"kl": 0.01}, activate=True,
+    report="3" * 32, activate=True, agreement=0.9, kl=0.01,
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0.5, stop=("\n",), stop_token_ids=frozenset({2}), seed=1, logprobs=2, n=2)
 REQUEST = Request("a", "default", "v", RECORD, (1, 2, 3), 10, PARAMS)

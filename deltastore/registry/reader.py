@@ -1,0 +1,315 @@
+"""Everything that a registry is asked without changing it: versions, variants, and the names of both.
+
+Names come from listings alone; a summary or a resolution reads a number of files that does not grow with a variant's
+versions. `REGISTRY.md` says why what is read together belongs together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
+from deltastore.registry.backend import Backend
+from deltastore.registry.claims import Claims, taken
+from deltastore.registry.files import SmallFiles
+from deltastore.registry.records import VersionRecord, Visibility, is_name
+from deltastore.registry.variants import (
+    DIRECTORY,
+    REPORTS,
+    History,
+    Variant,
+    VariantDirectory,
+    VariantSummary,
+    directories,
+    report_files,
+)
+
+# Version numbers in a message.
+MAX_SHOWN = 20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a tenant stores. Publications under way count, and those that were cut short until a gc."""
+
+    num_versions: Mapping[str, int]  # by the name of the variant
+    objects: Mapping[str, int]  # the bytes of each artifact by digest
+    versions: frozenset[tuple[str, str]]  # the name and digest of each
+
+    def has(self, name: str, digest: str) -> bool:
+        """True if a version of the variant has these bytes."""
+        return (name, digest) in self.versions
+
+
+class RegistryReader:
+    """The reading calls of `Registry`, whose errors they raise."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._claims = Claims(backend.files)
+        self.files = backend.files
+
+    def probe(self) -> None:
+        """Read the registry's own files by calls that no cache answers. Resolves no name.
+
+        Raises:
+            RegistryUnavailable: They cannot be read, or are gone.
+        """
+        with self._backend.explained():
+            self._backend.probe()
+
+    def tenants(self) -> list[str]:
+        """Return the sorted tenants that have published, from one listing."""
+        with self._backend.explained():
+            self._backend.check_present()
+            return [name for name in self.files.subdirectories(self.files.root / REPORTS) if is_name(name)]
+
+    def stored(self, tenant: str) -> Stored:
+        """Return what a tenant stores, from one listing."""
+        with self._backend.explained():
+            self._backend.check_present()
+            files = list(report_files(self.files, tenant)) if is_name(tenant) else []
+        return Stored(
+            Counter(name for name, _ in {(file.name, file.version) for file in files}),
+            {file.digest: file.size_bytes for file in files},
+            frozenset((file.name, file.digest) for file in files),
+        )
+
+    def names(self, tenant: str) -> list[str]:
+        """Return the sorted names of a tenant's variants, from one listing. One may have no live version."""
+        return sorted(self.stored(tenant).num_versions)
+
+    def usable_names(self, tenant: str) -> list[str]:
+        """Return the sorted names that a tenant's requests may use, from two listings. One may mean nothing."""
+        own = self.names(tenant)
+        with self._backend.explained():
+            return sorted({*own, *self._claims.public_names()})
+
+    def summary(self, tenant: str, name: str) -> VariantSummary:
+        """Return the tenant's own variant of this name without its records.
+
+        Raises:
+            VariantNotFound: It has no live version.
+        """
+        with self._backend.explained():
+            summary = self._summary(tenant, name)
+            if summary is None:
+                self._backend.check_present()
+                raise self._directory(tenant, name).not_found()
+            return summary
+
+    def usable(self, tenant: str, name: str) -> VariantSummary | None:
+        """Return the variant that a name means in a tenant's requests: its own, else the public one; None without."""
+        with self._backend.explained():
+            for owner in self._owners(tenant, name):
+                if (summary := self._summary(owner, name)) is not None:
+                    return summary
+        return None
+
+    def summaries(self, tenant: str, names: Sequence[str], *, owned: bool = True) -> list[VariantSummary]:
+        """Return a tenant's variants of some names, or with `owned` false those that the names mean in its requests.
+
+        A name without a live version is left out; so is a variant with damaged files, which is logged.
+        """
+
+        def read(name: str) -> VariantSummary | None:
+            try:
+                return self._summary(tenant, name) if owned else self.usable(tenant, name)
+            except RegistryError as error:
+                log.error("variant %s/%s is left out: %s", tenant, name, error)
+                return None
+
+        with self._backend.explained():
+            self._backend.check_present()
+            found = self.files.each(read, names)
+        return [summary for summary in found if summary is not None]
+
+    def variant(self, tenant: str, name: str) -> Variant:
+        """Return the tenant's own variant of this name with the records of all its versions.
+
+        Raises:
+            VariantNotFound: It has no live version.
+        """
+        directory = self._readable(tenant, name)
+        with self._backend.explained():
+            variant = self._settled_variant(directory)
+            if not variant.versions:
+                self._backend.check_present()
+                raise directory.not_found()
+            return variant
+
+    def versions(self, tenant: str, name: str, *, after: int = 0, limit: int) -> list[VersionRecord]:
+        """Return the records of at most `limit` live versions above a number, the oldest first.
+
+        Raises:
+            VariantNotFound: The variant has no live version.
+        """
+        directory = self._readable(tenant, name)
+
+        def read(history: History) -> list[VersionRecord]:
+            if not history.live:
+                raise directory.not_found()
+            numbers = [number for number in history.live if number > after]
+            return self.files.each(directory.record, numbers[:limit])
+
+        with self._backend.explained():
+            self._backend.check_present()
+            return directory.settled(read)
+
+    def variants(self, tenant: str | None = None) -> list[Variant]:
+        """Return every variant with all records, or only a tenant's own. A variant with damaged files is logged.
+
+        It reads every record, so it is for commands and not for requests.
+        """
+        with self._backend.explained():
+            self._backend.check_present()
+            root = self.files.root / DIRECTORY
+            files = self.files.listed(root if tenant is None else root / tenant, self._claims.directory)
+            return [
+                variant
+                for directory in directories(files, tenant)
+                for variant in self._found(directory, files)
+            ]
+
+    def report(self, record: VersionRecord) -> dict[str, Any]:
+        """Return a version's fidelity report; empty if it cannot be read."""
+        with self._backend.explained():
+            return self._directory(record.tenant, record.name).report(record)
+
+    def resolve(
+        self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
+    ) -> VersionRecord:
+        """Return the version that a request means. A tenant's own variant hides a public one of the same name.
+
+        Args:
+            tenant: The tenant of the request.
+            name: The variant's name.
+            version: The number of a pinned version; None for the active one.
+            owned: Leave out public variants of other tenants.
+
+        Raises:
+            VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
+            VariantQuarantined: Its object was found corrupt.
+        """
+        with self._backend.explained():
+            for owner in (tenant,) if owned else self._owners(tenant, name):
+                if (record := _resolved(self._readable(owner, name), version)) is not None:
+                    self.check_not_quarantined(record)
+                    return record
+        self._backend.check_present()
+        # Of the caller's own directory, whatever other tenants have.
+        raise self._directory(tenant, name).not_found()
+
+    def is_live(self, record: VersionRecord) -> bool:
+        """True until a version is deleted, by any server. Reads one small file, so it may be called often.
+
+        Raises:
+            RegistryError: The variant's state is damaged, so its deleted versions are unknown.
+        """
+        with self._backend.explained():
+            self._backend.check_present()
+            return self._directory(record.tenant, record.name).history().is_live(record.version)
+
+    def check_name_free(self, tenant: str, name: str) -> None:
+        """Check that no other tenant's variant of this name is public.
+
+        Raises:
+            PublicNameTaken: One is.
+        """
+        with self._backend.explained():
+            if self._claims.owner(name) not in (None, tenant):
+                raise taken(name)
+
+    def is_quarantined(self, record: VersionRecord) -> bool:
+        with self._backend.explained():
+            return self._backend.is_quarantined(record)
+
+    def check_not_quarantined(self, record: VersionRecord) -> None:
+        """Check that a version's object may be served.
+
+        Raises:
+            VariantQuarantined: It was found corrupt.
+        """
+        if self.is_quarantined(record):
+            label, reason = f"version {record.version} of {record.name!r}", self._backend.reason(record)
+            raise VariantQuarantined(f"{label} is quarantined ({reason}): upload its artifact again")
+
+    def _owners(self, tenant: str, name: str) -> Iterator[str]:
+        """Yield the tenants whose variant a request for a name may mean, the first that has one first."""
+        yield tenant
+        owner = self._claims.owner(name)
+        if owner is not None and owner != tenant:
+            yield owner
+
+    def _summary(self, tenant: str, name: str) -> VariantSummary | None:
+        """Return a variant; None if it has no live version."""
+        directory = self._readable(tenant, name)
+        found = directory.settled(lambda history: directory.summary(history, "private"))
+        if not found.numbers:
+            return None
+        return replace(found, visibility=self._visibility(directory, self._claims))
+
+    def _settled_variant(self, directory: VariantDirectory) -> Variant:
+        visibility = self._visibility(directory, self._claims)
+        return directory.settled(lambda history: directory.variant(history, visibility))
+
+    def _found(self, directory: VariantDirectory, files: SmallFiles) -> list[Variant]:
+        """Return a variant that has a live version, as a list of at most one."""
+        try:
+            try:
+                visibility = self._visibility(directory, Claims(files))
+                variant = directory.variant(directory.history(), visibility)
+            except VariantNotFound:
+                # A version was deleted since the listing.
+                variant = self._settled_variant(self._directory(directory.tenant, directory.name))
+        except (RegistryError, VariantNotFound) as error:
+            log.error("variant %s/%s is left out: %s", directory.tenant, directory.name, error)
+            return []
+        return [variant] if variant.versions else []
+
+    def _visibility(self, directory: VariantDirectory, claims: Claims) -> Visibility:
+        try:
+            return "public" if claims.owner(directory.name) == directory.tenant else "private"
+        except RegistryError as error:
+            log.error("the visibility of %s/%s is unknown: %s", directory.tenant, directory.name, error)
+            return "private"
+
+    def _readable(self, tenant: str, name: str) -> VariantDirectory:
+        directory = self._directory(tenant, name)
+        if not (is_name(tenant) and is_name(name)):
+            raise directory.not_found()
+        return directory
+
+    def _directory(self, tenant: str, name: str) -> VariantDirectory:
+        return VariantDirectory(self.files, tenant, name)
+
+
+def _resolved(directory: VariantDirectory, version: int | None) -> VersionRecord | None:
+    """Return a variant's active version or that of a number; None if it has no live version."""
+
+    def read(history: History) -> VersionRecord | None:
+        if not history.live:
+            return None
+        number = directory.active(history) if version is None else version
+        if number is None:
+            raise VariantNotFound(
+                f"variant {directory.name!r} has no active version: promote one of {_some(history.live)}"
+            )
+        if version is not None and not history.is_live(version):
+            raise directory.not_found(version)
+        return directory.record(number)
+
+    return directory.settled(read)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """Return version numbers for a message, the newest if there are many."""
+    return (
+        f"{list(numbers)}" if len(numbers) <= MAX_SHOWN else f"{list(numbers[-MAX_SHOWN:])} or an older one"
+    )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 from deltastore.errors import PublicNameTaken, RegistryError
-from deltastore.registry.files import SmallFiles
+from deltastore.registry.files import SmallFiles, dropped_when_full
 from deltastore.registry.records import NAME, PublicClaim, VariantState, is_name, parse_claim
 from deltastore.registry.sequence import Entry, EntrySequence, attempts
 from deltastore.registry.variants import VariantDirectory
@@ -74,9 +74,12 @@ class Claims:
                 self._sync(entries)
                 return
             # Empty, so that a full disk takes it.
-            self._files.add_or_make_room(self._index_path(directory.name, newest.number + 1), b"", tuple)
-            self._files.make_durable(self.index)
-            if entries.append(newest, claim.to_json(newest.digest)):
+            index = self._index_path(directory.name, newest.number + 1)
+            with dropped_when_full(self._files, index, entries.path(newest.number + 1)):
+                self._files.add_or_make_room(index, b"", tuple)
+                self._files.make_durable(self.index)
+                is_made = entries.append(newest, claim.to_json(newest.digest))
+            if is_made:
                 return
 
     def release(self, directory: VariantDirectory) -> None:

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Protocol, TypeVar
+
+from deltastore.errors import StorageFull
+from deltastore.registry.storage import FULL
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -67,3 +71,15 @@ class SmallFiles(Protocol):
 
     def remove(self, paths: Iterable[PurePath]) -> None:
         """Remove files, those that exist. A failure is not reported: others may be left for gc."""
+
+
+@contextmanager
+def dropped_when_full(files: SmallFiles, companion: PurePath, path: PurePath) -> Iterator[None]:
+    """Remove a file that was made for another one, `path`, if the store is full and has not made that in the block."""
+    try:
+        yield
+    except (OSError, StorageFull) as error:
+        is_full = isinstance(error, StorageFull) or error.errno in FULL
+        if is_full and path.name not in files.names(path.parent, is_fresh=True):
+            files.remove([companion])
+        raise

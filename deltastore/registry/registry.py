@@ -268,8 +268,10 @@ class Registry(RegistryReader):
             elif not directory.add(record, report):
                 continue
             writer.confirm()
-            # A number that was assigned, deleted and removed while this process was suspended is deleted for ever.
-            if directory.state().is_live(record.version):
+            history = directory.history()
+            # The highest number was published, and deleted since. A lower one was assigned, deleted and removed while
+            # this process was suspended, and is deleted for ever.
+            if history.state.is_live(record.version) or (known is None and record.version == history.newest):
                 return Publication(record, known is None, directory.settled(directory.active))
             if known is None:
                 directory.withdraw(record)

@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryError, VariantNotFound
-from deltastore.registry.files import SmallFiles
+from deltastore.registry.files import SmallFiles, dropped_when_full
 from deltastore.registry.records import (
     ArtifactFacts,
     ReportFile,
@@ -291,8 +291,9 @@ class VariantDirectory:
     def add(self, record: VersionRecord, report: bytes) -> bool:
         """Publish a record in one atomic step, its report before it; return False if another server took its number."""
         path = self.report_path(record)
-        self._files.add(path, report)
-        is_added = self._files.add(self.record_path(record.version), record.to_json())
+        with dropped_when_full(self._files, path, self.record_path(record.version)):
+            self._files.add(path, report)
+            is_added = self._files.add(self.record_path(record.version), record.to_json())
         if is_added:
             self.sync_publication()
         else:

@@ -1,4 +1,4 @@
-"""The commands `peraxis registry ls|gc|check`. They work on a directory or a bucket and need no server."""
+"""The commands `peraxis registry ls|rm|gc|check`. They work on a directory or a bucket and need no server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deltastore.errors import UsageError
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.object_cache import ObjectCache
@@ -22,7 +23,7 @@ from deltastore.registry.reports import CheckReport, GcReport
 from deltastore.registry.variants import Variant
 from deltastore.tables import mark, print_table, short, to_second
 
-app = typer.Typer(help="List, clean and check a registry.", no_args_is_help=True)
+app = typer.Typer(help="List, delete from, clean and check a registry.", no_args_is_help=True)
 
 # The columns of `ls`. `peraxis ls` and `peraxis show` have the same titles for the same things.
 LISTED = ("NAME", "OWNER", "ACTIVE", "VERSION", "SIZE", "METHOD", "VISIBILITY", "DIGEST", "CREATED", "STATE")
@@ -51,6 +52,29 @@ def ls(registry: Location, as_json: Json = False) -> None:
             print("no variants", file=sys.stderr)
         rows = [_row(opened, variant, record) for variant in variants for record in variant.versions]
     print_table(LISTED, rows)
+
+
+@app.command()
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The variant, or one version of it.")],
+    registry: Location,
+    tenant: Annotated[str, typer.Option("--tenant", metavar="T", help="The variant's owner.")],
+    as_json: Json = False,
+) -> None:
+    """Delete a variant or an inactive version without a server, also beside running ones; gc frees the bytes.
+
+    Example: peraxis registry rm instruct --tenant acme --registry ./registry
+    """
+    variant, at, text = name.partition("@")
+    if at and not text.isdecimal():
+        raise UsageError(f"{name!r} names no version: give NAME or NAME@VERSION, as in instruct@2")
+    version = int(text) if at else None
+    with _opened(registry) as opened:
+        opened.delete(tenant, variant, version)
+    if as_json:
+        _print_json({"tenant": tenant, "name": variant, "version": version})
+    else:
+        print(f"deleted {tenant}/{name}")
 
 
 @app.command()

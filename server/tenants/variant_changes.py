@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from deltastore.errors import RegistryError
+from deltastore.errors import PublicNameTaken, RegistryError
 from deltastore.registry import Publication, Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
 from deltastore.registry.uploads import SealedUpload
@@ -72,7 +72,15 @@ class VariantChanges:
         if publication.created:
             self.note("publish", publication.record)
         if visibility is not None:
-            self.set_visibility(name, visibility)
+            try:
+                self.set_visibility(name, visibility)
+            except PublicNameTaken as error:
+                # Another tenant was first, after the check.
+                version = publication.record.version
+                is_active = "active" if publication.active_version == version else "not active"
+                raise PublicNameTaken(
+                    f"version {version} is published, private and {is_active}; {error}"
+                ) from error
         return publication
 
     def promote(self, name: str, version: int) -> None:

@@ -31,7 +31,7 @@ from server.text.files import (
 )
 from server.volume.calls import RegistryCalls
 
-# Versions at a time, each with at most 150 MiB in files: they fit into a temporary directory of 1 GB, beside those of
+# Versions at a time, each with at most 174 MiB in files: they fit into a temporary directory of 1 GB, beside those of
 # two uploads that are checked.
 NUM_STAGED = 3
 MAX_WAITING = 64

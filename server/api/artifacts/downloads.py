@@ -42,7 +42,7 @@ MEDIA_TYPE = "application/octet-stream"
 
 
 class Downloads:
-    """What the downloads of one process share: threads, and the memory of chunks.
+    """The threads, and the memory of chunks, that the downloads of one process share.
 
     Args:
         unsent: bytes that clients have not read.

@@ -1,4 +1,4 @@
-"""The commands `peraxis registry ls|gc|check`."""
+"""The commands `peraxis registry ls|rm|gc|check`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ def test_ls_gives_the_records_as_json(root: Path, capsys: Output) -> None:
     assert [record["digest"] for record in variants["default", "a"]["versions"]] == [
         digest_of(seed) for seed in (1, 2, 3)
     ]
+
+
+def test_rm_deletes_a_tenant_s_variant_or_version_without_a_server(root: Path, capsys: Output) -> None:
+    delete = ["registry", "rm", "--tenant", "default", "--registry", str(root)]
+    assert run([*delete, "a@1"]) == 0
+    assert [record.version for record in Registry(root).variant("default", "a").versions] == [2, 3]
+    assert run([*delete, "a"]) == 0
+    assert "a" not in {variant.name for variant in Registry(root).variants("default")}
+    assert run([*delete, "a"]) == 1
+    assert run([*delete, "a@latest"]) == 2
+    assert "names no version" in capsys.readouterr().err
 
 
 def test_gc_tells_what_it_would_remove_and_then_removes_it(root: Path, capsys: Output) -> None:

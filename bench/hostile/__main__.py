@@ -108,7 +108,7 @@ class Beside:
 
     @property
     def faults(self) -> list[str]:
-        """What exceeds the goals."""
+        """The figures that exceed the goals."""
         large = [part for part, memory in self.memory.items() if not memory.is_given_back]
         found = {
             "p99": self.ratio > MAX_RATIO,
@@ -145,7 +145,7 @@ class World(NamedTuple):
 
 
 @dataclass(slots=True)
-class Subject:
+class ServedWorld:
     """A server with everybody's keys, and its sizes after the start."""
 
     server: Server
@@ -226,7 +226,7 @@ def make_world(directory: Path, scope: HostileScope) -> World:
 
 
 @contextmanager
-def serving_all(world: World, scope: HostileScope, *, with_keys: bool) -> Iterator[Subject]:
+def serving_all(world: World, scope: HostileScope, *, with_keys: bool) -> Iterator[ServedWorld]:
     """Serve everybody's variants, with keys for tenants or without."""
     registry = world.registry
     flags: tuple[object, ...] = ("--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)
@@ -254,7 +254,7 @@ def serving_all(world: World, scope: HostileScope, *, with_keys: bool) -> Iterat
             honest.gaps()
         hostile = [keys[TENANT]] if with_keys else []
         crowd = [keys[tenant] for tenant in CROWD] if with_keys else []
-        yield Subject(server, sink.url, honest, hostile, crowd, _largest(server, "VmRSS"))
+        yield ServedWorld(server, sink.url, honest, hostile, crowd, _largest(server, "VmRSS"))
 
 
 def _largest(server: Server, field_name: str) -> dict[str, int]:

@@ -32,7 +32,7 @@ SIP_BYTES, SIP_S = 2 << 10, 3.0
 
 @dataclass(slots=True)
 class Sent:
-    """What came of an attack."""
+    """The replies to an attack, and how long it ran."""
 
     replies: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0

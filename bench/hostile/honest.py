@@ -28,7 +28,7 @@ SCRAPE_EVERY = 8
 
 @dataclass(slots=True)
 class Watched:
-    """What came of the honest tenant's calls."""
+    """The outcome of the honest tenant's calls."""
 
     health_s: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)

@@ -15,7 +15,7 @@ import uvloop
 REPLY = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
 
-class Sink(asyncio.Protocol):
+class Answering(asyncio.Protocol):
     """One connection."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Sink(asyncio.Protocol):
 async def _serve() -> None:
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, over.set)
-    server = await loop.create_server(Sink, "127.0.0.1", 0)
+    server = await loop.create_server(Answering, "127.0.0.1", 0)
     print(f"a sink is served at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await over.wait()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import PurePath
 
 from deltastore.errors import RegistryError, VariantNotFound
@@ -19,6 +19,21 @@ from deltastore.registry.reports import CheckReport, Finding
 from deltastore.registry.variants import REPORTS, History, VariantDirectory, directories, report_files
 
 Reports = dict[tuple[str, str], list[ReportFile]]
+
+
+def records_in_use(files: SmallFiles) -> Iterator[VersionRecord]:
+    """Yield the record of every live version, read after the call. A version that is deleted meanwhile may lack.
+
+    Raises:
+        RegistryError: A record or state is damaged.
+    """
+    for directory in directories(files):
+        for number in directory.history().live:
+            try:
+                yield directory.record(number)
+            except VariantNotFound as error:
+                if directory.state().is_live(number):
+                    raise RegistryError(f"{directory.record_path(number)} is missing: restore it") from error
 
 
 def listed_reports(files: SmallFiles) -> Reports:

@@ -380,21 +380,6 @@ def directories(files: SmallFiles, tenant: str | None = None) -> Iterator[Varian
                     yield VariantDirectory(files, owner, name)
 
 
-def records_in_use(files: SmallFiles) -> Iterator[VersionRecord]:
-    """Yield the record of every live version, read after the call. A version that is deleted meanwhile may lack.
-
-    Raises:
-        RegistryError: A record or state is damaged.
-    """
-    for directory in directories(files):
-        for number in directory.history().live:
-            try:
-                yield directory.record(number)
-            except VariantNotFound as error:
-                if directory.state().is_live(number):
-                    raise RegistryError(f"{directory.record_path(number)} is missing: restore it") from error
-
-
 def report_files(files: SmallFiles, tenant: str) -> Iterator[ReportFile]:
     """Yield the names of a tenant's fidelity reports from one listing: a superset of those of its live versions."""
     for text in files.names(files.root / REPORTS / tenant, is_fresh=True):

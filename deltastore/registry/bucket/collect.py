@@ -8,10 +8,10 @@ from deltastore.errors import RegistryError
 from deltastore.registry import claims
 from deltastore.registry.bucket.files import BucketFiles
 from deltastore.registry.bucket.objects import INTENTS, STORED, BucketObjects, identity_of, stored_name
-from deltastore.registry.checker import leftovers, listed_reports
+from deltastore.registry.checker import leftovers, listed_reports, records_in_use
 from deltastore.registry.claims import Claims
 from deltastore.registry.reports import GcReport
-from deltastore.registry.variants import DIRECTORY, directories, records_in_use
+from deltastore.registry.variants import DIRECTORY, directories
 
 ABANDONED_AFTER = timedelta(days=1)
 # Written by gc, to read the clock of the store from its time.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deltastore.errors import RegistryError
-from deltastore.registry.checker import leftovers, listed_reports
+from deltastore.registry.checker import leftovers, listed_reports, records_in_use
 from deltastore.registry.claims import Claims
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.directory.objects import Objects, digest_of
@@ -19,7 +19,7 @@ from deltastore.registry.directory.reserve import DIRECTORY
 from deltastore.registry.reports import GcReport
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, file_time_s
 from deltastore.registry.uploads import PARTIAL, abandoned, sealed_digests
-from deltastore.registry.variants import directories, records_in_use
+from deltastore.registry.variants import directories
 
 # Temporary files get their final names in milliseconds.
 LEFT_AFTER_S = 60

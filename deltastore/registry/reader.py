@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The versions and bytes that a tenant stores. Publications under way count, and those that were cut short until a gc."""
+    """The versions and bytes of a tenant. Publications under way count, and until a gc those that were cut short."""
 
     num_versions: Mapping[str, int]  # by the name of the variant
     objects: Mapping[str, int]  # the bytes of each artifact by digest

@@ -70,7 +70,7 @@ def make_key(tmp_path: Path, role: Role = "publish") -> str:
 def test_a_key_comes_in_either_header(tmp_path: Path, make_headers: Callable[[str], Any]) -> None:
     async def talk(app: HttpApp) -> None:
         reply = await app.client.get("/variants", headers=make_headers(key))
-        assert (reply.status_code, reply.json()) == (200, {"variants": []})
+        assert (reply.status_code, reply.json()["variants"]) == (200, [])
 
     key = make_key(tmp_path)
     exercise(tmp_path, talk)

@@ -145,7 +145,7 @@ def num_pinned(service: Service, tenant: str) -> int:
 
 
 async def max_pinned(service: Service, tenant: str) -> int:
-    """Return how many versions a tenant may pin: by default half of the slots, as pins give way to nobody.
+    """Return how many versions a tenant may pin: by default half of the slots, as pins never give way.
 
     Without keys there is one tenant, which may pin a version for each slot.
 

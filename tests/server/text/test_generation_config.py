@@ -109,7 +109,7 @@ def test_a_field_that_changes_no_token_is_accepted() -> None:
 
 
 def test_every_field_of_transformers_is_obeyed_refused_or_known_to_change_no_token() -> None:
-    """A new version of transformers may bring a field that `generate()` obeys and nobody has looked at."""
+    """A new version of transformers may bring a field that `generate()` obeys and no list names."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     obeyed = {"eos_token_id", "do_sample", "max_length", "stop_strings", "cache_implementation", *DEFAULTED}
     obeyed |= {field.name for field in dataclasses.fields(GenerationRules)}

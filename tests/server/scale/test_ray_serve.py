@@ -6,9 +6,11 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import pytest
 
@@ -148,7 +150,7 @@ def test_a_killed_replica_fails_only_requests_that_had_begun(ray: RayServer) -> 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = [pool.submit(stream, ray, longest, each) for each in begun]
         assert eventually(lambda: sum(each.is_set() for each in begun) >= 5)
-        victim, survivor = ray.engines()
+        victim, survivor = ray.replicas("Engine")
         victim.send_signal(signal.SIGKILL)
         ended = [answer.result() for answer in answers]
     failed = [(count, data) for count, name, data in ended if name == "error"]
@@ -158,6 +160,69 @@ def test_a_killed_replica_fails_only_requests_that_had_begun(ray: RayServer) -> 
     assert {count for count, name, _ in ended if name == "done"} == {lengths[longest]}
     assert survivor.is_running()
     wait_until_ready(ray, 2)
+
+
+def stream_as(ray: RayServer, key: str, begun: Event) -> list[str]:
+    """Stream tokens of the base to the end, or until the connection breaks; return the names of the events."""
+    names: list[str] = []
+    body = {"prompt": "hello", "stream": True, "max_new_tokens": 3000}
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        suppress(httpx.TransportError),
+        ray.client.stream("POST", "/generate", json=body, headers=headers) as reply,
+    ):
+        for line in reply.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+                begun.set()
+    return names
+
+
+def killed_under_streams(ray: RayServer, deployment: str, keys: list[str]) -> list[list[str]]:
+    """Kill a deployment's replica under a stream of each key; return the names of their events."""
+    begun = [Event() for _ in keys]
+    with ThreadPoolExecutor(len(keys)) as pool:
+        streams = [pool.submit(stream_as, ray, *each) for each in zip(keys, begun, strict=True)]
+        assert all(each.wait(60) for each in begun)
+        for victim in ray.replicas(deployment):
+            victim.send_signal(signal.SIGKILL)
+        return [each.result() for each in streams]
+
+
+def tenants(ray: RayServer, names: tuple[str, str]) -> list[str]:
+    """Return keys of two tenants, each of which may run one request at a time."""
+    for name in names:
+        assert ray.client.put(f"/tenants/{name}", json={"max_running": 1}).status_code == 200
+    return [ray.key(name) for name in names]
+
+
+def served_again(ray: RayServer, key: str) -> bool:
+    body = {"prompt": "hello", "max_new_tokens": 1}
+    try:
+        reply = ray.client.post("/generate", json=body, headers={"Authorization": f"Bearer {key}"})
+    except httpx.TransportError:
+        return False
+    return reply.status_code == 200
+
+
+@pytest.mark.deploy
+def test_streams_of_two_tenants_go_on_when_what_counts_them_is_killed(ray: RayServer) -> None:
+    keys = tenants(ray, ("initech", "hooli"))
+    for names in killed_under_streams(ray, "Shared", keys):
+        assert names[-1] == "done", names[-1]
+    for key in keys:
+        assert eventually(lambda key=key: served_again(ray, key))
+
+
+@pytest.mark.deploy
+def test_tenants_are_served_again_when_the_ingress_was_killed_under_their_streams(ray: RayServer) -> None:
+    keys = tenants(ray, ("vandelay", "kramerica"))
+    for names in killed_under_streams(ray, "Ingress", keys):
+        assert "done" not in names
+    # The seats that the killed replica held are free, and no engine runs its requests on.
+    for key in keys:
+        assert eventually(lambda key=key: served_again(ray, key))
+    assert eventually(lambda: ray.client.get("/stats").json()["requests"]["running"] == 0)
 
 
 def test_a_key_without_the_role_is_refused(ray: RayServer) -> None:

@@ -52,12 +52,10 @@ ARGUMENTS: dict[str, object] = {
 class RayServer(LiveServer):
     """A running server, as an administrator's client reaches it. `process` is the program that started Ray."""
 
-    def engines(self) -> list[psutil.Process]:
-        """Return the processes of the engine replicas."""
+    def replicas(self, deployment: str) -> list[psutil.Process]:
+        """Return the processes of a deployment's replicas."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [
-            child for child in children if child.name().startswith("ray::ServeRepl") and _is_engine(child)
-        ]
+        return [child for child in children if _is_replica(child, deployment)]
 
     def key(self, tenant: str) -> str:
         """Return a new key of a tenant that may generate."""
@@ -101,9 +99,10 @@ def ray_server(base: Path, registry: Path, has_haproxy: bool = False) -> Iterato
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _is_engine(process: psutil.Process) -> bool:
+def _is_replica(process: psutil.Process, deployment: str) -> bool:
     try:
-        return process.cmdline()[0].startswith("ray::ServeReplica:peraxis:Engine")
+        is_replica = process.name().startswith("ray::ServeRepl")
+        return is_replica and process.cmdline()[0].startswith(f"ray::ServeReplica:peraxis:{deployment}")
     except (psutil.Error, IndexError):
         return False
 

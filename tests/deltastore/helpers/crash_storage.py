@@ -166,6 +166,9 @@ def make_world(root: Path) -> None:
     push(registry, artifact(3), "a", activate=False)
     push(registry, artifact(2), "b")
     push(registry, artifact(4), "c", tenant="third")
+    for seed in (1, 2, 3):
+        push(registry, artifact(seed), "pruned")
+    registry.delete("default", "pruned", 2)
     push(registry, artifact(5), "gone")
     registry.delete("default", "gone")
     push(registry, artifact(6), "sick")
@@ -213,6 +216,7 @@ STEPS: dict[str, Callable[[Registry], object]] = {
     "publish under a deleted name": lambda registry: push(registry, artifact(5), "gone"),
     "activate": lambda registry: registry.activate("default", "a", 1),
     "delete a version": lambda registry: delete(registry, "a", 1),
+    "delete a version of a pruned variant": lambda registry: delete(registry, "pruned", 1),
     "delete a variant": lambda registry: delete(registry, "a"),
     "delete a public variant": lambda registry: delete(registry, "b"),
     "make a variant public": lambda registry: show(registry, "a", "public"),

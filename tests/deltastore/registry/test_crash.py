@@ -38,6 +38,7 @@ CHANGES = (*NEEDS_ROOM, "truncate", "unlink")
 RESERVED = (
     "activate",
     "delete a version",
+    "delete a version of a pruned variant",
     "delete a variant",
     "delete a public variant",
     "make a variant public",

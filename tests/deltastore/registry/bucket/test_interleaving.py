@@ -18,9 +18,9 @@ from deltastore.registry import Registry
 from deltastore.registry.bucket import objects
 from tests.deltastore.helpers.buckets import registry_in
 from tests.deltastore.helpers.crash_storage import View, artifact, digest_of, push, view
+from tests.deltastore.helpers.meanwhile import MEANWHILE, Change, by_digests
 
 CALLS = ("put", "get", "head", "list", "list_with_delimiter", "delete")
-Change = Callable[[Registry], object]
 
 
 def quarantine(registry: Registry, name: str) -> None:
@@ -42,6 +42,7 @@ CHANGES: dict[str, Change] = {
     "quarantine": lambda registry: quarantine(registry, "a"),
     "collect": lambda registry: registry.gc(),
 }
+ALL = CHANGES | MEANWHILE
 GROUPS = (
     (
         "publish",
@@ -135,7 +136,7 @@ def world(directory: Iterator[Path]) -> tuple[MemoryStore, Registry]:
 def outcome(directory: Iterator[Path], *names: str) -> tuple[View, list[str]]:
     """Return what users see after changes one after the other, and the refusal of each."""
     _, registry = world(directory)
-    refusals = [refusal(CHANGES[name], registry) for name in names]
+    refusals = [refusal(ALL[name], registry) for name in names]
     return view(registry), refusals
 
 
@@ -153,18 +154,35 @@ def assert_whole(registry: Registry) -> None:
 def test_two_changes_at_once_are_as_one_after_the_other(
     one: str, other: str, calls: Calls, directory: Iterator[Path]
 ) -> None:
+    assert_in_one_order(one, other, calls, directory)
+
+
+@pytest.mark.parametrize("other", MEANWHILE)
+def test_a_publisher_that_was_suspended_while_versions_came_and_went_publishes_once(
+    other: str, calls: Calls, directory: Iterator[Path]
+) -> None:
+    assert_in_one_order("publish", other, calls, directory, by_digests)
+
+
+def assert_in_one_order(
+    one: str,
+    other: str,
+    calls: Calls,
+    directory: Iterator[Path],
+    shown: Callable[[View], View] = lambda seen: seen,
+) -> None:
     first, (refused, others) = outcome(directory, one, other)
     second, (others_first, refused_then) = outcome(directory, other, one)
-    allowed = [(first, (refused, others)), (second, (refused_then, others_first))]
+    allowed = [(shown(first), (refused, others)), (shown(second), (refused_then, others_first))]
     for number in itertools.count():
         store, registry = world(directory)
         late: list[str] = []
         elsewhere = registry_in(store, next(directory))
-        calls.before = lambda late=late, elsewhere=elsewhere: late.append(refusal(CHANGES[other], elsewhere))  # type: ignore[misc]
-        early = calls.run(CHANGES[one], registry, number)
+        calls.before = lambda late=late, elsewhere=elsewhere: late.append(refusal(ALL[other], elsewhere))  # type: ignore[misc]
+        early = calls.run(ALL[one], registry, number)
         if not calls.was_interrupted:
             break
-        found = view(registry_in(store, next(directory)))
+        found = shown(view(registry_in(store, next(directory))))
         assert (found, (early, late[0])) in allowed, f"{other} before call {number}: {calls.names[number]}"
         assert_whole(registry)
     assert number > 1

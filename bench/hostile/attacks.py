@@ -93,7 +93,7 @@ class Attack:
 
 
 def attacks(sizes: Sizes) -> dict[str, Attack]:
-    """Return all attacks by kind; the first ten are those of SECURITY.md's table, in its order."""
+    """Return all attacks by kind; the first ten in the order of the patterns that they stand for."""
     body = sizes.body_bytes
     long_prompt = " ".join(f"x{token}" for token in range(1, sizes.long_prompt + 1))
     chat = {"messages": [{"role": "user", "content": "x1"}], "max_new_tokens": 4}

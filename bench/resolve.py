@@ -1,0 +1,227 @@
+"""Measure what requests, pages of lists and scrapes read of a registry with few and with many versions.
+
+The tenant has 200 variants of one version each and a variant `a`, which has 10 versions, 100,000, or fewer of which
+15,000 are inactive or deleted; in the last registry, 1,000 further variants have 100 versions each. Each registry is
+asked in turns to resolve `a`, for a page of a hundred variants and for a scrape. Reading the names in directories grows
+with the number of names; it is measured alone, too, and the goal is about the rest. The files are written as
+publications and deletions leave them, but not synced and without objects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.report import RESULTS, describe, write_result
+from deltastore.registry import Registry
+from deltastore.registry.records import VariantState, VersionRecord
+from deltastore.registry.reports import Usage
+from deltastore.registry.variants import VariantDirectory
+from demo.table import table
+from server.metrics.service import read_registry
+
+TENANT, NAME = "acme", "a"
+PAGE = 100
+MAX_RATIO = 2.0
+# Of every 16 versions, 15 are deleted one by one.
+STRIDE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    num_few: int = 10
+    num_many: int = 100_000
+    num_old: int = 15_000  # inactive or deleted
+    num_variants: int = 200
+    repeats: int = 15
+
+
+FULL_SCOPE, SMALL_SCOPE = Scope(), Scope(num_many=300, num_old=150, num_variants=20, repeats=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Median seconds of one question, and of the same readings of names alone."""
+
+    total_s: float
+    names_s: float
+
+    @property
+    def rest_s(self) -> float:
+        return self.total_s - self.names_s
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _arguments(argv)
+    scope = SMALL_SCOPE if args.small else FULL_SCOPE
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        found = measure(make_registries(Path(name), scope), scope)
+    ratios = {
+        registry: {question: cost.rest_s / found["few"][question].rest_s for question, cost in costs.items()}
+        for registry, costs in found.items()
+    }
+    device = torch.device("cpu")
+    print(f"{describe(device)}; median of {scope.repeats}\n\n{_table(found, ratios)}")
+    if out := args.out or (None if args.small else RESULTS / "resolve.json"):
+        write_result(out, "resolve", device, {"registries": _results(found, ratios)})
+
+
+def make_registries(directory: Path, scope: Scope) -> dict[str, Registry]:
+    """Write one registry of each kind."""
+    many, old, last = scope.num_many, scope.num_old, scope.num_old // (STRIDE - 1) * STRIDE
+    runs = tuple((first, first + STRIDE - 2) for first in range(1, last, STRIDE))
+    # Each deletion notes the newest version.
+    deleted = VariantState(active=last, as_of=last, deleted=runs, previous=last - STRIDE)
+    live = [number for number in range(1, last + 1) if deleted.is_live(number)]
+    inactive = range(1, old + 1)
+    registries = {}
+    for kind, numbers, active, state in (
+        ("few", range(1, scope.num_few + 1), None, VariantState()),
+        (f"{many:,} versions", range(1, many + 1), None, VariantState()),
+        (f"{old:,} inactive", inactive, 1, VariantState()),
+        (f"{old:,} deleted", live, None, deleted),
+        (f"{many:,} elsewhere", range(1, scope.num_few + 1), None, VariantState()),
+    ):
+        registry = registries[kind] = Registry(directory / kind)
+        _write(registry, NAME, numbers, active)
+        if state.deleted:
+            variant = VariantDirectory(registry.files, TENANT, NAME)
+            registry.files.add(variant.entries.path(1), state.to_json())
+        for number in range(scope.num_variants):
+            _write(registry, f"v{number:03}", [1])
+    for number in range(many // 100):
+        _write(registries[f"{many:,} elsewhere"], f"w{number:04}", range(1, 101))
+    return registries
+
+
+def _write(registry: Registry, name: str, numbers: Iterable[int], active: int | None = None) -> None:
+    """Write versions of a variant: all of them active in their turn, or `active` alone."""
+    directory = VariantDirectory(registry.files, TENANT, name)
+    directory.make()
+    for number in numbers:
+        digest = hashlib.sha256(f"{name}@{number}".encode()).hexdigest()
+        record = VersionRecord(
+            tenant=TENANT,
+            name=name,
+            version=number,
+            digest=digest,
+            size_bytes=60_000_000,
+            data_start=4096,
+            device_bytes=59_000_000,
+            base_fingerprint=digest,
+            chunk_sha256=(digest,) * 15,
+            created_at="2026-01-01T00:00:00.000+00:00",
+            method="both",
+            report=digest[:32],
+            activate=active in (None, number),
+            active_before=number - 1 if active is None else active if number > active else 0,
+        )
+        Path(directory.report_path(record)).write_bytes(b"{}")
+        Path(directory.record_path(number)).write_bytes(record.to_json())
+
+
+def measure(registries: dict[str, Registry], scope: Scope) -> dict[str, dict[str, Costs]]:
+    """Ask every registry in turns."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    names: dict[tuple[str, str], list[float]] = {}
+    for turn in range(scope.repeats + 1):
+        for kind, registry in registries.items():
+            for question, (ask, read_names) in questions(registry).items():
+                # The first turn warms up.
+                if turn == 0:
+                    ask()
+                    continue
+                totals.setdefault((kind, question), []).append(_seconds(ask))
+                names.setdefault((kind, question), []).append(_seconds(read_names))
+    found: dict[str, dict[str, Costs]] = {}
+    for (kind, question), seconds in totals.items():
+        found.setdefault(kind, {})[question] = Costs(median(seconds), median(names[kind, question]))
+    return found
+
+
+def questions(registry: Registry) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Return each question with the readings of names in it."""
+    variant = VariantDirectory(registry.files, TENANT, NAME)
+    usage = Usage(0, 0, 0, 0)
+
+    def of_variant() -> None:
+        variant.is_current(variant.history())
+
+    def of_tenant() -> None:
+        of_variant()
+        registry.names(TENANT)
+
+    return {
+        "resolve": (lambda: registry.resolve(TENANT, NAME), of_variant),
+        "page": (lambda: registry.summaries(TENANT, registry.names(TENANT)[:PAGE]), of_tenant),
+        "scrape": (lambda: read_registry(registry, [f"{TENANT}/{NAME}"], usage), of_tenant),
+    }
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def _results(
+    found: dict[str, dict[str, Costs]], ratios: dict[str, dict[str, float]]
+) -> dict[str, dict[str, Any]]:
+    return {
+        kind: {
+            question: {
+                "total_s": round(cost.total_s, 6),
+                "names_s": round(cost.names_s, 6),
+                "ratio_of_rest": round(ratios[kind][question], 3),
+            }
+            for question, cost in costs.items()
+        }
+        for kind, costs in found.items()
+    }
+
+
+def _table(found: dict[str, dict[str, Costs]], ratios: dict[str, dict[str, float]]) -> str:
+    rows = [
+        (
+            kind,
+            question,
+            f"{1e3 * cost.total_s:.2f}",
+            f"{1e3 * cost.names_s:.2f}",
+            f"{1e3 * cost.rest_s:.2f}",
+            f"{ratios[kind][question]:.2f}",
+            "met" if ratios[kind][question] <= MAX_RATIO else "not met",
+        )
+        for kind, costs in found.items()
+        for question, cost in costs.items()
+    ]
+    heads = (
+        "registry",
+        "question",
+        "total, ms",
+        "names, ms",
+        "rest, ms",
+        "rest / few",
+        f"at most {MAX_RATIO:g}",
+    )
+    return table(heads, rows)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.resolve", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="few versions; writes JSON only with --out")
+    parser.add_argument("--dir", type=Path, help="where the registries are made")
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/resolve.json by default")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,9 +18,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return every tensor of 1 MiB or more to the system when it is freed, from now on.
+    """Make glibc return each block of 1 MiB or more, such as a tensor, to the system when it is freed, from now on.
 
-    By default glibc raises this threshold up to 32 MiB as large tensors are freed. Smaller ones are then kept in a
+    By default glibc raises this threshold up to 32 MiB as large blocks are freed. Smaller ones are then kept in a
     fragmented heap, which doubles the memory of a fit of many layers. The price is page faults.
     """
     # Another libc has no mallopt.

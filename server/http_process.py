@@ -21,6 +21,7 @@ import server.text.without_torch  # noqa: F401
 
 # isort: split
 from deltastore.errors import PeraxisError
+from deltastore.memory import return_freed_memory
 from server.api.service import Service
 from server.app import serve
 from server.control_link import ControlLink, http_process_end
@@ -74,6 +75,10 @@ from server.protocol.stats import ServerStats
 from server.settings import Settings
 from server.volume.opening import open_registry
 
+# The event loop waits for the interpreter's lock while threads parse bodies and read the registry. Python's default of
+# 5 ms each would hold up every stream.
+SWITCH_S = 0.0005
+
 
 def main() -> int:
     """Serve until SIGTERM. Return the exit code."""
@@ -81,6 +86,9 @@ def main() -> int:
     die_with_parent(config.parent_id)
     check_version(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
+    # Bodies and replies of megabytes, which tenants size, would stay in the heap.
+    return_freed_memory()
     settings = Settings.model_validate_json(config.settings)
     configure_logging(config.identity, settings)
     run_event_loop(_run(config, settings))

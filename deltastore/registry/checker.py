@@ -14,7 +14,7 @@ from pathlib import PurePath
 from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry.claims import Claims
 from deltastore.registry.files import SmallFiles
-from deltastore.registry.records import ReportFile, VersionRecord, is_name, parse_report
+from deltastore.registry.records import ReportFile, VersionRecord, check_report, is_name
 from deltastore.registry.reports import CheckReport, Finding
 from deltastore.registry.variants import REPORTS, History, VariantDirectory, directories, report_files
 
@@ -137,7 +137,7 @@ class Checker:
             named = (file for file in mine if (file.version, file.token) == (record.version, record.report))
             path = directory.reports / next(named, ReportFile.of(record)).file_name
             try:
-                parse_report(self._files.read(path, is_fresh=True), str(path))
+                check_report(self._files.read(path, is_fresh=True), str(path))
             except FileNotFoundError:
                 if self._is_live(directory, record.version):
                     self._find(path, f"this fidelity report is missing: restore it, or delete {record.label}")

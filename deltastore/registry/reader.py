@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry.backend import Backend
@@ -177,8 +176,8 @@ class RegistryReader:
                 for variant in self._found(directory, files)
             ]
 
-    def report(self, record: VersionRecord) -> dict[str, Any]:
-        """Return a version's fidelity report; empty if it cannot be read."""
+    def report(self, record: VersionRecord) -> bytes:
+        """Return a version's fidelity report, a JSON object; an empty one if it cannot be read."""
         with self._backend.explained():
             return self._directory(record.tenant, record.name).report(record)
 

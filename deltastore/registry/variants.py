@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from deltastore.errors import PeraxisError, RegistryError, VariantNotFound
 from deltastore.registry.files import SmallFiles, dropped_when_full
@@ -23,10 +23,10 @@ from deltastore.registry.records import (
     VariantState,
     VersionRecord,
     Visibility,
+    check_report,
     held_out_number,
     is_name,
     parse_record,
-    parse_report,
     parse_state,
 )
 from deltastore.registry.sequence import Entry, EntrySequence, attempts
@@ -204,15 +204,15 @@ class VariantDirectory:
     def report_path(self, record: VersionRecord) -> PurePath:
         return self.reports / ReportFile.of(record).file_name
 
-    def report(self, record: VersionRecord) -> dict[str, Any]:
-        """Read a version's fidelity report; empty, and logged, if it cannot be read. Raises OSError."""
+    def report(self, record: VersionRecord) -> bytes:
+        """Read a version's fidelity report as JSON; an empty one, and logged, if it cannot be read. Raises OSError."""
         path = self.report_path(record)
         try:
-            return parse_report(self._files.read(path, is_fresh=True), str(path))
+            return check_report(self._files.read(path, is_fresh=True), str(path))
         except (FileNotFoundError, RegistryError) as error:
             if self.state().is_live(record.version):
                 log.error("the fidelity report of %s cannot be read: %s", record.label, error)
-            return {}
+            return b"{}"
 
     def active(self, history: History) -> int | None:
         """Return the active version's number; None if no version is active. Reads at most one record."""

@@ -187,13 +187,19 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 def _largest_field(kind: type[msgspec.Struct], body: bytearray) -> str | None:
     """Return the field that is most of a body; None if there is none, or the body is no JSON."""
-    names = kind.__struct_fields__
-    unparsed = msgspec.defstruct("Unparsed", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
     try:
-        fields = msgspec.json.decode(body, type=unparsed)
+        fields = _unparsed(kind).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    names = kind.__struct_fields__
     return next((name for name in names if 2 * len(getattr(fields, name)) > len(body)), None)
+
+
+@cache
+def _unparsed(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    """Return a decoder that leaves each field as its text."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
+    return msgspec.json.Decoder(msgspec.defstruct("Unparsed", fields))
 
 
 def invalid(message: str, fields: Collection[str] = ()) -> InvalidRequest:

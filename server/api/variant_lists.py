@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,15 @@ from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import VariantSummary
-from server.api.json_replies import MAX_PAGE_BYTES, encode
+from server.api.json_replies import MAX_PAGE_BYTES
 from server.protocol.messages import VersionRef
 
 log = logging.getLogger(__name__)
 
 # The newest versions of a variant that a list of variants shows beside its active one.
 NUM_NEWEST = 5
+# Records that are read together.
+READ_AHEAD = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +90,24 @@ def show_page(registry: Registry, tenant: str, name: str, after: int, limit: int
     records: list[VersionRecord] = []
     documents: list[dict[str, Any]] = []
     num_bytes = 0
-    for record in registry.versions(tenant, name, after=after, limit=limit):
-        shown = encode(registry.report(record))
+    for record in _versions(registry, tenant, name, after, limit):
+        shown = registry.report(record)
         num_bytes += len(shown)
         if records and num_bytes > MAX_PAGE_BYTES:
             break
         records.append(record)
         documents.append({**version_document(record), "fidelity": msgspec.Raw(shown)})
     return _listed(variant, records, documents)
+
+
+def _versions(registry: Registry, tenant: str, name: str, after: int, limit: int) -> Iterator[VersionRecord]:
+    """Yield up to `limit` live versions after a number, and read few that are not asked for."""
+    while limit > 0:
+        found = registry.versions(tenant, name, after=after, limit=min(limit, READ_AHEAD))
+        yield from found
+        if len(found) < READ_AHEAD:
+            return
+        after, limit = found[-1].version, limit - len(found)
 
 
 def version_document(record: VersionRecord) -> dict[str, Any]:

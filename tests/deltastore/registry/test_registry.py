@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_a_published_artifact_is_described_by_its_record(registry: Registry) -> 
     assert record.chunk_sha256 == tuple(hashlib.sha256(chunk).hexdigest() for chunk in chunks)
     assert (record.data_start, record.device_bytes) == (FACTS.data_start, FACTS.device_bytes)
     assert (record.base_fingerprint, record.method) == (FACTS.base_fingerprint, FACTS.method)
-    assert registry.report(record) == FACTS.fidelity
+    assert json.loads(registry.report(record)) == FACTS.fidelity
     assert (record.agreement, record.kl) == (0.75, 0.5)
     assert record.created_at.endswith("+00:00")
     assert registry.object_path(record).read_bytes() == data

@@ -107,7 +107,7 @@ async def begun(drawings: list[Drawing]) -> list[list[int]]:
 
 
 def kill_soon_and_pause_long(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(variant_work, "WORK_LIMITS", Limits(1 << 30, 0.5))
+    patch.setattr(variant_work, "WORK_LIMITS", Limits(1 << 30, 1.0))
     patch.setattr(standing, "MIN_PAUSE_S", 600.0)
     patch.setattr(standing, "MAX_PAUSE_S", 600.0)
 

@@ -21,7 +21,7 @@ from server.volume.calls import NUM_CALLS, RegistryCalls
 from server.volume.probe import probe
 from tests.conftest import SmallDisk
 
-# Long for a call that answers, and short for a test that waits for it.
+# Short for tests that wait for it. A call that must be answered has the default deadline, or 30 s.
 DEADLINE_S = 0.2
 
 
@@ -66,7 +66,11 @@ def volume() -> Volume:
 
 
 def calls_of(volume: Volume) -> RegistryCalls:
-    return RegistryCalls("/mnt/registry", volume.read, DEADLINE_S)
+    return RegistryCalls("/mnt/registry", volume.read)
+
+
+def hasty_calls_of(volume: Volume, where: str = "/mnt/registry") -> RegistryCalls:
+    return RegistryCalls(where, volume.read, DEADLINE_S)
 
 
 def test_a_call_is_answered_on_another_thread(volume: Volume) -> None:
@@ -94,7 +98,7 @@ def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it
     volume: Volume,
 ) -> None:
     async def main() -> None:
-        calls = calls_of(volume)
+        calls = hasty_calls_of(volume)
         volume.answers.clear()
         async with watched(calls):
             with pytest.raises(RegistryUnavailable, match="/mnt/registry did not answer"):
@@ -113,7 +117,7 @@ def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it
             assert volume.num_calls <= num_calls + 1
             volume.answers.set()
             await until_failing(calls, False)
-            assert await calls.run(volume.read, None) == "read"
+            assert await calls.run_long(volume.read, None) == "read"
 
     asyncio.run(main())
 
@@ -121,7 +125,7 @@ def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it
 @pytest.mark.parametrize(("where", "kind"), [("/mnt/registry", "volume"), ("s3://models/registry", "bucket")])
 def test_what_hangs_is_called_by_its_kind(volume: Volume, where: str, kind: str) -> None:
     async def main() -> None:
-        calls = RegistryCalls(where, volume.read, DEADLINE_S)
+        calls = hasty_calls_of(volume, where)
         volume.answers.clear()
         async with watched(calls):
             await until_failing(calls, True)
@@ -141,8 +145,8 @@ def test_a_call_that_is_late_fails_alone_and_asks_for_a_probe(volume: Volume) ->
         return "uploaded"
 
     async def main() -> None:
-        # A deadline that no probe misses, however busy the machine is.
-        calls = RegistryCalls("/mnt/registry", volume.read)
+        # Its deadline is one that no probe misses, however busy the machine is.
+        calls = calls_of(volume)
         async with watched(calls):
             uploading = asyncio.create_task(calls.unless_hanging(upload()))
             other = asyncio.create_task(calls.run_long(lambda: stuck.wait(60), "other"))
@@ -179,7 +183,7 @@ def test_late_calls_of_two_tenants_leave_threads_to_the_others(
         return repr(await asyncio.gather(*late, return_exceptions=True))
 
     async def main() -> None:
-        calls = calls_of(volume)
+        calls = hasty_calls_of(volume)
         async with watched(calls), asyncio.timeout(60):
             for tenant in ("evil", "worse"):
                 while "too many calls of its registry that are late" not in await errors_of_late_calls(
@@ -207,7 +211,7 @@ def test_a_call_of_the_same_key_is_not_made_again_while_it_hangs(volume: Volume)
         assert stuck.wait(60)
 
     async def main() -> None:
-        calls = calls_of(volume)
+        calls = hasty_calls_of(volume)
         async with watched(calls):
             for _ in range(5):
                 with pytest.raises(RegistryUnavailable):

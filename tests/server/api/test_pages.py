@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from deltastore.registry import Registry
+from server.api import variant_lists
 from server.api.json_replies import MAX_PAGE_BYTES
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -72,7 +74,12 @@ def test_variants_come_a_page_at_a_time_without_their_reports(tmp_path: Path) ->
     serve(tmp_path, talk)
 
 
-def test_versions_come_with_their_reports_as_many_as_a_page_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read_ahead", [1, 5, 20])
+def test_versions_come_with_their_reports_as_many_as_a_page_holds(
+    read_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variant_lists, "READ_AHEAD", read_ahead)
+
     async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
         for number in range(1, 13):
             publish(registry, "v", number, activate=number == 1)

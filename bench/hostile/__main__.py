@@ -11,6 +11,8 @@ after the start.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
 import tempfile
 import time
@@ -37,7 +39,7 @@ from bench.hostile.attacks import (
 from bench.hostile.honest import TENANT as HONEST
 from bench.hostile.honest import HonestTenant, Watched
 from bench.process import Server, serve_command, serving
-from bench.report import RESULTS, describe, write_result
+from bench.report import RESULTS, describe, machine, write_result
 from bench.serving import SHAPES, SMALL, publish, tokenizer_files, write_base
 from bench.streams import p99
 from bench.synthetic import LlamaShapes, write_delta, write_norm_delta
@@ -201,8 +203,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(Path(name), scope, args.attacks)
     print(f"{describe(device)}\n\n{_table(found)}")
     if out := args.out or (None if args.small else RESULTS / "hostile.json"):
-        figures = {"settings": asdict(scope), "results": [one.results() for one in found]}
-        write_result(out, "hostile", device, figures)
+        results = [*_kept(out, scope, args.attacks), *(one.results() for one in found)]
+        results.sort(key=lambda one: KINDS.index(one["attack"]))
+        write_result(out, "hostile", device, {"settings": asdict(scope), "results": results})
+
+
+def _kept(out: Path, scope: HostileScope, measured: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the figures of other attacks that a file has of this machine and these settings.
+
+    Each is beside a control of its own, so they need not be of one run.
+    """
+    if not out.exists():
+        return []
+    old = json.loads(out.read_text())
+    is_same = (old["machine"], old.get("settings")) == (machine(torch.device("cpu")), asdict(scope))
+    return [one for one in old["results"] if is_same and one["attack"] not in measured]
 
 
 def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[Beside]:
@@ -210,10 +225,11 @@ def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[
     world = make_world(directory, scope)
     chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
     found: list[Beside] = []
-    for with_keys in (True, False):
-        some = [attack for attack in chosen if attack.keys is with_keys]
+    for with_keys, few in itertools.product((True, False), repeat=2):
+        some = [attack for attack in chosen if (attack.keys, attack.few_connections) == (with_keys, few)]
         if some:
-            with serving_all(world, scope, with_keys=with_keys) as subject:
+            flags = ("--max-connections", scope.max_connections) if few else ()
+            with serving_all(world, scope, *flags, with_keys=with_keys) as subject:
                 for attack in some:
                     found.append(subject.measure(attack, scope))
                     print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
@@ -240,7 +256,6 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
     """Serve everybody's variants with these and other flags, with keys for tenants or without."""
     registry = world.registry
     flags = (*flags, "--max-gpu-deltas", 8, "--max-host-cache-gb", 0, "--kv-cache-gb", 0.5)
-    connections = ("--max-connections", scope.max_connections)
     keys: dict[str, str] = {}
     if with_keys:
         flags, store = (*flags, "--auth", "keys"), KeyStore(registry.root)
@@ -255,7 +270,7 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
             for tenant in (HONEST, TENANT, SCRAPER, *CROWD)
         }
     with ExitStack() as stack:
-        server = stack.enter_context(serving(serve_command(world.base, registry.root, *flags, *connections)))
+        server = stack.enter_context(serving(serve_command(world.base, registry.root, *flags)))
         sink = stack.enter_context(serving([sys.executable, "-m", "bench.hostile.sink"]))
         own = keys.get(HONEST), keys.get(SCRAPER)
         honest = HonestTenant(server.url, own, world.upload, scope.shapes, scope.num_streams, scope.num_new)

@@ -81,6 +81,7 @@ class Attack:
         fills_batch: compared with other honest tenants that fill the batch, rather than with the same client sending to
             a sink.
         keys: the server gives tenants keys.
+        few_connections: the server has fewer connections than the attack.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Attack:
     has_key: bool = True
     fills_batch: bool = False
     keys: bool = True
+    few_connections: bool = False
 
 
 def attacks(sizes: Sizes) -> dict[str, Attack]:
@@ -110,6 +112,7 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             sizes.num_connections,
             reads=False,
             has_key=False,
+            few_connections=True,
         ),
         Attack(
             "full-queue",

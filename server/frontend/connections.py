@@ -8,10 +8,7 @@ clients which read or send nothing cannot keep others out. Knows no request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
-import termios
 from collections import Counter
 from dataclasses import dataclass
 
@@ -201,12 +198,7 @@ class Connections:
             and transport in self._open
             and transport.get_write_buffer_size()
         )
-        waiting = (
-            transport
-            for phase in GIVING_WAY
-            for transport in self._waiting[phase]
-            if phase is not IDLE or not _has_bytes(transport)
-        )
+        waiting = (transport for phase in GIVING_WAY for transport in self._waiting[phase])
         oldest = next(stalled, None) or next(waiting, None)
         if oldest is None:
             return False
@@ -252,12 +244,3 @@ class Connections:
         transport.abort()
         # At once: the protocol learns of the end only in the event loop's next turn.
         self.forget(transport)
-
-
-def _has_bytes(transport: asyncio.Transport) -> bool:
-    """True if a request has arrived that the event loop has not read yet."""
-    num_bytes = bytearray(4)
-    # The client may have left, which the protocol learns of later.
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.FIONREAD, num_bytes)
-    return any(num_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -98,23 +97,6 @@ def test_a_connection_that_waits_gives_way_to_a_new_one() -> None:
             writer.close()
 
     talk(what, max_connections=4)
-
-
-def test_an_idle_connection_whose_next_request_has_arrived_gives_way_to_none() -> None:
-    async def what(web: Web) -> None:
-        kept = [await web.connect(GET) for _ in range(20)]
-        assert [await answer(reader) for reader, _ in kept] == [(200, b"hello")] * 20
-        with ExitStack() as stack:
-            # The event loop learns of all of it at once.
-            for _ in range(20):
-                stack.enter_context(socket.create_connection(web.address))
-            for _, writer in kept:
-                os.write(writer.get_extra_info("socket").fileno(), GET)
-            assert [await answer(reader) for reader, _ in kept] == [(200, b"hello")] * 20
-        for _, writer in kept:
-            writer.close()
-
-    talk(what, max_connections=20)
 
 
 def test_a_connection_beyond_the_bound_is_told_so_while_all_others_are_served() -> None:

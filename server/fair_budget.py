@@ -30,8 +30,8 @@ class FairBudget:
         return self._held[tenant]
 
     def has(self, tenant: str, amount: int) -> bool:
-        """True if `take` would succeed."""
-        return self._held[tenant] + amount <= self.free - amount
+        """True if `take` would succeed; nothing can always be taken."""
+        return amount == 0 or self._held[tenant] + amount <= self.free - amount
 
     def take(self, tenant: str, amount: int) -> None:
         """Hold an amount more; to be given back by `give_back`.

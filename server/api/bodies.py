@@ -65,11 +65,18 @@ def install(app: FastAPI, num_bytes: int = MAX_HELD_BYTES) -> None:
 
 
 def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """Return a dependency that parses the body as a `kind`; it raises as `read_json` does."""
+    """Return a dependency that parses the body as a `kind`; it raises as `read_json` does.
+
+    It also raises InvalidApiKey if the caller's key was revoked while the body came.
+    """
 
     async def parse(request: Request) -> B:
         with ExitStack() as held:
-            return await read_json(request, kind, held)
+            body = await read_json(request, kind, held)
+        key_id = request.scope["state"]["caller"].key_id
+        if key_id is not None:
+            await request.app.state.service.keys.check_stands(key_id)
+        return body
 
     return parse
 

@@ -169,7 +169,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
     failure = HTTP_FAILURES.get(error.status_code, Failure(error.status_code, "invalid_request"))
     message = str(error.detail)
     if failure.code in ("not_found", "method_not_allowed"):
-        message = f"there is no call {request.method} {request.url.path}: see the list of calls in the documentation"
+        # Not `url.path`: a query that is not in UTF-8 makes no URL.
+        call = f"{request.method} {request.scope['path']}"
+        message = f"there is no call {call}: see the list of calls in the documentation"
     return _reply(failure, _document(failure, message, None), error.headers)
 
 

@@ -28,8 +28,9 @@ from server.tenants.tenant import Tenant
 
 # Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
 MAX_LOGPROBS = 1 << 18
-# What each of them takes in memory until the reply is made.
+# What each of them, and each token, takes in memory until the reply is made.
 LOGPROB_BYTES = 300
+TOKEN_BYTES = 250
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
     outputs = submission.outputs
     num_sequences = len(submission.requests) * submission.sampling_params.n
     sequences = [WholeSequence() for _ in range(num_sequences)]
-    num_logprobs = num_held = 0
+    num_logprobs = num_held = num_tokens = 0
     while taken := await outputs.take():
         for output in taken:
             sequence = sequences[output.index]
@@ -155,14 +156,16 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
                 sequence.finish_reason = output.reason
             else:
                 sequence.tokens.append(output)
+                num_tokens += 1
                 num_logprobs += 0 if output.scored is None else 1 + len(output.top)
         if num_logprobs > MAX_LOGPROBS:
             raise InvalidRequest(
                 f"the reply holds more than {MAX_LOGPROBS} log-probabilities: stream it, or ask for fewer",
                 "logprobs",
             )
-        hold((num_logprobs - num_held) * LOGPROB_BYTES)
-        num_held = num_logprobs
+        num_bytes = num_logprobs * LOGPROB_BYTES + num_tokens * TOKEN_BYTES
+        hold(num_bytes - num_held)
+        num_held = num_bytes
     return sequences
 
 

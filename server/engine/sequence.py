@@ -43,7 +43,7 @@ class Sequence:
         self.page_table = PageTable()
         # Until the prompt's log-probabilities are complete, the logits of all its tokens are computed.
         self.needs_prompt_logits = request.sampling_params.prompt_logprobs is not None and index == 0
-        self.arrival = -1  # number among all sequences ever added to the scheduler; -1 before
+        self.arrival = -1  # its place among all sequences ever added to the scheduler; -1 before
         self.waiting_since = 0.0
         self.num_tokens_at_admission = 0
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing

@@ -24,7 +24,11 @@ from server.frontend.connections import (
     short_reply,
 )
 
+# Of a head, and of what stands in a body beside its bytes: sizes of chunks, and trailers.
 MAX_HEAD_BYTES = 64 << 10
+MAX_FIELDS = 256
+# Requests that wait for the answer to the one before them; uvicorn keeps as many as arrive together.
+MAX_PIPELINED = 8
 # Of a reply, beside the piece that passes this bound; what is left waits in the application until the client reads.
 MAX_UNSENT_BYTES = 32 << 10
 # Answered in reserve, too: an orchestrator would end a server that is only full.
@@ -38,7 +42,7 @@ INVALID = short_reply(
 )  # fmt: skip
 HEAD_TOO_LARGE = short_reply(
     "431 Request Header Fields Too Large", "invalid_request_error", "invalid_request",
-    f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send fewer or shorter header fields",
+    f"the head of the request has more than {MAX_HEAD_BYTES} bytes or {MAX_FIELDS} fields: send fewer or shorter ones",
 )  # fmt: skip
 
 
@@ -81,7 +85,7 @@ class HttpConnection(HttpToolsProtocol):
         assert isinstance(config, WebConfig)
         self._bounds = config.connections
         self._num_head_bytes = 0
-        self._in_head = self._in_body = False
+        self._in_head = self._in_body = self._has_body = False
         # The request that is being answered; `cycle` is the last one that was received.
         self._answering: RequestResponseCycle | None = None
 
@@ -102,21 +106,23 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._in_head
+        was_in_head, was_in_body, self._has_body = self._in_head, self._in_body, False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # The request itself is answered as if it had not asked for another protocol.
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
-            self._bounds.report("sent no valid HTTP")
-            self._refuse(INVALID)
+            if len(self.headers) > MAX_FIELDS:
+                self._refuse_head()
+            else:
+                self._bounds.report("sent no valid HTTP")
+                self._refuse(INVALID)
             return
-        if was_in_head and self._in_head:
+        if (was_in_head and self._in_head) or (was_in_body and self._in_body and not self._has_body):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._bounds.report("sent a head that is too large")
-                self._refuse(HEAD_TOO_LARGE)
+                self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -124,7 +130,16 @@ class HttpConnection(HttpToolsProtocol):
         if self._answering is None:
             self._enter(HEAD)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers come here, too: uvicorn would add them to the head of a request that is being answered.
+        if self._in_head:
+            super().on_header(name, value)
+            if len(self.headers) > MAX_FIELDS:
+                raise ValueError("too many fields")
+
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) == MAX_PIPELINED:
+            raise ValueError("too many requests that were not waited for")
         is_probe = self.parser.get_method() == b"GET" and self.url.partition(b"?")[0] in PROBES
         may_answer = self._bounds.may_answer(self.transport, is_probe=is_probe, now=self.loop.time())
         self.app = self.config.loaded_app if may_answer else overloaded
@@ -132,6 +147,10 @@ class HttpConnection(HttpToolsProtocol):
         if self._bounds.is_reserved(self.transport):
             self.cycle.keep_alive = False
         self._in_head, self._in_body = False, True
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_body, self._num_head_bytes = True, 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -147,9 +166,11 @@ class HttpConnection(HttpToolsProtocol):
         self._answering = None
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+        next_one = self.pipeline.pop() if self.pipeline else None
+        if not self.pipeline:
+            self.flow.resume_reading()
+        if next_one is not None:
+            self._start_asgi_task(*next_one)
         else:
             self._enter(LINGERING if self._in_body else HEAD if self._in_head else IDLE)
 
@@ -184,6 +205,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def _enter(self, phase: WaitingPhase) -> None:
         self._bounds.enter(phase, self.transport, self.loop.time())
+
+    def _refuse_head(self) -> None:
+        self._bounds.report("sent a head that is too large")
+        self._refuse(HEAD_TOO_LARGE)
 
     def _refuse(self, reply: bytes) -> None:
         """Answer a request that was not understood, unless a reply is under way, and close the connection."""

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from server.fair_budget import FairBudget
+
+# With their paths, a tenant's are far smaller than a message to the supervisor may be.
+MAX_ADAPTERS = 4096
+
 
 class LoadedAdapter(Struct, frozen=True, array_like=True):
     """A variant's name that was loaded and not unloaded since."""
@@ -19,22 +24,41 @@ class LoadedAdapter(Struct, frozen=True, array_like=True):
 
 
 class AdapterChange(Struct, frozen=True):
-    """A change of the record; without a field that is set, a question about it."""
+    """A change of what a tenant has loaded; without a field that is set, a question about it."""
 
+    tenant: str
     loaded: LoadedAdapter | None = None
-    unloaded: tuple[str, str] | None = None  # tenant and name
+    unloaded: str | None = None  # the name
 
 
 class LoadedAdapters:
-    """The record of one server. Not thread-safe."""
+    """The record of one server. Not thread-safe.
+
+    Tenants share its length: one alone may have half of `MAX_ADAPTERS`, and its oldest is forgotten for the next one.
+    """
 
     def __init__(self) -> None:
-        self._by_name: dict[tuple[str, str], LoadedAdapter] = {}
+        self._by_tenant: dict[str, dict[str, LoadedAdapter]] = {}
+        self._budget = FairBudget(MAX_ADAPTERS, "loaded adapters")
 
     def apply(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Make a change and return all adapters, in the order in which they were first loaded."""
+        """Make a change and return the tenant's adapters, in the order in which they were first loaded."""
+        tenant = change.tenant
+        own = self._by_tenant.setdefault(tenant, {})
         if change.loaded is not None:
-            self._by_name[change.loaded.tenant, change.loaded.name] = change.loaded
-        if change.unloaded is not None:
-            self._by_name.pop(change.unloaded, None)
-        return tuple(self._by_name.values())
+            if change.loaded.name not in own:
+                if own and not self._budget.has(tenant, 1):
+                    self._forget(tenant, next(iter(own)))
+                if not self._budget.has(tenant, 1):
+                    return tuple(own.values())
+                self._budget.take(tenant, 1)
+            own[change.loaded.name] = change.loaded
+        if change.unloaded in own:
+            self._forget(tenant, change.unloaded)
+        if not own:
+            del self._by_tenant[tenant]
+        return tuple(own.values())
+
+    def _forget(self, tenant: str, name: str) -> None:
+        del self._by_tenant[tenant][name]
+        self._budget.give_back(tenant, 1)

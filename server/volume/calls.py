@@ -63,7 +63,11 @@ class _Threads:
             QueueFull: the tenant holds too many threads by calls that have not returned.
         """
         self._held.take(tenant, 1)
-        call = asyncio.wrap_future(self._threads.submit(function))
+        try:
+            call = asyncio.wrap_future(self._threads.submit(function))
+        except BaseException:
+            self._held.give_back(tenant, 1)
+            raise
         call.add_done_callback(_retrieved)
         call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
         return call
@@ -251,7 +255,9 @@ class RegistryCalls:
     def _hangs(self) -> None:
         self._hang.set()
         for deadline in self._deadlines:
-            deadline.reschedule(0)
+            # One that has expired cannot be moved any more, and its call ends anyway.
+            if not deadline.expired():
+                deadline.reschedule(0)
         self._fails(self._hanging())
 
     def _fails(self, error: RegistryUnavailable) -> None:

@@ -38,3 +38,12 @@ def test_a_refused_amount_is_not_taken_and_a_held_one_comes_back() -> None:
     with budget.holding("a", 5):
         assert budget.free == 5
     assert (budget.free, budget.held("a")) == (10, 0)
+
+
+def test_nothing_can_be_taken_whatever_others_hold() -> None:
+    budget = FairBudget(256, "bytes")
+    budget.take("one", 128)
+    budget.take("other", 1)
+    budget.take("one", 0)
+    with pytest.raises(QueueFull):
+        budget.take("one", 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import ParamSpec, TypeVar
@@ -68,8 +68,12 @@ class Downloads:
             QueueFull: the tenant leaves too much unread.
         """
         with self._unsent.holding(tenant, min(CHUNK_BYTES, record.size_bytes)):
-            # On threads: closing a removed file of gigabytes frees its blocks.
-            async with self._threads.entered(VerifiedObject(registry, record)) as stored:
+            async with AsyncExitStack() as stack:
+                # In a bucket, opening fetches the object.
+                async with self._turns.permit(tenant):
+                    # On threads: closing a removed file of gigabytes frees its blocks.
+                    opening = self._threads.entered(VerifiedObject(registry, record))
+                    stored = await stack.enter_async_context(opening)
                 yield stored
 
 

@@ -7,8 +7,8 @@ HTTP nor the origin of the bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,9 +22,12 @@ from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import is_the_clients
 from server.api.service import Service
 from server.api.tenants.limits import CountedUpload
+from server.errors import QueueFull
 from server.tenants.tenant import Tenant
 from server.tenants.variant_changes import VariantChanges
 
+# Uploads of one tenant at a time in this process. Each keeps up to 2 MB in memory.
+MAX_UPLOADS_PER_TENANT = 16
 # Bytes that are gathered before a thread writes them.
 WRITE_BYTES = 1 << 20
 # The bytes at the beginning of an artifact that tell it from most other files.
@@ -79,6 +82,21 @@ async def gathered(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerat
         yield bytes(chunk)
 
 
+@contextmanager
+def one_more_upload(service: Service, tenant: Tenant) -> Iterator[None]:
+    """Count an upload of a tenant inside the block; raise QueueFull if it has too many under way."""
+    num_uploads = service.num_uploads
+    if num_uploads[tenant.name] >= MAX_UPLOADS_PER_TENANT:
+        raise QueueFull(
+            f"{MAX_UPLOADS_PER_TENANT} uploads are under way: send this one when another has ended"
+        )
+    num_uploads[tenant.name] += 1
+    try:
+        yield
+    finally:
+        num_uploads[tenant.name] -= 1
+
+
 @asynccontextmanager
 async def sealed_upload(
     service: Service, tenant: Tenant, chunks: AsyncGenerator[bytes, None]
@@ -127,10 +145,10 @@ async def publish(
         InvalidApiKey: the caller's key was revoked since the upload began.
         RateLimited: the tenant has as many variants, versions or bytes as it may by now.
     """
-    key_id = destination.changes.auditor.key_id
-    if key_id is not None:
-        await service.keys.check_stands(key_id)
     await counted_as.check(sealed)
+    # Last: what stands before takes as long as the client or the registry likes.
+    if (key_id := destination.changes.auditor.key_id) is not None:
+        await service.keys.check_stands(key_id)
     return await service.run_in_background(
         destination.changes.publish,
         sealed,

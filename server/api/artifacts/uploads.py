@@ -7,9 +7,8 @@ through them.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,21 +20,26 @@ from deltastore.registry.records import check_names
 from deltastore.registry.uploads import SealedUpload
 from server.api.artifacts.content_digest import HEADER, expected_sha256
 from server.api.artifacts.multipart import file_of_form
-from server.api.artifacts.publishing import Destination, check, counted, gathered, publish, sealed_upload
+from server.api.artifacts.publishing import (
+    Destination,
+    check,
+    counted,
+    gathered,
+    one_more_upload,
+    publish,
+    sealed_upload,
+)
 from server.api.bodies import media_type_of, timed_chunks
 from server.api.outputs.request_events import while_connected
 from server.api.service import Service
 from server.api.tenants.limits import counted_upload
-from server.errors import InvalidRequest, QueueFull
-from server.tenants.tenant import Tenant
+from server.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
 # Bytes that a multipart body may have beside its file.
 FORM_OVERHEAD_BYTES = 64 << 10
-# Uploads of one tenant at a time. Each keeps up to 2 MB in memory.
-MAX_UPLOADS_PER_TENANT = 16
 FORM = "multipart/form-data"
 
 
@@ -71,7 +75,7 @@ async def _receive(request: Request, service: Service, destination: Destination)
     form_hash = hashlib.sha256() if media_type_of(request) == FORM else None
     pieces = _artifact_bytes(request, form_hash)
     length = max_bytes if form_hash else int(request.headers.get("content-length", max_bytes))
-    with _one_more(service.num_uploads, destination.tenant):
+    with one_more_upload(service, destination.tenant):
         digest = None if form_hash else expected
         async with (
             counted_upload(
@@ -111,20 +115,6 @@ def _size_limit(request: Request) -> int | None:
     """Return the most bytes that the body can have; None if the client did not say."""
     length = request.headers.get("content-length")
     return None if length is None else int(length)
-
-
-@contextmanager
-def _one_more(num_uploads: Counter[str], tenant: Tenant) -> Iterator[None]:
-    """Count an upload of a tenant inside the block; raise QueueFull if it has too many under way."""
-    if num_uploads[tenant.name] >= MAX_UPLOADS_PER_TENANT:
-        raise QueueFull(
-            f"{MAX_UPLOADS_PER_TENANT} uploads are under way: send this one when another has ended"
-        )
-    num_uploads[tenant.name] += 1
-    try:
-        yield
-    finally:
-        num_uploads[tenant.name] -= 1
 
 
 async def _artifact_bytes(request: Request, form_hash: Hash | None) -> AsyncGenerator[bytes, None]:

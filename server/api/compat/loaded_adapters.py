@@ -21,8 +21,8 @@ class LoadedVersion:
 
 async def adapters_of(service: Service, tenant: Tenant) -> dict[str, LoadedAdapter]:
     """Return what a tenant has loaded with vLLM's call and not unloaded since, by name."""
-    adapters = await service.whole.adapters(AdapterChange())
-    return {adapter.name: adapter for adapter in adapters if adapter.tenant == tenant.name}
+    adapters = await service.whole.adapters(AdapterChange(tenant.name))
+    return {adapter.name: adapter for adapter in adapters}
 
 
 async def loaded_versions(

@@ -29,6 +29,7 @@ from server.api.artifacts.publishing import (
     check,
     counted,
     gathered,
+    one_more_upload,
     publish,
     sealed_upload,
 )
@@ -53,6 +54,8 @@ TYPES: Mapping[int, str] = {
     503: "ServiceUnavailableError",
 }
 SERVER_FAILED, CLIENT_FAILED = "InternalServerError", "BadRequestError"
+# The supervisor keeps the path of each adapter.
+MAX_PATH_BYTES = 1024
 # How long an unload waits until no request uses the variant.
 OUTCOME_S = 1.0
 
@@ -126,6 +129,10 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
         raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
     if name == BASE:
         raise InvalidUserInput(f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise InvalidUserInput(
+            f"lora_path has more than {MAX_PATH_BYTES} bytes: give a shorter one", "lora_path"
+        )
     check_names(tenant.name, name)
     record = await _registered(service, tenant, name)
     known = None if record is None else (await adapters_of(service, tenant)).get(name)
@@ -145,7 +152,7 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
     await service.engine.load("load", record)
     if known is None or body.load_inplace:
         adapter = LoadedAdapter(tenant.name, name, path, time.time())
-        await service.whole.adapters(AdapterChange(loaded=adapter))
+        await service.whole.adapters(AdapterChange(tenant.name, loaded=adapter))
         log.info("%s is loaded as a LoRA adapter", record.label)
     return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -181,12 +188,13 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
 async def _publish(service: Service, destination: Destination, file: BinaryIO) -> Publication:
     chunks = gathered(_chunks(service, file), service.settings.max_upload_bytes)
     size_bytes = os.fstat(file.fileno()).st_size
-    async with (
-        counted_upload(service, destination.tenant, destination.name, size_bytes) as upload,
-        sealed_upload(service, destination.tenant, upload.counted(chunks)) as sealed,
-    ):
-        facts = await check(service, destination, sealed)
-        return await publish(service, destination, sealed, facts, upload)
+    with one_more_upload(service, destination.tenant):
+        async with (
+            counted_upload(service, destination.tenant, destination.name, size_bytes) as upload,
+            sealed_upload(service, destination.tenant, upload.counted(chunks)) as sealed,
+        ):
+            facts = await check(service, destination, sealed)
+            return await publish(service, destination, sealed, facts, upload)
 
 
 async def _chunks(service: Service, file: BinaryIO) -> AsyncGenerator[bytes, None]:
@@ -201,7 +209,7 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
     in_memory = await _in_memory(service, tenant, name)
     if not in_memory and name not in await adapters_of(service, tenant):
         raise VariantNotFound(f"The lora adapter '{name}' cannot be found.")
-    await service.whole.adapters(AdapterChange(unloaded=(tenant.name, name)))
+    await service.whole.adapters(AdapterChange(tenant.name, unloaded=name))
     # The engine unloads when no request uses the variant. Errors mean that it has restarted, with empty memory.
     unloading = asyncio.gather(
         *(service.engine.load("unload", record) for record in in_memory), return_exceptions=True

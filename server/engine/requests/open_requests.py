@@ -173,7 +173,10 @@ class OpenRequests:
         return FailingAlone(state, self.fail)
 
     def _start_sequence(self, state: RequestState) -> None:
-        self._scheduler.add(state.start_sequence(), time.monotonic())
+        sequence = state.start_sequence()
+        self._scheduler.add(sequence, time.monotonic(), state.arrival)
+        if state.arrival is None:
+            state.arrival = sequence.arrival
 
     def _finish_unstarted(self, state: RequestState, reason: FinishReason) -> None:
         while state.unstarted:

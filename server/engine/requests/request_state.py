@@ -38,6 +38,7 @@ class RequestState:
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
+    arrival: int | None = None  # of its first sequence; None before
     last_started: int = -1  # index of the sequence that was started last; -1 before the first
     outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
     unstarted: deque[int] = field(init=False)  # indices of sequences that are not made yet

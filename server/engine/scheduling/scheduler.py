@@ -18,6 +18,9 @@ from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.slot_policy import SlotPolicy
 from server.engine.sequence import Sequence, VariantQueue
 
+# Of a request, in numbers of arrivals.
+MAX_SEQUENCES = 1 << 20
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -81,8 +84,12 @@ class Scheduler:
         """Running sequences in order of arrival."""
         return [self._running[arrival] for arrival in sorted(self._running)]
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, sequence: Sequence, now: float, first: int | None = None) -> None:
         """Let a new sequence wait to be admitted.
+
+        Args:
+            first: the arrival of its request's first sequence. Later ones stand behind it and before those of later
+                requests, so that only about as many requests have begun as there are rows.
 
         Raises:
             ValueError: the sequence was added before.
@@ -90,8 +97,9 @@ class Scheduler:
         if sequence.arrival >= 0:
             raise ValueError(f"sequence {sequence.id} was scheduled before")
         self._now = now
-        sequence.arrival = self._num_added
-        self._num_added += 1
+        if first is None:
+            first, self._num_added = self._num_added * MAX_SEQUENCES, self._num_added + 1
+        sequence.arrival = first + sequence.index
         sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.digest)
         self._enqueue(sequence)
 

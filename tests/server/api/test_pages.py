@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,3 +150,22 @@ def test_only_administrators_make_variants_public_if_the_operator_says_so(tmp_pa
             assert (await ask("publish", "PATCH", "/variants/shared", json=private)).status_code == 200
 
     asyncio.run(main())
+
+
+def test_a_key_that_is_revoked_while_the_body_of_a_call_comes_changes_nothing(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        push(registry, artifact(1), "v", tenant="acme")
+        keys, auditor = KeyStore(registry.root), Auditor(AuditLog(registry.root))
+        key = keys.create(auditor, "acme", ["publish"])
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"visibility": '
+            keys.revoke(auditor, key.id)
+            yield b'"public"}'
+
+        headers = {"Authorization": f"Bearer {key.text}", "Content-Type": "application/json"}
+        refused = await client.patch("/variants/v", content=body(), headers=headers)
+        assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
+        assert registry.summary("acme", "v").visibility == "private"
+
+    serve(tmp_path, talk)

@@ -299,6 +299,31 @@ def test_a_full_queue_takes_a_place_from_a_larger_tenant_and_never_from_a_reques
         assert eventually(lambda: served.num_cancelled() == 4)
 
 
+def test_all_sequences_of_a_request_go_before_those_of_later_requests(
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So requests that nothing displaces are no more than the batch has rows, and one of them."""
+    with serving(deltas.base, tmp_path / "registry", max_num_seqs=1, max_queue=8) as served:
+        slow_down(monkeypatch)
+        events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def start() -> str:
+            request = served.request(None, PROMPT, n=3, max_new_tokens=2, stop_token_ids=frozenset())
+
+            def note(event: object) -> None:
+                events.put(request.id if isinstance(event, TokenEvent) else None)
+
+            served.engine.submit(request, note)
+            return request.id
+
+        asked = [start() for _ in range(3)]
+        tokens: list[str] = []
+        while len(tokens) < 3 * 3 * 2:
+            if (request_id := events.get(timeout=60)) is not None:
+                tokens.append(request_id)
+        assert tokens == sorted(tokens, key=asked.index)
+
+
 def test_a_cancelled_request_ends_and_the_next_one_runs(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

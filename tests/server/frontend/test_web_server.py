@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.frontend.http_connection import MAX_PIPELINED
 from server.frontend.listen import raise_descriptor_limit
 from tests.server.helpers.live_server import ROOT, WAIT_S
 from tests.server.helpers.web import Web, answer, code_of, serving, talk
@@ -97,6 +99,63 @@ def test_a_connection_that_waits_gives_way_to_a_new_one() -> None:
             writer.close()
 
     talk(what, max_connections=4)
+
+
+@pytest.mark.parametrize(
+    "rest", [b"a:b\r\n", b"c" * 1000, b"1;" + b"e" * 1000], ids=["fields", "one", "extension"]
+)
+def test_what_stands_in_a_body_beside_its_bytes_is_bounded_and_no_part_of_the_head(rest: bytes) -> None:
+    heads: list[list[Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heads.append(scope["headers"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def what(web: Web) -> None:
+        begin = b"0\r\n" if b";" not in rest else b""
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + begin
+        reader, writer = await web.connect(head + (b"name: " if rest[:1] == b"c" else b""))
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                assert num_sent < 4 << 20
+                writer.write(rest)
+                await writer.drain()
+                await asyncio.sleep(0)
+                num_sent += len(rest)
+        writer.close()
+        assert [len(head) for head in heads] == [2]
+
+    talk(what, app)
+
+
+def test_requests_that_are_not_waited_for_are_bounded() -> None:
+    num_calls = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        await hello(scope, receive, send)
+
+    async def what(web: Web) -> None:
+        reader, writer = await web.connect(MAX_PIPELINED * GET)
+        assert [await answer(reader) for _ in range(MAX_PIPELINED)] == [(200, b"hello")] * MAX_PIPELINED
+        writer.write(1000 * GET)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        assert num_calls < 3 * MAX_PIPELINED
+        writer.close()
+
+    talk(what, app)
+
+
+def test_a_head_has_a_bounded_number_of_fields() -> None:
+    async def what(web: Web) -> None:
+        assert code_of(await web.ask(GET[:-2] + 1000 * b"a:\r\n" + b"\r\n")) == (431, "invalid_request")
+        assert await web.ask(GET[:-2] + 200 * b"a:\r\n" + b"\r\n") == (200, b"hello")
+
+    talk(what)
 
 
 def test_a_connection_beyond_the_bound_is_told_so_while_all_others_are_served() -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_streams_of_two_tenants_go_on_when_what_counts_them_is_killed(ray: RaySe
     for names in killed_under_streams(ray, "Shared", keys):
         assert names[-1] == "done", names[-1]
     for key in keys:
-        assert eventually(lambda key=key: served_again(ray, key))
+        assert eventually(partial(served_again, ray, key))
 
 
 @pytest.mark.deploy
@@ -221,7 +222,7 @@ def test_tenants_are_served_again_when_the_ingress_was_killed_under_their_stream
         assert "done" not in names
     # The seats that the killed replica held are free, and no engine runs its requests on.
     for key in keys:
-        assert eventually(lambda key=key: served_again(ray, key))
+        assert eventually(partial(served_again, ray, key))
     assert eventually(lambda: ray.client.get("/stats").json()["requests"]["running"] == 0)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -115,6 +116,27 @@ def test_calls_of_a_volume_that_hangs_fail_at_once_and_without_a_thread_until_it
                     await calls.run_long(volume.read, None)
             # Probes alone go on.
             assert volume.num_calls <= num_calls + 1
+            volume.answers.set()
+            await until_failing(calls, False)
+            assert await calls.run_long(volume.read, None) == "read"
+
+    asyncio.run(main())
+
+
+def test_a_call_that_expires_as_the_volume_is_found_to_hang_does_not_end_the_watch(volume: Volume) -> None:
+    async def main() -> None:
+        calls = hasty_calls_of(volume)
+        volume.answers.clear()
+        async with watched(calls):
+            while not volume.num_calls:
+                await asyncio.sleep(0.01)
+            late = asyncio.create_task(calls.run(volume.read, None))
+            while volume.num_calls < 2:
+                await asyncio.sleep(0.01)
+            # The deadlines of the probe and of the call pass in one turn of the event loop.
+            time.sleep(2 * DEADLINE_S)
+            with pytest.raises(RegistryUnavailable):
+                await late
             volume.answers.set()
             await until_failing(calls, False)
             assert await calls.run_long(volume.read, None) == "read"

@@ -15,6 +15,7 @@ from msgspec import Struct
 from server.api import bodies, errors
 from server.api.bodies import MAX_BYTES, json_body
 from server.errors import InvalidRequest
+from server.tenants.tenant import UNAUTHENTICATED
 from tests.server.helpers.web import Web, answer, code_of, talk
 
 MEBIBYTE = 1 << 20
@@ -45,7 +46,7 @@ def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]
 
     async def with_id(scope: Any, receive: Any, send: Any) -> None:
         tenant = dict(scope["headers"]).get(b"x-tenant", b"acme").decode()
-        scope.setdefault("state", {}).update(request_id="test", tenant=tenant)
+        scope.setdefault("state", {}).update(request_id="test", tenant=tenant, caller=UNAUTHENTICATED)
         await app(scope, receive, send)
 
     return with_id

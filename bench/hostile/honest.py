@@ -20,6 +20,8 @@ from bench.streams import gap_seconds
 from bench.synthetic import LlamaShapes
 
 TENANT = "honest"
+# In place of the status of a reply that did not come.
+BROKEN = 599
 PROMPT_TOKENS = 32
 # Between two rounds of calls. A round has a scrape in each `SCRAPE_EVERY`.
 ROUND_S = 0.25
@@ -126,10 +128,14 @@ class HonestTenant:
     def _call(
         self, watched: Watched, client: httpx.Client, method: str, path: str, **body: Any
     ) -> httpx.Response:
-        reply = client.request(method, path, **body)
         watched.num_calls += 1
+        try:
+            reply = client.request(method, path, **body)
+            outcome = str(reply.status_code)
+        except httpx.TransportError as error:
+            reply, outcome = httpx.Response(BROKEN), type(error).__name__
         if reply.is_error:
-            watched.refused[f"{method} {path.partition('?')[0]}: {reply.status_code}"] += 1
+            watched.refused[f"{method} {path.partition('?')[0]}: {outcome}"] += 1
         return reply
 
     @staticmethod

@@ -34,7 +34,7 @@ def test_ls_has_a_line_per_version_and_marks_active_and_quarantined_ones(root: P
         ("default", "a", "3", "-"),
     ]
     assert rows[1]["DIGEST"] == digest_of(2)[:12]
-    assert [row["NAME"] for row in rows if row["ACTIVE"] == "active"] == ["a", "b", "sick", "gone", "c"]
+    assert [row["NAME"] for row in rows if row["ACTIVE"] == "active"] == ["a", "b", "pruned", "sick", "gone", "c"]
     assert [row["NAME"] for row in rows if row["STATE"] == "quarantined"] == ["sick"]
 
 
@@ -76,7 +76,7 @@ def test_gc_tells_what_it_would_remove_and_then_removes_it(root: Path, capsys: O
 
 def test_check_says_clean_and_exits_with_zero(root: Path, capsys: Output) -> None:
     assert run(["registry", "check", "--registry", str(root)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "5 objects, 7 versions: clean"
+    assert capsys.readouterr().out.splitlines()[-1] == "5 objects, 9 versions: clean"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.resolve import SMALL_SCOPE, main, make_registries
+from bench.registry.resolve import SMALL_SCOPE, main, make_registries
 
 
 def test_a_small_run_asks_every_registry_every_question(

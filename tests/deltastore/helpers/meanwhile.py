@@ -1,4 +1,4 @@
-"""What other servers may do while one is suspended in a change of the variant `a`: versions come and go."""
+"""The changes that other servers make while one is suspended in one of the variant `a`: versions come and go."""
 
 from __future__ import annotations
 

@@ -34,7 +34,14 @@ def test_ls_has_a_line_per_version_and_marks_active_and_quarantined_ones(root: P
         ("default", "a", "3", "-"),
     ]
     assert rows[1]["DIGEST"] == digest_of(2)[:12]
-    assert [row["NAME"] for row in rows if row["ACTIVE"] == "active"] == ["a", "b", "pruned", "sick", "gone", "c"]
+    assert [row["NAME"] for row in rows if row["ACTIVE"] == "active"] == [
+        "a",
+        "b",
+        "pruned",
+        "sick",
+        "gone",
+        "c",
+    ]
     assert [row["NAME"] for row in rows if row["STATE"] == "quarantined"] == ["sick"]
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of a variant costs as many reads and listings with many versions as with few, in every state."""
+"""Questions about a variant cost as many reads and listings with many versions as with few, in every state."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ STRIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ResolveScope:
     num_few: int = 10
     num_many: int = 100_000
     num_old: int = 15_000  # inactive or deleted
@@ -45,11 +45,11 @@ class Scope:
     repeats: int = 15
 
 
-FULL_SCOPE, SMALL_SCOPE = Scope(), Scope(num_many=300, num_old=150, num_variants=20, repeats=2)
+FULL_SCOPE, SMALL_SCOPE = ResolveScope(), ResolveScope(num_many=300, num_old=150, num_variants=20, repeats=2)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class QuestionCosts:
     """Median seconds of one question, and of the same readings of names alone."""
 
     total_s: float
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "resolve", device, {"registries": _results(found, ratios)})
 
 
-def make_registries(directory: Path, scope: Scope) -> dict[str, Registry]:
+def make_registries(directory: Path, scope: ResolveScope) -> dict[str, Registry]:
     """Write one registry of each kind."""
     many, old, last = scope.num_many, scope.num_old, scope.num_old // (STRIDE - 1) * STRIDE
     runs = tuple((first, first + STRIDE - 2) for first in range(1, last, STRIDE))
@@ -129,7 +129,7 @@ def _write(registry: Registry, name: str, numbers: Iterable[int], active: int | 
         Path(directory.record_path(number)).write_bytes(record.to_json())
 
 
-def measure(registries: dict[str, Registry], scope: Scope) -> dict[str, dict[str, Costs]]:
+def measure(registries: dict[str, Registry], scope: ResolveScope) -> dict[str, dict[str, QuestionCosts]]:
     """Ask every registry in turns."""
     totals: dict[tuple[str, str], list[float]] = {}
     names: dict[tuple[str, str], list[float]] = {}
@@ -142,9 +142,9 @@ def measure(registries: dict[str, Registry], scope: Scope) -> dict[str, dict[str
                     continue
                 totals.setdefault((kind, question), []).append(_seconds(ask))
                 names.setdefault((kind, question), []).append(_seconds(read_names))
-    found: dict[str, dict[str, Costs]] = {}
+    found: dict[str, dict[str, QuestionCosts]] = {}
     for (kind, question), seconds in totals.items():
-        found.setdefault(kind, {})[question] = Costs(median(seconds), median(names[kind, question]))
+        found.setdefault(kind, {})[question] = QuestionCosts(median(seconds), median(names[kind, question]))
     return found
 
 
@@ -174,7 +174,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _results(
-    found: dict[str, dict[str, Costs]], ratios: dict[str, dict[str, float]]
+    found: dict[str, dict[str, QuestionCosts]], ratios: dict[str, dict[str, float]]
 ) -> dict[str, dict[str, Any]]:
     return {
         kind: {
@@ -189,7 +189,7 @@ def _results(
     }
 
 
-def _table(found: dict[str, dict[str, Costs]], ratios: dict[str, dict[str, float]]) -> str:
+def _table(found: dict[str, dict[str, QuestionCosts]], ratios: dict[str, dict[str, float]]) -> str:
     rows = [
         (
             kind,
@@ -216,7 +216,7 @@ def _table(found: dict[str, dict[str, Costs]], ratios: dict[str, dict[str, float
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.resolve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.registry.resolve", description=__doc__)
     parser.add_argument("--small", action="store_true", help="few versions; writes JSON only with --out")
     parser.add_argument("--dir", type=Path, help="where the registries are made")
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/resolve.json by default")

@@ -43,22 +43,29 @@ class LoadedAdapters:
 
     def apply(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
         """Make a change and return the tenant's adapters, in the order in which they were first loaded."""
-        tenant = change.tenant
-        own = self._by_tenant.setdefault(tenant, {})
-        if change.loaded is not None:
-            if change.loaded.name not in own:
-                if own and not self._budget.has(tenant, 1):
-                    self._forget(tenant, next(iter(own)))
-                if not self._budget.has(tenant, 1):
-                    return tuple(own.values())
-                self._budget.take(tenant, 1)
+        own = self._by_tenant.get(change.tenant, {})
+        if change.loaded is not None and self._has_place(change.tenant, change.loaded.name):
+            own = self._by_tenant.setdefault(change.tenant, {})
             own[change.loaded.name] = change.loaded
         if change.unloaded in own:
-            self._forget(tenant, change.unloaded)
-        if not own:
-            del self._by_tenant[tenant]
+            self._forget(change.tenant, change.unloaded)
         return tuple(own.values())
 
+    def _has_place(self, tenant: str, name: str) -> bool:
+        """Take a place for a name that has none; the tenant's oldest gives its own if there is no other."""
+        own = self._by_tenant.get(tenant, {})
+        if name in own:
+            return True
+        if own and not self._budget.has(tenant, 1):
+            self._forget(tenant, next(iter(own)))
+        if not self._budget.has(tenant, 1):
+            return False
+        self._budget.take(tenant, 1)
+        return True
+
     def _forget(self, tenant: str, name: str) -> None:
-        del self._by_tenant[tenant][name]
+        own = self._by_tenant[tenant]
+        del own[name]
         self._budget.give_back(tenant, 1)
+        if not own:
+            del self._by_tenant[tenant]

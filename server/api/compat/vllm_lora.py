@@ -129,7 +129,7 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
         raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
     if name == BASE:
         raise InvalidUserInput(f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
-    if len(path.encode()) > MAX_PATH_BYTES:
+    if len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
         raise InvalidUserInput(
             f"lora_path has more than {MAX_PATH_BYTES} bytes: give a shorter one", "lora_path"
         )

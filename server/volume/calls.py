@@ -197,7 +197,13 @@ class RegistryCalls:
         if isinstance(error, RegistryUnavailable):
             self._fails(error)
         elif error is not None and not isinstance(error, PeraxisError):
-            raise error
+            what = f"{type(error).__name__}: {error}"
+            self._fails(
+                RegistryUnavailable(
+                    f"{self._where} cannot be probed: {what}",
+                    public="the registry cannot be read: ask its operator to check it, and try again",
+                )
+            )
         else:
             # Also after an error of one file: the volume has answered.
             self._works()

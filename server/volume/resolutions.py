@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,8 +13,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.volume.calls import RegistryCalls
 
-MAX_REMEMBERED = 10_000
-# Of all records that are remembered, about.
+# Of all records that are remembered, about. What is too much is forgotten of the tenant with the most.
 MAX_BYTES = 64 << 20
 RECORD_BYTES = 2 << 10
 CHUNK_BYTES = 120
@@ -51,8 +50,10 @@ class Resolutions:
         self._calls = calls
         self._is_in_memory = is_in_memory
         self._max_age_s = max_age_s
-        self._remembered: OrderedDict[Key, Remembered] = OrderedDict()
-        self._num_bytes = 0
+        self._remembered: defaultdict[str, OrderedDict[Key, Remembered]] = defaultdict(
+            OrderedDict
+        )  # by tenant
+        self._num_bytes: Counter[str] = Counter()
 
     async def resolve(
         self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
@@ -86,31 +87,37 @@ class Resolutions:
         return record
 
     def _known(self, key: Key, owned: bool) -> Remembered | None:
-        known = self._remembered.get(key)
+        remembered: Mapping[Key, Remembered] = self._remembered.get(key[0], {})
+        known = remembered.get(key)
         if known is None:
             # The answer to the name alone is one to its version, too.
-            active = self._remembered.get((*key[:2], None))
+            active = remembered.get((*key[:2], None))
             known = active if active is not None and active.record.version == key[2] else None
         # A tenant's own variant hides public ones, so its answer holds for both kinds of questions.
         return known if known is None or not owned or known.record.tenant == key[0] else None
 
     def _remember(self, key: Key, record: VersionRecord, asked: float) -> None:
-        known = self._remembered.get(key)
+        tenant = key[0]
+        known = self._remembered[tenant].get(key)
         is_same = known is not None and (known.record.label, known.record.digest) == (
             record.label,
             record.digest,
         )
         num_bytes = known.num_bytes if known is not None and is_same else _num_bytes(record)
         self._forget(key)
-        self._remembered[key] = Remembered(record, asked, num_bytes)
-        self._num_bytes += num_bytes
-        while len(self._remembered) > MAX_REMEMBERED or self._num_bytes > MAX_BYTES:
-            self._forget(next(iter(self._remembered)))
+        self._remembered[tenant][key] = Remembered(record, asked, num_bytes)
+        self._num_bytes[tenant] += num_bytes
+        while self._num_bytes.total() > MAX_BYTES:
+            ((largest, _),) = self._num_bytes.most_common(1)
+            self._forget(next(iter(self._remembered[largest])))
 
     def _forget(self, key: Key) -> None:
-        known = self._remembered.pop(key, None)
+        tenant = key[0]
+        known = self._remembered[tenant].pop(key, None)
         if known is not None:
-            self._num_bytes -= known.num_bytes
+            self._num_bytes[tenant] -= known.num_bytes
+        if not self._remembered[tenant]:
+            del self._remembered[tenant], self._num_bytes[tenant]
 
 
 def _num_bytes(record: VersionRecord) -> int:

@@ -96,6 +96,7 @@ class SequenceOutput:
         if len(self._prompt_logprobs) == self.sequence.num_prompt_tokens - 1:
             self.sequence.needs_prompt_logits = False
             self._on_event(PromptEvent(tuple(self._prompt_logprobs)))
+            self._prompt_logprobs = []
 
     def clear_prompt_logprobs(self) -> None:
         """Forget the prompt's log-probabilities: the sequence was preempted and computes its prompt again."""

@@ -31,7 +31,7 @@ class Volume:
     """A volume that answers, hangs until it answers again, or fails."""
 
     answers: threading.Event = field(default_factory=threading.Event)
-    error: RegistryError | None = None
+    error: Exception | None = None
     num_calls: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +79,20 @@ def test_a_call_is_answered_on_another_thread(volume: Volume) -> None:
         calls = calls_of(volume)
         assert await calls.run(volume.read, None) == await calls.run_long(volume.read, None) == "read"
         assert await calls.run(threading.get_ident, None) != threading.get_ident()
+
+    asyncio.run(main())
+
+
+def test_a_probe_that_fails_in_an_unknown_way_is_a_failure_and_is_made_again(volume: Volume) -> None:
+    async def main() -> None:
+        calls = calls_of(volume)
+        volume.error = ValueError("no answer that the client knows")
+        async with watched(calls):
+            await until_failing(calls, True)
+            with pytest.raises(RegistryUnavailable, match="cannot be probed: ValueError: no answer"):
+                calls.check()
+            volume.error = None
+            await until_failing(calls, False)
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ from deltastore.registry.records import VersionRecord
 from server.volume import resolutions as resolutions_module
 from server.volume.calls import RegistryCalls
 from server.volume.probe import probe
-from server.volume.resolutions import Resolutions
+from server.volume.resolutions import CHUNK_BYTES, RECORD_BYTES, Resolutions
 from tests.deltastore.helpers.stored import publish_file, write_stored
 
 
@@ -131,19 +131,23 @@ def test_an_answer_is_given_again_until_it_has_its_greatest_age(case: Case, max_
     asyncio.run(main())
 
 
-def test_only_a_bounded_number_of_answers_is_remembered(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolutions_module, "MAX_REMEMBERED", 2)
-    for name in ("b", "c"):
-        publish_file(case.registry, case.artifact, name)
+def test_only_a_bounded_number_of_answers_is_remembered_and_the_tenant_with_the_most_loses_its_oldest(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_bytes = RECORD_BYTES + CHUNK_BYTES * len(case.record.chunk_sha256)
+    monkeypatch.setattr(resolutions_module, "MAX_BYTES", 3 * record_bytes)
+    for name in ("b", "c", "d"):
+        publish_file(case.registry, case.artifact, name, "many")
 
     async def main() -> None:
         resolutions = case.resolutions()
-        for name in ("a", "b", "a", "c"):
-            await resolutions.resolve("default", name)
+        await resolutions.resolve("default", "a")
+        for name in ("b", "c", "b", "d"):
+            await resolutions.resolve("many", name)
         case.root.rename(case.away)
-        for name in ("a", "c"):
-            assert (await resolutions.resolve("default", name)).name == name
+        for tenant, name in (("default", "a"), ("many", "b"), ("many", "d")):
+            assert (await resolutions.resolve(tenant, name)).name == name
         with pytest.raises(RegistryUnavailable):
-            await resolutions.resolve("default", "b")
+            await resolutions.resolve("many", "c")
 
     asyncio.run(main())

@@ -84,11 +84,11 @@ class RegistryReader:
         """Return the sorted names of a tenant's variants, from one listing. One may have no live version."""
         return sorted(self.stored(tenant).num_versions)
 
-    def usable_names(self, tenant: str) -> list[str]:
-        """Return the sorted names that a tenant's requests may use, from two listings. One may mean nothing."""
-        own = self.names(tenant)
+    def public_names(self) -> list[str]:
+        """Return the sorted names of variants that every tenant may use, from one listing. One may mean nothing."""
         with self._backend.explained():
-            return sorted({*own, *self._claims.public_names()})
+            self._backend.check_present()
+            return self._claims.public_names()
 
     def summary(self, tenant: str, name: str) -> VariantSummary:
         """Return the tenant's own variant of this name without its records.
@@ -103,14 +103,6 @@ class RegistryReader:
                 raise self._directory(tenant, name).not_found()
             return summary
 
-    def usable(self, tenant: str, name: str) -> VariantSummary | None:
-        """Return the variant that a name means in a tenant's requests: its own, else the public one; None without."""
-        with self._backend.explained():
-            for owner in self._owners(tenant, name):
-                if (summary := self._summary(owner, name)) is not None:
-                    return summary
-        return None
-
     def summaries(self, tenant: str, names: Sequence[str], *, owned: bool = True) -> list[VariantSummary]:
         """Return a tenant's variants of some names, or with `owned` false those that the names mean in its requests.
 
@@ -119,8 +111,8 @@ class RegistryReader:
 
         def read(name: str) -> VariantSummary | None:
             try:
-                return self._summary(tenant, name) if owned else self.usable(tenant, name)
-            except RegistryError as error:
+                return self._summary(tenant, name) if owned else self._usable(tenant, name)
+            except (RegistryError, VariantNotFound) as error:
                 log.error("variant %s/%s is left out: %s", tenant, name, error)
                 return None
 
@@ -253,6 +245,13 @@ class RegistryReader:
         if not found.numbers:
             return None
         return replace(found, visibility=self._visibility(directory, self._claims))
+
+    def _usable(self, tenant: str, name: str) -> VariantSummary | None:
+        """Return the variant that a name means in a tenant's requests: its own, else the public one; None without."""
+        for owner in self._owners(tenant, name):
+            if (summary := self._summary(owner, name)) is not None:
+                return summary
+        return None
 
     def _settled_variant(self, directory: VariantDirectory) -> Variant:
         visibility = self._visibility(directory, self._claims)

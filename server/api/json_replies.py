@@ -58,25 +58,34 @@ async def _pieces(content: bytes | memoryview) -> AsyncIterator[bytes]:
         yield bytes(content[begin : begin + PIECE_BYTES])
 
 
-def page_reply(key: str, documents: Iterable[tuple[str, Any]], *, has_more: bool, **fields: Any) -> JsonReply:
+def page_reply(
+    key: str,
+    documents: Iterable[tuple[str, Any]],
+    *,
+    has_more: bool,
+    last_id: str | None = None,
+    **fields: Any,
+) -> JsonReply:
     """Return a page of a list, with the fields that OpenAI's API gives one: `has_more` and `last_id`.
 
     Args:
         key: the name of the list.
         documents: those of the page, each with its id. Only as many as fit into `MAX_PAGE_BYTES` are taken.
         has_more: there are others behind them.
+        last_id: what the next page begins behind, if that is not the last document.
         fields: of the reply beside the list.
     """
     shown: list[msgspec.Raw] = []
-    num_bytes, last_id = 0, None
+    num_bytes, last_shown = 0, None
     for document_id, document in documents:
         encoded = encode(document)
         num_bytes += len(encoded)
         if shown and num_bytes > MAX_PAGE_BYTES:
-            has_more = True
+            has_more, last_id = True, None
             break
         shown.append(msgspec.Raw(encoded))
-        last_id = document_id
+        last_shown = document_id
+    last_id = last_shown if last_id is None else last_id
     return JsonReply({**fields, key: shown, "has_more": has_more, "last_id": last_id})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from datetime import datetime
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
-from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
@@ -21,11 +19,12 @@ from server.api.service import Service, ServiceDep, TenantDep
 
 OWNER_OF_BASE = "peraxis"
 
+# Names that are looked up together.
+READ_AHEAD = 100
+
 # Other parameters are ignored: clients of OpenAI's API send some of their own.
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
 After = Annotated[str | None, Query(max_length=64)]
-
-log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/models")
 
@@ -36,22 +35,31 @@ async def list_models(
 ) -> Response:
     """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`.
 
-    The list comes a page at a time, whose first is the largest one: OpenAI's client asks for no other.
+    The tenant's own variants come before the public ones of others. The list comes a page at a time, whose first is the
+    largest one: OpenAI's client asks for no other.
     """
     cards = [_card(service, BASE, None)] if after is None else []
-    last, has_more = "" if after in (None, BASE) else after, True
-    while has_more and len(cards) < limit:
-        num_wanted = limit - len(cards)
-        records, last, has_more = await service.volume.run_long(
-            partial(_usable, service.registry, tenant.name, last, num_wanted), tenant.name
+    begin = "" if after in (None, BASE) else after
+    names, has_more = await service.volume.run_long(
+        partial(_usable_names, service.registry, tenant.name, begin), tenant.name
+    )
+    last = None
+    while names and len(cards) < limit:
+        some, names = names[:READ_AHEAD], names[READ_AHEAD:]
+        last = some[-1]
+        found = await service.volume.run_long(
+            partial(service.registry.summaries, tenant.name, some, owned=False), tenant.name
         )
+        records = [variant.active_record for variant in found if variant.active_record is not None]
         if service.settings.compat == "vllm-lora":
             loaded = await loaded_versions(service, tenant, records)
             cards += [_loaded_card(service, each) for each in loaded]
         else:
             cards += [_card(service, record.name, record) for record in records]
+    if len(cards) > limit:
+        cards, last, has_more = cards[:limit], None, True
     documents = ((card["id"], card) for card in cards)
-    return page_reply("data", documents, has_more=has_more, object="list")
+    return page_reply("data", documents, has_more=has_more or bool(names), last_id=last, object="list")
 
 
 @router.get("/{model_id}")
@@ -64,27 +72,19 @@ async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> d
     return _card(service, model_id, record)
 
 
-def _usable(registry: Registry, tenant: str, after: str, limit: int) -> tuple[list[VersionRecord], str, bool]:
-    """Return the active versions of up to `limit` variants by name, the last name read, and whether there are others.
+def _usable_names(registry: Registry, tenant: str, after: str) -> tuple[list[str], bool]:
+    """Return the names behind one that a tenant's requests may use, its own first, and whether there are others.
 
-    The tenant's own variants hide public ones of the same name. Reads files.
+    Of the public names, which any tenant may have made, a page looks at no more than it has entries. Behind a name that
+    is gone, all public ones come. Reads files.
     """
-    names = registry.usable_names(tenant)
-    records: list[VersionRecord] = []
-    for name in names[bisect_right(names, after) :]:
-        if len(records) == limit:
-            return records, after, True
-        after = name
-        try:
-            found = registry.usable(tenant, name)
-            if found is not None and found.active_record is not None:
-                records.append(found.active_record)
-        except VariantNotFound:
-            # It was deleted meanwhile.
-            continue
-        except RegistryError as error:
-            log.error("variant %s is left out: %s", name, error)
-    return records, after, False
+    own = registry.names(tenant)
+    public = sorted(set(registry.public_names()).difference(own))
+    if after in public:
+        own, public = [], public[bisect_right(public, after) :]
+    else:
+        own = own[bisect_right(own, after) :]
+    return own + public[:MAX_PAGE_ENTRIES], len(public) > MAX_PAGE_ENTRIES
 
 
 def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def with_variants(registry: Registry) -> Registry:
 
 def seen_by(registry: Registry, tenant: str) -> dict[str, str]:
     """Return the owner of each name that a tenant's requests may use."""
-    names = registry.usable_names(tenant)
+    names = sorted({*registry.names(tenant), *registry.public_names()})
     return {variant.name: variant.tenant for variant in registry.summaries(tenant, names, owned=False)}
 
 

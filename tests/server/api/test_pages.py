@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from deltastore.registry import Registry
-from server.api import variant_lists
+from server.api import models, variant_lists
 from server.api.json_replies import MAX_PAGE_BYTES
+from server.frontend.engine_client import EngineClient
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.deltastore.helpers.crash_storage import FACTS, artifact, push
@@ -23,12 +25,12 @@ from tests.server.helpers.live_server import error_of
 REPORT = {"text": "x" * 200_000}
 
 
-def publish(registry: Registry, name: str, seed: int, *, activate: bool = True) -> None:
+def publish(registry: Registry, name: str, seed: int, *, tenant: str = "acme", activate: bool = True) -> None:
     """Publish a version with a large report."""
     with registry.open_upload(None) as upload:
         upload.write(artifact(seed))
         facts = replace(FACTS, fidelity=REPORT)
-        registry.publish(upload.seal(), facts, tenant="acme", name=name, activate=activate)
+        registry.publish(upload.seal(), facts, tenant=tenant, name=name, activate=activate)
 
 
 def serve(directory: Path, talk: Callable[[httpx.AsyncClient, Registry], Awaitable[None]]) -> None:
@@ -119,6 +121,46 @@ def test_tenants_and_keys_come_a_page_at_a_time(tmp_path: Path) -> None:
         for limit in (0, 1001, "many"):
             wrong = await client.get("/tenants", params={"limit": limit})
             assert (wrong.status_code, error_of(wrong)["param"]) == (400, "limit")
+
+    serve(tmp_path, talk)
+
+
+def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "MAX_PAGE_ENTRIES", 3)
+    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len=8)
+    monkeypatch.setattr(EngineClient, "facts", facts)
+    looked_up: list[str] = []
+    summaries = Registry.summaries
+
+    def counted(self: Registry, tenant: str, names: Sequence[str], *, owned: bool = True) -> Any:
+        looked_up.extend(names)
+        return summaries(self, tenant, names, owned=owned)
+
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for name in ("a", "m", "z"):
+            push(registry, artifact(1), name, tenant="acme")
+        # Five without an active version sort before those that have one.
+        for number in range(8):
+            name = f"0-{number}"
+            publish(registry, name, number, tenant="hostile", activate=number > 4)
+            registry.set_visibility("hostile", name, "public")
+        monkeypatch.setattr(Registry, "summaries", counted)
+        first = (await client.get("/v1/models")).json()
+        assert [card["id"] for card in first["data"]] == ["base", "a", "m", "z"]
+        # A page looks at no more of what others made than it has entries.
+        assert looked_up == ["a", "m", "z", "0-0", "0-1", "0-2"]
+        assert (first["has_more"], first["last_id"]) == (True, "0-2")
+        second = (await client.get("/v1/models", params={"after": "0-2"})).json()
+        assert [card["id"] for card in second["data"]] == ["0-5"]
+        pages = [["base"], ["a"], ["m"], ["z"], ["0-5"], ["0-6"], ["0-7"]]
+        monkeypatch.setattr(models, "MAX_PAGE_ENTRIES", 8)
+        found = await pages_of(client, "/v1/models", "data", limit=1)
+        assert [[card["id"] for card in page] for page in found] == pages
+        registry.delete("acme", "m")
+        resumed = (await client.get("/v1/models", params={"after": "m"})).json()
+        assert [card["id"] for card in resumed["data"]] == ["z", "0-5", "0-6", "0-7"]
 
     serve(tmp_path, talk)
 

@@ -39,6 +39,7 @@ NAMES = (
     "take over a public name",
     "heal",
     "collect",
+    "free a garbage object",
 )
 CHANGES: dict[str, Change] = {
     **{name: STEPS[name] for name in NAMES},
@@ -52,7 +53,12 @@ ALL = CHANGES | MEANWHILE
 GROUPS = (
     ("publish", "publish the same bytes again", "activate", "activate another", "delete a variant"),
     ("make a public variant private", "delete a public variant"),
-    ("collect", "publish the bytes of a garbage object"),
+    (
+        "collect",
+        "free a garbage object",
+        "publish the bytes of a garbage object",
+        "publish under a deleted name",
+    ),
     ("collect", "quarantine a live object", "publish the quarantined bytes"),
 )
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry.backend import Backend
@@ -26,6 +28,8 @@ from deltastore.registry.variants import (
     directories,
     report_files,
 )
+
+T = TypeVar("T")
 
 # Version numbers in a message.
 MAX_SHOWN = 20
@@ -103,23 +107,26 @@ class RegistryReader:
                 raise self._directory(tenant, name).not_found()
             return summary
 
-    def summaries(self, tenant: str, names: Sequence[str], *, owned: bool = True) -> list[VariantSummary]:
-        """Return a tenant's variants of some names, or with `owned` false those that the names mean in its requests.
+    def summaries(self, tenant: str, names: Sequence[str]) -> list[VariantSummary]:
+        """Return a tenant's variants of some names.
 
         A name without a live version is left out; so is a variant with damaged files, which is logged.
         """
+        return self._each(tenant, names, partial(self._summary, tenant))
 
-        def read(name: str) -> VariantSummary | None:
-            try:
-                return self._summary(tenant, name) if owned else self._usable(tenant, name)
-            except (RegistryError, VariantNotFound) as error:
-                log.error("variant %s/%s is left out: %s", tenant, name, error)
-                return None
+    def active_records(self, tenant: str, names: Sequence[str]) -> list[VersionRecord]:
+        """Return the active versions that some names mean in a tenant's requests.
 
-        with self._backend.explained():
-            self._backend.check_present()
-            found = self.files.each(read, names)
-        return [summary for summary in found if summary is not None]
+        A name without one is left out; so is a variant with damaged files, which is logged.
+        """
+
+        def read(name: str) -> VersionRecord | None:
+            for owner in self._owners(tenant, name):
+                if (record := _resolved(self._readable(owner, name), None)) is not None:
+                    return record
+            return None
+
+        return self._each(tenant, names, read)
 
     def variant(self, tenant: str, name: str) -> Variant:
         """Return the tenant's own variant of this name with the records of all its versions.
@@ -246,12 +253,22 @@ class RegistryReader:
             return None
         return replace(found, visibility=self._visibility(directory, self._claims))
 
-    def _usable(self, tenant: str, name: str) -> VariantSummary | None:
-        """Return the variant that a name means in a tenant's requests: its own, else the public one; None without."""
-        for owner in self._owners(tenant, name):
-            if (summary := self._summary(owner, name)) is not None:
-                return summary
-        return None
+    def _each(self, tenant: str, names: Sequence[str], read: Callable[[str], T | None]) -> list[T]:
+        """Return what `read` finds of a tenant's names."""
+
+        def found(name: str) -> T | None:
+            try:
+                return read(name)
+            except VariantNotFound:
+                return None
+            except RegistryError as error:
+                log.error("variant %s/%s is left out: %s", tenant, name, error)
+                return None
+
+        with self._backend.explained():
+            self._backend.check_present()
+            results = self.files.each(found, names)
+        return [result for result in results if result is not None]
 
     def _settled_variant(self, directory: VariantDirectory) -> Variant:
         visibility = self._visibility(directory, self._claims)

@@ -47,10 +47,9 @@ async def list_models(
     while names and len(cards) < limit:
         some, names = names[:READ_AHEAD], names[READ_AHEAD:]
         last = some[-1]
-        found = await service.volume.run_long(
-            partial(service.registry.summaries, tenant.name, some, owned=False), tenant.name
+        records = await service.volume.run_long(
+            partial(service.registry.active_records, tenant.name, some), tenant.name
         )
-        records = [variant.active_record for variant in found if variant.active_record is not None]
         if service.settings.compat == "vllm-lora":
             loaded = await loaded_versions(service, tenant, records)
             cards += [_loaded_card(service, each) for each in loaded]

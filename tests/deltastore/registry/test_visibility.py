@@ -43,7 +43,7 @@ def with_variants(registry: Registry) -> Registry:
 def seen_by(registry: Registry, tenant: str) -> dict[str, str]:
     """Return the owner of each name that a tenant's requests may use."""
     names = sorted({*registry.names(tenant), *registry.public_names()})
-    return {variant.name: variant.tenant for variant in registry.summaries(tenant, names, owned=False)}
+    return {record.name: record.tenant for record in registry.active_records(tenant, names)}
 
 
 def not_found(registry: Registry, tenant: str, name: str) -> str:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from deltastore.registry import Registry
+from deltastore.registry.records import VersionRecord
 from server.api import models, variant_lists
 from server.api.json_replies import MAX_PAGE_BYTES
 from server.frontend.engine_client import EngineClient
@@ -132,11 +133,11 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
     facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len=8)
     monkeypatch.setattr(EngineClient, "facts", facts)
     looked_up: list[str] = []
-    summaries = Registry.summaries
+    active_records = Registry.active_records
 
-    def counted(self: Registry, tenant: str, names: Sequence[str], *, owned: bool = True) -> Any:
+    def counted(self: Registry, tenant: str, names: Sequence[str]) -> list[VersionRecord]:
         looked_up.extend(names)
-        return summaries(self, tenant, names, owned=owned)
+        return active_records(self, tenant, names)
 
     async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
         for name in ("a", "m", "z"):
@@ -146,7 +147,7 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
             name = f"0-{number}"
             publish(registry, name, number, tenant="hostile", activate=number > 4)
             registry.set_visibility("hostile", name, "public")
-        monkeypatch.setattr(Registry, "summaries", counted)
+        monkeypatch.setattr(Registry, "active_records", counted)
         first = (await client.get("/v1/models")).json()
         assert [card["id"] for card in first["data"]] == ["base", "a", "m", "z"]
         # A page looks at no more of what others made than it has entries.

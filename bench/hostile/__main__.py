@@ -2,7 +2,8 @@
 
 Two honest streams of a variant with its own tokenizer run on `peraxis serve` with API keys. Beside them a client in a
 process of its own sends the requests of an attack for as long as they run, then as many to a sink: the control, which
-takes the same from the processors. Attacks that fill the batch are compared with other honest tenants that fill it.
+takes the same from the processors. Attacks that fill the batch are compared with other honest tenants that fill it with
+prompts as long. Each attack has a server of its own.
 Meanwhile the honest tenant asks for `/health`, lists, an upload and a greedy output, and the operator scrapes
 `/metrics`; none of these may be refused. A minute after each attack, the memory of each process is compared with that
 after the start.
@@ -11,7 +12,6 @@ after the start.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import tempfile
@@ -27,7 +27,6 @@ import torch
 
 from bench.hostile.attacker import Sent, attacking
 from bench.hostile.attacks import (
-    FULL_BATCH,
     KINDS,
     SMALL_SIZES,
     TENANT,
@@ -183,8 +182,8 @@ class ServedWorld:
             with self.honest.watching() as watched:
                 beside = self.honest.gaps()
         peaks, ended = _largest(self.server, "VmHWM"), time.monotonic()
-        if attack.fills_batch:
-            batch = attacks(scope.sizes)[FULL_BATCH]
+        if attack.control is not None:
+            batch = attacks(scope.sizes)[attack.control]
             control = attacking(batch, scope.sizes, url, self.crowd)
         else:
             control = attacking(attack, scope.sizes, self.sink, self.hostile, sent.interval_s)
@@ -232,15 +231,12 @@ def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[
     world = make_world(directory, scope)
     chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
     found: list[Beside] = []
-    for with_keys, few in itertools.product((True, False), repeat=2):
-        some = [attack for attack in chosen if (attack.keys, attack.few_connections) == (with_keys, few)]
-        if some:
-            flags = ("--max-connections", scope.max_connections) if few else ()
-            with serving_all(world, scope, *flags, with_keys=with_keys) as subject:
-                for attack in some:
-                    found.append(subject.measure(attack, scope))
-                    print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
-    return sorted(found, key=lambda one: KINDS.index(one.attack))
+    for attack in chosen:
+        flags = ("--max-connections", scope.max_connections) if attack.few_connections else ()
+        with serving_all(world, scope, *flags, with_keys=attack.keys) as subject:
+            found.append(subject.measure(attack, scope))
+        print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
+    return found
 
 
 def make_world(directory: Path, scope: HostileScope) -> World:

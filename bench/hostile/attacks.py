@@ -21,7 +21,7 @@ from deltastore.registry.records import ArtifactFacts
 
 TENANT = "hostile"
 # Of other honest tenants, to compare with.
-FULL_BATCH = "full-batch"
+FULL_BATCH, LONG_BATCH = "full-batch", "long-batch"
 TOKENIZER = "tokenizer.json"
 LOOPING = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 JSON = {"Content-Type": "application/json"}
@@ -78,8 +78,8 @@ class Attack:
         call: the request of each number.
         reads: the replies are read; else each connection sends one request and reads next to nothing.
         has_key: the requests have the hostile tenant's key.
-        fills_batch: compared with other honest tenants that fill the batch, rather than with the same client sending to
-            a sink.
+        control: what other honest tenants, which fill the batch, send to be compared with; None for the same client
+            that sends to a sink.
         keys: the server gives tenants keys.
         few_connections: the server has fewer connections than the attack.
     """
@@ -89,7 +89,7 @@ class Attack:
     num_connections: int = 8
     reads: bool = True
     has_key: bool = True
-    fills_batch: bool = False
+    control: str | None = None
     keys: bool = True
     few_connections: bool = False
 
@@ -118,7 +118,7 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             "full-queue",
             lambda _: post("/generate?variant=plain", prompt),
             sizes.num_connections,
-            fills_batch=True,
+            control=FULL_BATCH,
         ),
         Attack(
             "cold-tokenizers",
@@ -132,7 +132,7 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
                 {"prompt": f"x{n % 1000} {long_prompt}", "max_new_tokens": 4, "n": sizes.num_copies},
             ),
             sizes.num_connections,
-            fills_batch=True,
+            control=LONG_BATCH,
         ),
         Attack(
             "cross-site-page",
@@ -152,10 +152,19 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
         ),
         Attack("large-schemas", lambda n: _schema(n, sizes.num_patterns)),
     ]
-    honest = Attack(
-        FULL_BATCH, lambda _: post("/generate", {**prompt, "prompt": "w1 w2 w3"}), sizes.num_batch
-    )
-    return {attack.kind: attack for attack in [*found, honest]}
+    honest = [
+        Attack(FULL_BATCH, lambda _: post("/generate", {**prompt, "prompt": "w1 w2 w3"}), sizes.num_batch),
+        # Of the base's own tokens: as many as those of `many-sequences`.
+        Attack(
+            LONG_BATCH,
+            lambda n: post(
+                "/generate",
+                {"prompt": f"w{n % 1000} {long_prompt.replace('x', 'w')}", "max_new_tokens": 4},
+            ),
+            sizes.num_batch,
+        ),
+    ]
+    return {attack.kind: attack for attack in [*found, *honest]}
 
 
 def publish_hostile(
@@ -285,4 +294,4 @@ def _replaced(pattern: str | dict[str, str], content: str) -> dict[str, Any]:
     }
 
 
-KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind != FULL_BATCH)
+KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind not in (FULL_BATCH, LONG_BATCH))

@@ -125,6 +125,11 @@ def test_an_unknown_variant_is_not_found(server: LiveServer, variant: str) -> No
     assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
 
 
+def test_a_variant_whose_name_is_no_text_is_not_found(server: LiveServer) -> None:
+    reply = server.client.post("/generate?variant=%ff", json=OK)
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "model_not_found")
+
+
 def test_a_misspelt_query_parameter_is_refused(server: LiveServer) -> None:
     reply = server.client.post("/generate?varaint=plain", json=OK)
     assert (reply.status_code, error_of(reply)["param"]) == (400, "varaint")

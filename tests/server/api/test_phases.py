@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.api.replies import TOKEN_BYTES
 from server.errors import EngineRestarted
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import error_of
@@ -51,6 +52,22 @@ def test_while_the_base_loads_the_server_is_alive_and_not_ready(family: Family, 
         async with app.engine():
             assert (await client.get("/ready")).status_code == 200
             assert "peraxis_ready 1.0" in (await client.get("/metrics")).text
+
+    exercise(family.base, tmp_path, talk)
+
+
+def test_the_tokens_of_a_whole_reply_count_as_unread_until_it_is_sent(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        unsent = app.service.unsent
+        # At least a token of each sequence.
+        body = {"prompt": "a", "max_new_tokens": 4, "n": 8}
+        async with app.engine():
+            assert (await app.client.post("/generate", json=body)).status_code == 200
+            unsent.free = 8 * TOKEN_BYTES
+            assert is_refused(await app.client.post("/generate", json=body), "overloaded")
+            short = {**body, "max_new_tokens": 1, "n": 1}
+            assert (await app.client.post("/generate", json=short)).status_code == 200
+        assert unsent.free == 8 * TOKEN_BYTES
 
     exercise(family.base, tmp_path, talk)
 

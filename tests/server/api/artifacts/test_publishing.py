@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server.api.artifacts.publishing import MAX_UPLOADS_PER_TENANT
 from server.errors import LoadTimeout
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore, NewKey
@@ -35,6 +36,31 @@ def serve(
             await talk(app, made)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["upload", "load_lora_adapter"])
+def test_uploads_of_a_tenant_at_a_time_are_bounded_whatever_route_they_take(
+    is_adapter: bool, artifacts: Artifacts, tmp_path: Path
+) -> None:
+    async def talk(app: HttpApp, _: NewKey) -> None:
+        async def publish() -> int:
+            if is_adapter:
+                body = {"lora_name": "one", "lora_path": str(artifacts.plain)}
+                return (await app.client.post("/v1/load_lora_adapter", json=body)).status_code
+            return (
+                await app.client.post("/variants?name=one", content=artifacts.plain.read_bytes())
+            ).status_code
+
+        counts = app.service.num_uploads
+        counts["acme"] = MAX_UPLOADS_PER_TENANT
+        assert await publish() == 503
+        assert not await asyncio.to_thread(app.service.registry.names, "acme")
+        counts["acme"] -= 1
+        assert await publish() == (200 if is_adapter else 201)
+        assert counts["acme"] == MAX_UPLOADS_PER_TENANT - 1
+
+    given = {"compat": "vllm-lora", "lora_dir": artifacts.plain.parent} if is_adapter else {}
+    serve(artifacts, tmp_path / "registry", talk, **given)
 
 
 def test_a_key_that_is_revoked_during_an_upload_publishes_nothing(

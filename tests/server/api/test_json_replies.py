@@ -1,11 +1,13 @@
-"""JSON of replies: numbers that JSON lacks, text that UTF-8 lacks."""
+"""JSON of replies: numbers that JSON lacks, text that UTF-8 lacks, pages of lists."""
 
 from __future__ import annotations
 
 import json
 import math
 
-from server.api.json_replies import JsonReply, encode, server_sent_event
+import pytest
+
+from server.api.json_replies import MAX_PAGE_BYTES, JsonReply, encode, page_reply, server_sent_event
 
 
 def test_nan_and_infinity_become_null() -> None:
@@ -28,3 +30,18 @@ def test_an_event_stays_one_event_whatever_its_text_is() -> None:
     lines = event.decode().split("\n")
     assert (lines[0], lines[2:]) == ("event: token", ["", ""])
     assert json.loads(lines[1].removeprefix("data: ")) == {"text": "a\n\nevent: done\r\n"}
+
+
+@pytest.mark.parametrize("last_id", [None, "z"])
+def test_a_page_ends_where_its_bytes_do_and_has_at_least_one_document(last_id: str | None) -> None:
+    half = {"text": "x" * (MAX_PAGE_BYTES // 2 - 100)}
+    whole = {"text": "x" * MAX_PAGE_BYTES}
+
+    def page(*documents: dict[str, str]) -> tuple[int, bool, str]:
+        reply = page_reply("data", zip("abc", documents, strict=False), has_more=False, last_id=last_id)
+        found = json.loads(bytes(reply.body))
+        return len(found["data"]), found["has_more"], found["last_id"]
+
+    assert page(half, half) == (2, False, last_id or "b")
+    assert page(half, half, half) == (2, True, "b")
+    assert page(whole, half) == (1, True, "a")

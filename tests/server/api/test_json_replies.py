@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message
 
-from server.api.json_replies import MAX_PAGE_BYTES, JsonReply, encode, page_reply, server_sent_event
+from server.api.json_replies import (
+    MAX_PAGE_BYTES,
+    PIECE_BYTES,
+    JsonReply,
+    encode,
+    install,
+    page_reply,
+    server_sent_event,
+)
+from server.errors import QueueFull
+from server.fair_budget import FairBudget
 
 
 def test_nan_and_infinity_become_null() -> None:
@@ -45,3 +58,33 @@ def test_a_page_ends_where_its_bytes_do_and_has_at_least_one_document(last_id: s
     assert page(half, half) == (2, False, last_id or "b")
     assert page(half, half, half) == (2, True, "b")
     assert page(whole, half) == (1, True, "a")
+
+
+def test_a_large_reply_counts_for_its_tenant_until_its_last_piece_is_taken() -> None:
+    app, reply = FastAPI(), JsonReply({"text": "x" * (2 * PIECE_BYTES)})
+    scope = {"type": "http", "app": app, "state": {"tenant": "acme"}, "asgi": {"spec_version": "2.4"}}
+    held: list[int] = []
+
+    async def send_with(amount: int) -> None:
+        unsent = FairBudget(amount, "bytes of replies")
+        install(app, unsent)
+
+        async def send(message: Message) -> None:
+            held.append(unsent.held("acme"))
+
+        try:
+            await reply(scope, _receive, send)
+        finally:
+            assert unsent.free == amount
+
+    asyncio.run(send_with(2 * len(reply.body)))
+    # The head, three pieces and the end.
+    assert held == 5 * [len(reply.body)]
+    held.clear()
+    with pytest.raises(QueueFull):
+        asyncio.run(send_with(2 * len(reply.body) - 1))
+    assert held == []
+
+
+async def _receive() -> Message:
+    raise AssertionError("nothing is read")

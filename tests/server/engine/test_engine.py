@@ -15,6 +15,7 @@ from deltastore.errors import VariantNotFound, VariantQuarantined
 from server.deltas.residency import Residency
 from server.engine.model_runner import Batch
 from server.engine.requests.request_state import RequestState
+from server.engine.requests.waiting_requests import WaitingRequests
 from server.engine.sequence import Sequence
 from server.errors import Draining, EngineFailed, InvalidRequest, LoadTimeout, QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, TokenEvent
@@ -250,12 +251,22 @@ def test_an_engine_that_fails_answers_every_request_and_ends(
 def test_a_variant_that_finds_no_slot_in_time_is_told_so(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(deltas.base, tmp_path / "registry", load_timeout=0.05) as served:
+    made: list[WaitingRequests] = []
+    make = WaitingRequests.__init__
+
+    def noted(self: WaitingRequests, residency: Residency, load_timeout_s: float) -> None:
+        made.append(self)
+        make(self, residency, load_timeout_s)
+
+    monkeypatch.setattr(WaitingRequests, "__init__", noted)
+    with serving(deltas.base, tmp_path / "registry") as served:
         slow_down(monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:
             served.engine.load(record).result(20)
         long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
+        # From here on; the loads above take as long as they do.
+        monkeypatch.setattr(made[0], "_load_timeout_s", 0.05)
         assert isinstance(error_of(served.ask(records[2], PROMPT)), LoadTimeout)
         for pending in long:
             served.engine.cancel(pending.request.id)

@@ -251,14 +251,7 @@ def test_an_engine_that_fails_answers_every_request_and_ends(
 def test_a_variant_that_finds_no_slot_in_time_is_told_so(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[WaitingRequests] = []
-    make = WaitingRequests.__init__
-
-    def noted(self: WaitingRequests, residency: Residency, load_timeout_s: float) -> None:
-        made.append(self)
-        make(self, residency, load_timeout_s)
-
-    monkeypatch.setattr(WaitingRequests, "__init__", noted)
+    late = WaitingRequests.late
     with serving(deltas.base, tmp_path / "registry") as served:
         slow_down(monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
@@ -266,7 +259,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
             served.engine.load(record).result(20)
         long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
         # From here on; the loads above take as long as they do.
-        monkeypatch.setattr(made[0], "_load_timeout_s", 0.05)
+        monkeypatch.setattr(WaitingRequests, "late", lambda waiting, now: late(waiting, now + 60))
         assert isinstance(error_of(served.ask(records[2], PROMPT)), LoadTimeout)
         for pending in long:
             served.engine.cancel(pending.request.id)

@@ -115,7 +115,7 @@ def run(api: KubernetesApi, directory: Path) -> subprocess.CompletedProcess[str]
     }
     command = [sys.executable, *container["command"][1:]]
     return subprocess.run(
-        command, env=environment(container) | here, capture_output=True, text=True, check=False, timeout=60
+        command, env=environment(container) | here, capture_output=True, text=True, check=False, timeout=240
     )
 
 

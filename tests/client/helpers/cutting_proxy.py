@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.server.helpers.live_server import clean_environment
 
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)

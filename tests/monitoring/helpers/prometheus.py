@@ -79,7 +79,7 @@ def running_prometheus(directory: Path, target: str, rules: Path) -> Iterator[Pr
     with (directory / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        with httpx.Client(base_url=f"http://{address}", timeout=240) as client:
             prometheus = Prometheus(client)
             assert eventually(prometheus.is_ready), Path(log.name).read_text()
             assert eventually(lambda: prometheus.query("up") == [1.0]), Path(log.name).read_text()

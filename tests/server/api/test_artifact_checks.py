@@ -101,7 +101,7 @@ def test_a_worker_that_is_being_prepared_ends_with_the_checks(artifacts: Artifac
         await checks.close()
 
     asyncio.run(main())
-    _, left = psutil.wait_procs(workers_of(os.getpid()), timeout=30)
+    _, left = psutil.wait_procs(workers_of(os.getpid()), timeout=240)
     assert not left
 
 

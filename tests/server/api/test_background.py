@@ -15,7 +15,7 @@ from server.api.artifacts.publishing import WriteBehind
 from server.api.background import BackgroundThreads
 from tests.server.helpers.http_app import make_service, settings_of
 
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 async def cancelled(

@@ -15,7 +15,7 @@ from server.text.variant_text import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.served import Family, make_family
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 # Ends only when it is cancelled: with this seed, sequences are long.
 LONG = {"max_new_tokens": 200, "n": 100, "temperature": 2.0, "seed": 1}
 

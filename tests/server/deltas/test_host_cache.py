@@ -23,7 +23,7 @@ from server.deltas.resident import DeltaLayout
 from server.metrics.engine import EngineMetrics
 
 CPU = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)

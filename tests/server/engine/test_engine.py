@@ -291,7 +291,7 @@ def test_a_full_queue_takes_a_place_from_a_larger_tenant_and_never_from_a_reques
             return pending
 
         large = [start("large")]
-        assert isinstance(large[0].events.get(timeout=60), TokenEvent)
+        assert isinstance(large[0].events.get(timeout=240), TokenEvent)
         large += [start("large") for _ in range(3)]
         small = [start("small"), start("small")]
         # The newest first.
@@ -323,7 +323,7 @@ def test_all_sequences_of_a_request_go_before_those_of_later_requests(
         asked = [start() for _ in range(3)]
         tokens: list[str] = []
         while len(tokens) < 3 * 3 * 2:
-            if (request_id := events.get(timeout=60)) is not None:
+            if (request_id := events.get(timeout=240)) is not None:
                 tokens.append(request_id)
         assert tokens == sorted(tokens, key=asked.index)
 

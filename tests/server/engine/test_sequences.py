@@ -75,7 +75,7 @@ def test_sequences_that_wait_for_a_row_can_be_stopped_and_the_next_ones_run(
 
     on_forward(monkeypatch, waits)
     pending = served.start(None, PROMPT, n=8, max_new_tokens=10, stop_token_ids=frozenset())
-    first = pending.events.get(timeout=60)
+    first = pending.events.get(timeout=240)
     # Three run in the second step, the fourth waits, and the last has not been made.
     for index in (3, 7):
         served.engine.stop_sequence(pending.request.id, index)

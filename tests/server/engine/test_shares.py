@@ -25,7 +25,7 @@ from tests.server.supervisor.test_faults import ENGINE, LONG, processes
 
 NUM_ROWS, NUM_WAITING = 4, 60
 NUM_OPEN = NUM_ROWS + NUM_WAITING
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 @dataclass(slots=True)

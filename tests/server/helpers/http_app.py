@@ -25,7 +25,7 @@ from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.ledger import Ledger
 from server.volume.opening import open_registry
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 _numbers = itertools.count()
 
 

@@ -26,7 +26,7 @@ from tests.server.api.helpers.described import check_described
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 90.0
-WAIT_S = 60.0
+WAIT_S = 240.0
 MAX_MODEL_LEN = 4096
 # The first bytes of what may be an artifact; the rest decides.
 ARTIFACT_PREFIX = (4088).to_bytes(8, "little") + b"{"

@@ -29,7 +29,7 @@ from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
 from server.metrics.engine import EngineMetrics
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 CPU = torch.device("cpu")
 SLOT_BYTES = 65536
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"

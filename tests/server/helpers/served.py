@@ -33,7 +33,7 @@ from server.text.generation_config import base_generation_config, eos_token_ids
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.helpers.forked_engine import forked_engine
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 # From the tokens that a sequence has generated to those that may follow.
 AllowedTokens = Callable[[list[int]], set[int]]

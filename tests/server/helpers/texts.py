@@ -22,7 +22,7 @@ from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import EMBEDDING, ROWS, publish_file, write_stored
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 # As a variant's tokenizer config has it.
 RESPONSE_TEMPLATE: dict[str, Any] = {

@@ -13,7 +13,7 @@ import psutil
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)
 
 Body = Callable[[WorkerPool], Awaitable[None]]

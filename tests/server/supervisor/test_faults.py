@@ -118,7 +118,7 @@ def test_an_upload_goes_on_while_the_engine_starts_again(server: LiveServer, art
         yield content[4096:]
 
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(content))}
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         reply = client.post("/variants?name=slow", content=slowly(), headers=headers)
     assert reply.status_code == 201, reply.text
 
@@ -172,7 +172,7 @@ def test_two_http_processes_count_as_one_server(server: LiveServer) -> None:
 
 
 def one_token(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=240) as client:
         body = {"prompt": "hello", "max_new_tokens": 1}
         assert client.post("/generate", json=body).status_code == 200
 

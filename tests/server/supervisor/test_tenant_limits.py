@@ -36,7 +36,7 @@ class Tenants:
         author = Auditor(AuditLog(self.registry))
         made = KeyStore(self.registry).create(author, tenant, roles or ("inference", "publish"))
         headers = {"Authorization": f"Bearer {made.text}"}
-        with httpx.Client(base_url=self.server.url, headers=headers, timeout=60) as client:
+        with httpx.Client(base_url=self.server.url, headers=headers, timeout=240) as client:
             assert eventually(lambda: all(_once(client, "/me").status_code == 200 for _ in range(8)))
             yield client
 

@@ -21,7 +21,7 @@ from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 DEEP = 100_000
 # Values that a parser may not expect in place of any other.
 HOSTILE_VALUES: list[Any] = [

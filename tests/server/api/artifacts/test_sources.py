@@ -54,7 +54,7 @@ def start(server: LiveServer, name: str, source: str, **query: str) -> httpx.Res
 
 def job_of(server: LiveServer, started: httpx.Response) -> dict[str, Any]:
     """Ask for a job over a new connection, so that any HTTP process answers."""
-    reply = httpx.get(f"{server.url}{started.headers['Location']}", timeout=60)
+    reply = httpx.get(f"{server.url}{started.headers['Location']}", timeout=240)
     assert reply.status_code == 200, reply.text
     job: dict[str, Any] = reply.json()
     assert ("Retry-After" in reply.headers) == (job["status"] == "running")
@@ -283,7 +283,7 @@ def end_while_it_downloads(server: LiveServer, hub: Hub, number: signal.Signals)
     assert eventually(lambda: partial_files(server) and len(downloads(hub)) > begun)
     running = children(server)
     code = server.stop(number)
-    psutil.wait_procs(running, timeout=30)
+    psutil.wait_procs(running, timeout=240)
     return code
 
 

@@ -207,7 +207,7 @@ def test_an_unload_lets_running_requests_end(lora: LoraServer) -> None:
 def test_every_http_process_lists_what_one_of_them_has_loaded(lora: LoraServer) -> None:
     lora.load("everywhere", "plain.safetensors")
     for _ in range(8):
-        with httpx.Client(base_url=lora.server.url, timeout=60) as client:
+        with httpx.Client(base_url=lora.server.url, timeout=240) as client:
             assert "everywhere" in [card["id"] for card in client.get("/v1/models").json()["data"]]
     lora.unload("everywhere")
 

@@ -12,7 +12,7 @@ from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.live_server import error_of
 from tests.server.helpers.served import Family, make_family
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 PROMPTS = ["a", "bc", "def"]
 # Ends only when it is cancelled: with this seed, sequences are long.
 LONG = {"model": "base", "prompt": PROMPTS, "max_tokens": 200, "n": 30, "temperature": 2.0, "seed": 1}

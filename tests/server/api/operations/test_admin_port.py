@@ -103,8 +103,8 @@ def ports(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_administration_answers_only_on_its_port(ports: tuple[str, str], artifacts: Artifacts) -> None:
     public, admin = ports
     with (
-        httpx.Client(base_url=public, timeout=60) as user,
-        httpx.Client(base_url=admin, timeout=60) as operator,
+        httpx.Client(base_url=public, timeout=240) as user,
+        httpx.Client(base_url=admin, timeout=240) as operator,
     ):
         for method, path in (
             ("GET", "/metrics"),

@@ -44,14 +44,17 @@ def test_an_error_of_work_whose_client_has_left_is_not_logged() -> None:
 
 
 def test_a_tenant_s_long_texts_leave_a_thread_to_others() -> None:
-    left = threading.Event()
+    begun, left = threading.Event(), threading.Event()
+
+    def work(_: object) -> bool:
+        begun.set()
+        return left.wait()
 
     async def main() -> None:
         local = LocalTokenizer(LoadedTokenizer(make_tokenizer()), several_tenants=True)
-        slow = [
-            asyncio.create_task(local.run(("a", name), SHORT_CHARS + 1, lambda _: left.wait()))
-            for name in ("one", "two")
-        ]
+        slow = [asyncio.create_task(local.run(("a", name), SHORT_CHARS + 1, work)) for name in ("one", "two")]
+        # Both have asked for a thread by then.
+        await asyncio.to_thread(begun.wait)
         try:
             async with asyncio.timeout(30):
                 assert await local.run(("b", "one"), SHORT_CHARS + 1, lambda _: 1) == 1

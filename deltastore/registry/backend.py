@@ -7,7 +7,6 @@ collected differs, and `REGISTRY.md` has both protocols. Must not know which cha
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -91,9 +90,6 @@ class Backend(Protocol):
 
     def usage(self) -> Usage:
         """Count the objects."""
-
-    def free(self, records: Sequence[VersionRecord]) -> None:
-        """Remove the objects of deleted versions, unless a publication or another version refers to them."""
 
     def collect(self, *, dry_run: bool) -> GcReport:
         """Remove garbage. Raises RegistryError if a record or state is damaged."""

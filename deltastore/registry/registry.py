@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -127,9 +127,7 @@ class Registry(RegistryReader):
         return self._change(tenant, name, promoted)
 
     def delete(self, tenant: str, name: str, version: int | None = None) -> None:
-        """Delete an inactive version, or the whole variant. Numbers are not assigned again.
-
-        The objects stay, because servers may be loading them, until `free` or gc.
+        """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
 
         Raises:
             VariantNotFound: There is no such live variant or version.
@@ -161,20 +159,6 @@ class Registry(RegistryReader):
             self._directory(tenant, name).remove_deleted(deletion.history, deletion.state)
             if deletion.state.deleted_through == deletion.history.newest:
                 self._claims.remove_index(name)
-
-    def free(self, records: Sequence[VersionRecord]) -> None:
-        """Remove the objects of versions that were deleted, unless something else refers to their bytes.
-
-        It reads names alone, so that deletions need not wait for a gc. Records of live versions are left out.
-        """
-        with self._backend.explained():
-            gone = [
-                record
-                for record in records
-                if not self._directory(record.tenant, record.name).state().is_live(record.version)
-            ]
-            if gone:
-                self._backend.free(gone)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
         """Let every tenant use a tenant's variant, or this tenant alone. Running requests keep their version.

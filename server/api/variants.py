@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
-from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
 from server.api.artifacts.publishing import Destination, publication_document
@@ -102,8 +101,8 @@ async def delete(
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
     deleted = await service.volume.run_long(partial(changes.delete, name, query.version), changes.tenant.name)
-    if deleted.records:
-        service.keep(_free(service, changes.tenant, deleted.records))
+    for record in deleted.records:
+        _log_failure(service.engine.load("unload", record), "unload", record)
     return {"name": name, "deleted": deleted.versions}
 
 
@@ -161,18 +160,6 @@ async def download(
     return ArtifactResponse(
         service.registry, record, selected(request, record), service.downloads, tenant.name
     )
-
-
-async def _free(service: Service, tenant: Tenant, records: Sequence[VersionRecord]) -> None:
-    """Remove deleted versions from memory, and their objects once no request here needs them."""
-    outcomes = [service.engine.load("unload", record) for record in records]
-    for outcome, record in zip(outcomes, records, strict=True):
-        _log_failure(outcome, "unload", record)
-    await asyncio.wait(outcomes)
-    try:
-        await service.volume.run_long(partial(service.registry.free, records), tenant.name)
-    except PeraxisError as error:
-        log.warning("the bytes of deleted versions of %r are left for gc: %s", records[0].name, error)
 
 
 async def _resolve(service: Service, tenant: Tenant, name: str, query: VersionQuery) -> VersionRecord:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,7 @@ from deltastore.registry.bucket.check import check
 from deltastore.registry.bucket.client import Bucket
 from deltastore.registry.bucket.collect import collect
 from deltastore.registry.bucket.files import BucketFiles
-from deltastore.registry.bucket.objects import BucketObjects, BucketWriter, identity_of, stored_name, writing
+from deltastore.registry.bucket.objects import BucketObjects, BucketWriter, identity_of, writing
 from deltastore.registry.directory.collect import collect_partials
 from deltastore.registry.directory.layout import FORMAT, FORMAT_FILE, parse_format
 from deltastore.registry.object_cache import ObjectCache
@@ -127,11 +127,6 @@ class BucketBackend:
         identities = {name: identity_of(meta) for name, meta in stored.items()}
         num_quarantined = sum(identities.get(name) == identity for name, identity in marks.items())
         return Usage(len(stored), sum(meta["size"] for meta in stored.values()), None, num_quarantined)
-
-    def free(self, records: Sequence[VersionRecord]) -> None:
-        # No other record names them: each publication stores its own. One with an intent may publish it once more.
-        names = {stored_name(record) for record in records}
-        self._objects.remove(sorted(names - self._objects.intents().keys()))
 
     def collect(self, *, dry_run: bool) -> GcReport:
         num_partials, num_bytes = collect_partials(self._uploads, self._storage, dry_run=dry_run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -97,9 +97,6 @@ class DirectoryBackend:
 
     def usage(self) -> Usage:
         return self._objects.usage()
-
-    def free(self, records: Sequence[VersionRecord]) -> None:
-        self._collector.free({record.digest for record in records})
 
     def collect(self, *, dry_run: bool) -> GcReport:
         report = self._collector.collect(dry_run=dry_run)

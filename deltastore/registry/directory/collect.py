@@ -7,8 +7,7 @@ read again, in this order, and only a file whose digest neither has is removed. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
 from deltastore.errors import RegistryError
@@ -47,7 +46,7 @@ class Collector:
             stored = {*objects.digests(), *objects.marked(), *objects.evidence()}
             unused = {*stored, *map(digest_of, objects.aside())} - needed
             sizes = {digest: self._size_of(digest) for digest in unused}
-            removed = unused if dry_run else self._removed(unused, self._in_use)
+            removed = unused if dry_run else self._removed(unused)
         except RegistryError as error:
             raise RegistryError(f"nothing was collected: {error}") from error
         evidence, marked = self._healed(needed)
@@ -61,26 +60,25 @@ class Collector:
         return GcReport(tuple(sorted(removed)), num_partials, len(leftovers), freed + partial_bytes, dry_run)
 
     def withdraw(self, digest: str, upload: Path) -> None:
-        """Remove an object whose publication failed, which a full disk needs, unless something else refers to it.
+        """Remove an object whose publication failed, which a full disk needs, unless something else uses it.
 
         Args:
             digest: The object's digest.
-            upload: The sealed upload that was to be published, which does not count.
+            upload: The sealed upload that was to be published, which does not count as a use.
+
+        Raises:
+            RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
-        self._removed([digest], partial(self._referred_to, upload))
+        self._removed([digest], upload)
 
-    def free(self, digests: Iterable[str]) -> None:
-        """Remove the objects of deleted versions, unless something else refers to them."""
-        self._removed(digests, self._referred_to)
-
-    def _removed(self, digests: Iterable[str], in_use: Callable[[], set[str]]) -> set[str]:
+    def _removed(self, digests: Iterable[str], except_for: Path | None = None) -> set[str]:
         """Remove the objects of some digests that are really not in use, and return these digests."""
         for digest in digests:
             self._objects.set_aside(digest, self._files.reserve)
         # Those of a gc that died, too. They are listed before the versions are read.
         asides = self._objects.aside()
         try:
-            needed = in_use()
+            needed = self._in_use(except_for)
         except RegistryError:
             for aside in asides:
                 self._objects.put_back(aside)
@@ -93,21 +91,13 @@ class Collector:
         self._objects.forget(removed)
         return removed
 
-    def _referred_to(self, except_for: Path | None = None) -> set[str]:
-        """Return the digests of all sealed uploads but one, and of all reports, listed in this order. Reads no file.
-
-        Every live version has a report, which was made before its record.
-        """
-        referred = sealed_digests(self._root / "uploads", self._storage, except_for)
-        return referred | {file.digest for files in listed_reports(self._files).values() for file in files}
-
-    def _in_use(self) -> set[str]:
-        """Return the digests of all sealed uploads and of all live versions, read in this order.
+    def _in_use(self, except_for: Path | None = None) -> set[str]:
+        """Return the digests of all sealed uploads but one, and of all live versions, read in this order.
 
         Raises:
             RegistryError: A record or state is damaged, so some are unknown.
         """
-        needed = sealed_digests(self._root / "uploads", self._storage)
+        needed = sealed_digests(self._root / "uploads", self._storage, except_for)
         return needed | {record.digest for record in records_in_use(self._files)}
 
     def _size_of(self, digest: str) -> int:

@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from deltastore.errors import VariantNotFound
@@ -228,7 +227,6 @@ STEPS: dict[str, Callable[[Registry], object]] = {
     "quarantine": lambda registry: registry.quarantine(stored(4), "a test broke it too"),
     "heal": lambda registry: push(registry, artifact(6), "sick"),
     "collect": lambda registry: registry.gc(),
-    "free a garbage object": lambda registry: registry.free([replace(stored(5), name="gone")]),
 }
 
 

@@ -27,17 +27,6 @@ def published_and_deleted(seed: int) -> Change:
     return change
 
 
-def freed(change: Change) -> Change:
-    """Make a change that deletes versions, then free these."""
-
-    def then_free(registry: Registry) -> None:
-        before = registry.variant("default", "a").versions
-        change(registry)
-        registry.free(before)
-
-    return then_free
-
-
 def published(seed: int) -> Change:
     return lambda registry: push(registry, artifact(seed), "a")
 
@@ -53,7 +42,6 @@ MEANWHILE: dict[str, Change] = {
     "publish and delete two, and collect": in_turn(
         published_and_deleted(8), published_and_deleted(5), Registry.gc
     ),
-    "delete and free the variant and publish it anew": in_turn(freed(delete_all), published(8)),
     "delete the variant and publish it anew": in_turn(delete_all, published(8)),
     "delete the variant, publish it anew and delete it": in_turn(
         delete_all, published_and_deleted(8), Registry.gc

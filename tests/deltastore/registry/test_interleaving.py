@@ -39,7 +39,6 @@ NAMES = (
     "take over a public name",
     "heal",
     "collect",
-    "free a garbage object",
 )
 CHANGES: dict[str, Change] = {
     **{name: STEPS[name] for name in NAMES},
@@ -53,12 +52,7 @@ ALL = CHANGES | MEANWHILE
 GROUPS = (
     ("publish", "publish the same bytes again", "activate", "activate another", "delete a variant"),
     ("make a public variant private", "delete a public variant"),
-    (
-        "collect",
-        "free a garbage object",
-        "publish the bytes of a garbage object",
-        "publish under a deleted name",
-    ),
+    ("collect", "publish the bytes of a garbage object"),
     ("collect", "quarantine a live object", "publish the quarantined bytes"),
 )
 

@@ -166,20 +166,6 @@ def test_a_version_is_deleted_while_a_request_runs_on_it(server: LiveServer, art
     assert server.generate("outlived", max_new_tokens=1).json()["version"] == 2
 
 
-def test_the_bytes_of_a_deleted_version_leave_the_disk_when_its_requests_have_ended(
-    server: LiveServer, artifacts: Artifacts
-) -> None:
-    server.upload("brief", artifacts.spare[3])
-    stored = server.registry / "objects" / version_of(server, "brief")["digest"].removeprefix("sha256:")
-    with server.streaming("brief", **LONG) as stream:
-        next(stream)
-        assert server.client.delete("/variants/brief").status_code == 200
-        for _ in range(20):
-            next(stream)
-        assert stored.exists()
-    assert eventually(lambda: not stored.exists())
-
-
 def test_deleting_twice_is_not_found(server: LiveServer, artifacts: Artifacts) -> None:
     server.upload("gone", artifacts.plain)
     server.upload("gone", artifacts.third)

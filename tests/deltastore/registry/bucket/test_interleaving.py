@@ -18,7 +18,7 @@ from deltastore.registry import Registry
 from deltastore.registry.bucket import objects
 from tests.deltastore.helpers.buckets import registry_in
 from tests.deltastore.helpers.crash_storage import View, artifact, digest_of, push, view
-from tests.deltastore.helpers.meanwhile import MEANWHILE, Change, by_digests, freed
+from tests.deltastore.helpers.meanwhile import MEANWHILE, Change, by_digests
 
 CALLS = ("put", "get", "head", "list", "list_with_delimiter", "delete")
 
@@ -40,7 +40,6 @@ CHANGES: dict[str, Change] = {
     "make public": lambda registry: registry.set_visibility("default", "a", "public"),
     "make private": lambda registry: registry.set_visibility("default", "b", "private"),
     "quarantine": lambda registry: quarantine(registry, "a"),
-    "delete and free a variant": freed(lambda registry: registry.delete("default", "a")),
     "collect": lambda registry: registry.gc(),
 }
 ALL = CHANGES | MEANWHILE
@@ -54,7 +53,7 @@ GROUPS = (
         "delete a version",
         "delete a variant",
     ),
-    ("publish", "publish the same bytes again", "delete a variant", "delete and free a variant", "collect"),
+    ("publish", "publish the same bytes again", "delete a variant", "collect"),
     ("quarantine", "publish the same bytes again", "collect"),
     ("make public", "delete a variant"),
 )

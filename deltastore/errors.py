@@ -72,11 +72,14 @@ class ArtifactTooLarge(PeraxisError):
 
 
 class RegistryError(PeraxisError):
-    """A registry operation that failed: an unreadable record, a failed write."""
+    """A registry operation that failed by what the registry holds: a damaged record, changes of other servers."""
 
 
-class RegistryUnavailable(RegistryError):
-    """The registry's volume or bucket fails, hangs, cannot be written or is gone. Its contents are not at fault."""
+class RegistryUnavailable(PeraxisError):
+    """The registry's volume or bucket fails, hangs, cannot be written or is gone. Its contents are not at fault.
+
+    No RegistryError: whoever leaves out a damaged variant must not leave out one that could not be read.
+    """
 
 
 class RegistryUnwritable(RegistryError):

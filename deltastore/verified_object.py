@@ -15,6 +15,7 @@ from typing import NoReturn, Self
 from deltastore.errors import (
     CorruptObject,
     RegistryError,
+    RegistryUnavailable,
     StorageFull,
     VariantNotFound,
     VariantQuarantined,
@@ -135,7 +136,7 @@ class VerifiedObject:
         """Quarantine the open file; return False if another one has taken its place."""
         try:
             return self._registry.quarantine(self._record, str(found), found.found_in)
-        except (StorageFull, RegistryError) as error:
+        except (StorageFull, RegistryError, RegistryUnavailable) as error:
             # It is not served either way; the next read finds the mismatch again.
             log.error("%s cannot be quarantined: %s", self._record.label, error)
             return True

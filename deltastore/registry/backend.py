@@ -56,13 +56,13 @@ class Backend(Protocol):
         """Make what a new registry consists of. Raises RegistryError if another version of Peraxis wrote this one."""
 
     def check_present(self) -> None:
-        """Raise RegistryError if the registry is gone: it must not look like one without variants."""
+        """Raise RegistryUnavailable if the registry is gone: it must not look like one without variants."""
 
     def probe(self) -> None:
         """Read the files of the registry's own from the store itself; raises as `check_present` does."""
 
     def explained(self) -> AbstractContextManager[None]:
-        """Turn the errors of the store inside the block into StorageFull or RegistryError."""
+        """Turn the errors of the store inside the block into StorageFull, RegistryUnavailable or RegistryError."""
 
     def open_upload(self, max_bytes: int | None) -> Upload:
         """Begin an upload."""

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 class SmallFiles(Protocol):
     """Small files by path, all below `root`. A file that exists is never changed in place.
 
-    Every method raises OSError, RegistryError or StorageFull if the store fails.
+    Every method raises OSError, RegistryUnavailable, RegistryError or StorageFull if the store fails.
     """
 
     @property

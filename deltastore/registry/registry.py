@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from deltastore.errors import RegistryError, UsageError, VariantNotFound
+from deltastore.errors import PeraxisError, RegistryError, UsageError, VariantNotFound
 from deltastore.registry.backend import Backend, ObjectWriter, open_backend
 from deltastore.registry.directory.backend import DirectoryBackend
 from deltastore.registry.object_cache import ObjectCache
@@ -46,9 +46,18 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
+class Deleted:
+    """The versions that one call has deleted."""
+
+    versions: list[int]
+    records: list[VersionRecord]  # of those that could be read
+
+
+@dataclass(frozen=True, slots=True)
 class Deletion:
     """A state that has deleted versions, and what was there before."""
 
+    versions: list[int]
     history: History
     state: VariantState
 
@@ -56,9 +65,9 @@ class Deletion:
 class Registry(RegistryReader):
     """Variants and artifacts in one store, which any number of servers may share.
 
-    Every method raises StorageFull or RegistryError if the store fails; to promote, delete or quarantine, a full disk
-    has a reserve. A change that returned survives a crash. A change that raised happened entirely or not at all, and
-    may be retried.
+    Every method raises StorageFull, RegistryUnavailable or RegistryError if the store fails; to promote, delete or
+    quarantine, a full disk has a reserve. A change that returned survives a crash. A change that raised happened
+    entirely or not at all, and may be retried.
     """
 
     def __init__(self, place: Path | Backend, storage: Storage | None = None, *, make: bool = True) -> None:
@@ -126,8 +135,10 @@ class Registry(RegistryReader):
 
         return self._change(tenant, name, promoted)
 
-    def delete(self, tenant: str, name: str, version: int | None = None) -> None:
+    def delete(self, tenant: str, name: str, version: int | None = None) -> Deleted:
         """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
+
+        What it returns were the live versions at the moment of the deletion, with those of publications right before.
 
         Raises:
             VariantNotFound: There is no such live variant or version.
@@ -150,15 +161,18 @@ class Registry(RegistryReader):
             state = history.state.without(version)
             previous = directory.previous(replace(history, state=state), active)
             state = replace(state, active=active, as_of=history.newest, previous=previous)
-            return state, Deletion(history, state)
+            return state, Deletion([version], history, state)
 
         # Deleting the whole variant is the way out of a damaged state.
         deletion = self._change(tenant, name, remaining, ignore_damage=version is None)
+        directory, records = self._directory(tenant, name), list[VersionRecord]()
         # The deletion is done; what is left of it is for gc.
-        with contextlib.suppress(OSError, RegistryError):
-            self._directory(tenant, name).remove_deleted(deletion.history, deletion.state)
+        with contextlib.suppress(OSError, PeraxisError):
+            records = self._found_records(directory, deletion.versions)
+            directory.remove_deleted(deletion.history, deletion.state)
             if deletion.state.deleted_through == deletion.history.newest:
                 self._claims.remove_index(name)
+        return Deleted(deletion.versions, records)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
         """Let every tenant use a tenant's variant, or this tenant alone. Running requests keep their version.
@@ -277,6 +291,16 @@ class Registry(RegistryReader):
                 directory.withdraw(record)
         raise AssertionError("attempts() ends with an exception")
 
+    def _found_records(self, directory: VariantDirectory, numbers: Sequence[int]) -> list[VersionRecord]:
+        """Return the records of some versions, without those that are damaged or missing."""
+
+        def found(number: int) -> VersionRecord | None:
+            with contextlib.suppress(RegistryError, VariantNotFound):
+                return directory.record(number)
+            return None
+
+        return [record for record in self.files.each(found, numbers) if record is not None]
+
     def _change(
         self,
         tenant: str,
@@ -314,4 +338,4 @@ def _nothing(directory: VariantDirectory, history: History) -> tuple[VariantStat
     if not history.live:
         raise directory.not_found()
     state = VariantState(as_of=history.newest, deleted_through=history.newest)
-    return state, Deletion(history, state)
+    return state, Deletion(list(history.live), history, state)

@@ -21,44 +21,46 @@ OWNER_OF_BASE = "peraxis"
 
 # Names that are looked up together.
 READ_AHEAD = 100
+# The parts of the list. A page's `last_id` says in which one it ends: a name can leave one and come into the other.
+OWN, PUBLIC = "own~", "public~"
 
 # Other parameters are ignored: clients of OpenAI's API send some of their own.
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE_ENTRIES)]
-After = Annotated[str | None, Query(max_length=64)]
+After = Annotated[str, Query(max_length=80, pattern=f"^({OWN}|{PUBLIC})?[^~]*$")]
 
 router = APIRouter(prefix="/v1/models")
 
 
 @router.get("")
 async def list_models(
-    service: ServiceDep, tenant: TenantDep, limit: Limit = MAX_PAGE_ENTRIES, after: After = None
+    service: ServiceDep, tenant: TenantDep, limit: Limit = MAX_PAGE_ENTRIES, after: After = ""
 ) -> Response:
     """List the base, then the active version of each variant: loaded or not, or loaded with `--compat vllm-lora`.
 
     The tenant's own variants come before the public ones of others. The list comes a page at a time, whose first is the
-    largest one: OpenAI's client asks for no other.
+    largest one: OpenAI's client asks for no other. The next page begins behind `last_id`, or behind a model's id.
     """
-    cards = [_card(service, BASE, None)] if after is None else []
-    begin = "" if after in (None, BASE) else after
-    names, has_more = await service.volume.run_long(
-        partial(_usable_names, service.registry, tenant.name, begin), tenant.name
+    cards = [] if after else [(BASE, _card(service, BASE, None))]
+    behind = "" if after == BASE else after
+    ids, has_more = await service.volume.run_list(
+        partial(_usable_ids, service.registry, tenant.name, behind), tenant.name
     )
     last = None
-    while names and len(cards) < limit:
-        some, names = names[:READ_AHEAD], names[READ_AHEAD:]
+    while ids and len(cards) < limit:
+        some, ids = ids[:READ_AHEAD], ids[READ_AHEAD:]
         last = some[-1]
-        records = await service.volume.run_long(
-            partial(service.registry.active_records, tenant.name, some), tenant.name
+        id_of = {_name(each): each for each in some}
+        records = await service.volume.run_list(
+            partial(service.registry.active_records, tenant.name, list(id_of)), tenant.name
         )
         if service.settings.compat == "vllm-lora":
             loaded = await loaded_versions(service, tenant, records)
-            cards += [_loaded_card(service, each) for each in loaded]
+            cards += [(id_of[each.record.name], _loaded_card(service, each)) for each in loaded]
         else:
-            cards += [_card(service, record.name, record) for record in records]
+            cards += [(id_of[record.name], _card(service, record.name, record)) for record in records]
     if len(cards) > limit:
         cards, last, has_more = cards[:limit], None, True
-    documents = ((card["id"], card) for card in cards)
-    return page_reply("data", documents, has_more=has_more or bool(names), last_id=last, object="list")
+    return page_reply("data", cards, has_more=has_more or bool(ids), last_id=last, object="list")
 
 
 @router.get("/{model_id}")
@@ -71,19 +73,24 @@ async def show_model(model_id: str, service: ServiceDep, tenant: TenantDep) -> d
     return _card(service, model_id, record)
 
 
-def _usable_names(registry: Registry, tenant: str, after: str) -> tuple[list[str], bool]:
-    """Return the names behind one that a tenant's requests may use, its own first, and whether there are others.
+def _usable_ids(registry: Registry, tenant: str, behind: str) -> tuple[list[str], bool]:
+    """Return what a tenant's requests may use behind an id of the list, each with its part, and whether there is more.
 
-    Of the public names, which any tenant may have made, a page looks at no more than it has entries. Behind a name that
-    is gone, all public ones come. Reads files.
+    Of the public names, which any tenant may have made, a page looks at no more than it has entries. Reads files.
     """
+    name = _name(behind)
     own = registry.names(tenant)
     public = sorted(set(registry.public_names()).difference(own))
-    if after in public:
-        own, public = [], public[bisect_right(public, after) :]
+    if behind.startswith(PUBLIC) or (behind == name and name in public):
+        own, public = [], public[bisect_right(public, name) :]
     else:
-        own = own[bisect_right(own, after) :]
-    return own + public[:MAX_PAGE_ENTRIES], len(public) > MAX_PAGE_ENTRIES
+        own = own[bisect_right(own, name) :]
+    found = [OWN + each for each in own] + [PUBLIC + each for each in public[:MAX_PAGE_ENTRIES]]
+    return found, len(public) > MAX_PAGE_ENTRIES
+
+
+def _name(list_id: str) -> str:
+    return list_id.removeprefix(OWN).removeprefix(PUBLIC)
 
 
 def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:

@@ -53,7 +53,7 @@ async def list_variants(
     query: Annotated[TenantPageQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """List the tenant's variants by name, each with its newest versions, a page at a time."""
-    listed, has_more = await service.volume.run_long(
+    listed, has_more = await service.volume.run_list(
         partial(list_page, service.registry, tenant.name, query.after or "", query.limit), tenant.name
     )
     documents = zip((each.name for each in listed), await _documents(service, listed), strict=True)
@@ -65,7 +65,7 @@ async def show_variant(
     name: str, query: Annotated[VersionsQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
     """Show one variant: its versions with their reports and the level of each, a page at a time."""
-    shown = await service.volume.run_long(
+    shown = await service.volume.run_list(
         partial(show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
     )
     (document,) = await _documents(service, [shown])

@@ -15,6 +15,7 @@ from deltastore.errors import (
     ArtifactTooLarge,
     CorruptObject,
     RegistryError,
+    RegistryUnavailable,
     VariantNotFound,
     VariantQuarantined,
 )
@@ -170,7 +171,7 @@ class Fetcher:
         """Turn a failed read into its cause: quarantine a corrupt object, report a deleted one as missing."""
         try:
             yield
-        except (RegistryError, ArtifactError) as error:
+        except (RegistryError, RegistryUnavailable, ArtifactError) as error:
             if isinstance(error, CorruptObject):
                 self._quarantine(record, error)
             if path.exists():

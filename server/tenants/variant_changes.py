@@ -6,27 +6,16 @@ leaves cannot come between them.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from deltastore.errors import PublicNameTaken, RegistryError
-from deltastore.registry import Publication, Registry
+from deltastore.errors import PublicNameTaken
+from deltastore.registry import Deleted, Publication, Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
 from deltastore.registry.uploads import SealedUpload
 from server.errors import Forbidden
 from server.tenants.audit import Auditor, Change
 from server.tenants.tenant import Tenant
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """The versions that a deletion has removed."""
-
-    versions: list[int]
-    records: list[VersionRecord]  # of those that could be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +84,18 @@ class VariantChanges:
 
     def delete(self, name: str, version: int | None) -> Deleted:
         """Delete a variant or one version."""
-        try:
-            variant = self.registry.variant(self.tenant.name, name)
-        except RegistryError as error:
-            # A record is damaged, and deleting the variant repairs that.
-            log.warning("deleting %s/%s, which cannot be read: %s", self.tenant.name, name, error)
-            self.registry.delete(self.tenant.name, name, version)
-            self.auditor.write(Change("delete", self.tenant.name, variant=name, version=version))
-            return Deleted([] if version is None else [version], [])
-        self.registry.delete(self.tenant.name, name, version)
-        gone = [record for record in variant.versions if version in (None, record.version)]
-        self.note("delete", *gone)
-        return Deleted([record.version for record in gone], gone)
-
-    def note(
-        self, action: Literal["publish", "promote", "delete", "pin", "unpin"], *records: VersionRecord
-    ) -> None:
-        """Write the audit line of each version that was changed."""
+        deleted = self.registry.delete(self.tenant.name, name, version)
+        digests = {record.version: record.digest for record in deleted.records}
         self.auditor.write(
             *(
-                Change(
-                    action, record.tenant, variant=record.name, version=record.version, digest=record.digest
-                )
-                for record in records
+                Change("delete", self.tenant.name, variant=name, version=number, digest=digests.get(number))
+                for number in deleted.versions
             )
+        )
+        return deleted
+
+    def note(self, action: Literal["publish", "promote", "pin", "unpin"], record: VersionRecord) -> None:
+        """Write the audit line of a version that was changed."""
+        self.auditor.write(
+            Change(action, record.tenant, variant=record.name, version=record.version, digest=record.digest)
         )

@@ -29,7 +29,7 @@ R = TypeVar("R")
 CALL_S = 2.0
 # The same of calls that may read or write thousands of files.
 LONG_CALL_S = 30.0
-# Calls at a time of each of both kinds, those that are late left out; a tenant has at most half of them.
+# Calls at a time of each kind, those that are late left out; a tenant has at most half of them, and one list.
 NUM_CALLS = 16
 # Threads that late calls may hold beside these: one tenant's at most half of what is left, and so on.
 MAX_LATE = 64
@@ -50,9 +50,9 @@ SERVER = ""
 class _Threads:
     """The threads for calls of one kind, of which each tenant has a share. Event loop only."""
 
-    def __init__(self, name: str, deadline_s: float) -> None:
+    def __init__(self, name: str, deadline_s: float, calls_per_tenant: int = NUM_CALLS // 2) -> None:
         self.deadline_s = deadline_s
-        self.permits = FairLimiter(NUM_CALLS, NUM_CALLS // 2, MAX_WAITING)
+        self.permits = FairLimiter(NUM_CALLS, calls_per_tenant, MAX_WAITING)
         self._held = FairBudget(NUM_CALLS + MAX_LATE, "calls of its registry that are late")
         self._threads = DaemonThreads(NUM_CALLS + MAX_LATE, name)
 
@@ -72,6 +72,33 @@ class _Threads:
         call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
         return call
 
+    async def rest(self, tenant: str) -> None:
+        """Wait until the tenant, which holds a permit, may use a thread."""
+
+
+class _PacedThreads(_Threads):
+    """Threads that each tenant uses one after the other, with rests of the processor time that its last call took.
+
+    So a tenant that calls all the time takes at most half of one processor, which it would else take from the engine.
+    """
+
+    def __init__(self, name: str, deadline_s: float) -> None:
+        super().__init__(name, deadline_s, calls_per_tenant=1)
+        self._rested_at: dict[str, float] = {}  # of tenants that have called
+
+    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
+        def timed() -> R:
+            begin = time.thread_time()
+            try:
+                return function()
+            finally:
+                self._rested_at[tenant] = time.monotonic() + time.thread_time() - begin
+
+        return super().submit(timed, tenant)
+
+    async def rest(self, tenant: str) -> None:
+        await asyncio.sleep(self._rested_at.get(tenant, 0.0) - time.monotonic())
+
 
 class RegistryCalls:
     """The calls of one process. Event loop only.
@@ -90,6 +117,7 @@ class RegistryCalls:
         self._deadline_s = deadline_s
         self._short = _Threads("registry", deadline_s)
         self._long = _Threads("registry-long", max(LONG_CALL_S, deadline_s))
+        self._lists = _PacedThreads("registry-lists", max(LONG_CALL_S, deadline_s))
         self._probes = DaemonThreads(NUM_PROBES, "registry-probe")
         self._late_keys: dict[Hashable, float] = {}  # with the time since which they are late
         self._hang = asyncio.Event()
@@ -126,6 +154,13 @@ class RegistryCalls:
     async def run_long(self, function: Callable[[], R], tenant: str | None, key: Hashable = None) -> R:
         """Make a call that may read or write thousands of files; otherwise as `run`."""
         return await self._run(self._long, function, tenant, key)
+
+    async def run_list(self, function: Callable[[], R], tenant: str | None) -> R:
+        """Make a call that reads many files, for a page of a list, in turn with the tenant's others and with rests.
+
+        Raises as `run` does.
+        """
+        return await self._run(self._lists, function, tenant, None)
 
     async def unless_hanging(self, work: Coroutine[Any, Any, R]) -> R:
         """Await work that uses threads of its own, such as an upload. Leave it to end by itself if the volume hangs.
@@ -219,6 +254,7 @@ class RegistryCalls:
         share, call = tenant or SERVER, None
         try:
             async with self._deadline(threads.deadline_s), threads.permits.permit(share):
+                await threads.rest(share)
                 call = threads.submit(function, share)
                 # Unlike awaiting it, this does not cancel it. A late call keeps its thread and not its permit.
                 await asyncio.wait({call})

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from deltastore.errors import RegistryError, StorageFull
+from deltastore.errors import RegistryError, RegistryUnavailable, StorageFull
 from deltastore.registry.bucket.client import Bucket
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class BucketFiles:
         self._cache.put(key, put["e_tag"], data)
 
     def remove(self, paths: Iterable[PurePath]) -> None:
-        with contextlib.suppress(RegistryError, StorageFull):
+        with contextlib.suppress(RegistryError, RegistryUnavailable, StorageFull):
             self.remove_surely(paths)
 
     def remove_surely(self, paths: Iterable[PurePath]) -> None:
@@ -221,7 +221,7 @@ class BucketFiles:
 
     def _read_ahead(self, key: str) -> None:
         # A caller that needs the file reads it again, and reports the failure.
-        with contextlib.suppress(RegistryError, FileNotFoundError):
+        with contextlib.suppress(RegistryError, RegistryUnavailable, FileNotFoundError):
             self.read(self.root / key)
 
     def _children(self, directory: PurePath) -> tuple[list[str], list[str]]:

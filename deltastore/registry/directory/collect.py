@@ -73,15 +73,17 @@ class Collector:
 
     def _removed(self, digests: Iterable[str], except_for: Path | None = None) -> set[str]:
         """Remove the objects of some digests that are really not in use, and return these digests."""
-        for digest in digests:
-            self._objects.set_aside(digest, self._files.reserve)
-        # Those of a gc that died, too. They are listed before the versions are read.
-        asides = self._objects.aside()
         try:
+            for digest in digests:
+                self._objects.set_aside(digest, self._files.reserve)
+            # Those of a gc that died, too. They are listed before the versions are read.
+            asides = self._objects.aside()
             needed = self._in_use(except_for)
-        except RegistryError:
-            for aside in asides:
-                self._objects.put_back(aside)
+        except BaseException:
+            # Also if the volume failed: a server would find each missing at its next load, and put it back then.
+            with contextlib.suppress(OSError):
+                for aside in self._objects.aside():
+                    self._objects.put_back(aside)
             raise
         for aside in asides:
             if digest_of(aside) in needed:

@@ -27,7 +27,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
     counted = await service.limiter.usage(tenant)
-    found = await service.volume.run_long(partial(service.registry.stored, tenant), tenant)
+    found = await service.volume.run_list(partial(service.registry.stored, tenant), tenant)
     return {
         "tenant": tenant,
         "roles": sorted(caller.roles),
@@ -47,7 +47,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
 @router.get("")
 async def list_tenants(query: Annotated[TenantPageQuery, Query()], service: ServiceDep) -> Response:
     """List every tenant with a key, a variant or limits of its own, a page at a time, and the limits of all others."""
-    documents, has_more = await service.volume.run_long(partial(_tenants, service, query), None)
+    documents, has_more = await service.volume.run_list(partial(_tenants, service, query), None)
     return page_reply(
         "tenants",
         ((each["name"], each) for each in documents),

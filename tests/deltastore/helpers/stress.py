@@ -26,7 +26,7 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from deltastore.errors import RegistryError, UsageError, VariantNotFound
+from deltastore.errors import RegistryError, RegistryUnavailable, UsageError, VariantNotFound
 from deltastore.registry import Registry, uploads
 from deltastore.registry.files import SmallFiles
 from deltastore.registry.object_cache import ObjectCache
@@ -186,7 +186,7 @@ def work(location: str, log: Path, seed: int) -> NoReturn:
                 line |= _change(registry, kind, name, draw)
             except (VariantNotFound, UsageError):
                 continue
-            except RegistryError as error:
+            except (RegistryError, RegistryUnavailable) as error:
                 line["problem"] = f"{kind} failed: {error}"
             lines.write(json.dumps({**line, "is_done": not line["problem"]}).encode() + b"\n")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from deltastore.errors import RegistryError
+from deltastore.errors import RegistryError, RegistryUnavailable
 from deltastore.registry import Registry
+from deltastore.registry.checker import records_in_use
+from deltastore.registry.directory.files import DirectoryFiles
+from deltastore.registry.records import VersionRecord
 from tests.deltastore.helpers.crash_storage import (
     SteppedStorage,
     artifact,
@@ -200,6 +203,32 @@ def test_nothing_is_collected_while_a_damaged_file_hides_what_it_needs(name: str
     with pytest.raises(RegistryError, match=rf"nothing was collected: .*{name}"):
         registry.gc()
     assert sorted(registry.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), RegistryError("damaged"), KeyboardInterrupt()]
+)
+def test_a_gc_that_fails_while_it_reads_leaves_no_object_aside(
+    error: BaseException, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings: list[None] = []
+
+    def read(files: DirectoryFiles) -> Iterator[VersionRecord]:
+        readings.append(None)
+        if len(readings) == 1:
+            return iter(list(records_in_use(files)))
+        # After the first, which found an object that nothing refers to, one was published.
+        monkeypatch.undo()
+        push(registry, artifact(3), "c")
+        raise error
+
+    registry.delete("default", "a", 3)
+    monkeypatch.setattr("deltastore.registry.directory.collect.records_in_use", read)
+    with pytest.raises((RegistryUnavailable, RegistryError, KeyboardInterrupt)):
+        registry.gc()
+    assert len(readings) == 2
+    assert registry.object_path(registry.resolve("default", "c")).read_bytes() == artifact(3)
+    assert not [path.name for path in (registry.root / "objects").iterdir() if "." in path.name]
 
 
 def test_a_damaged_version_can_be_deleted_and_then_the_registry_is_clean(registry: Registry) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.errors import RegistryError, StorageFull
+from deltastore.errors import RegistryUnavailable, StorageFull
 from deltastore.registry import Registry
 from deltastore.registry.directory.reserve import SIZES
 from tests.deltastore.helpers.crash_storage import (
@@ -277,7 +277,7 @@ def test_a_step_is_never_acknowledged_after_a_failed_fsync_and_can_be_repeated(
         base = scratch / str(fails_at)
         shutil.copytree(world, base / "registry")
         storage = VolatileStorage(base, fails_at)
-        with pytest.raises(RegistryError, match="nothing was acknowledged"):
+        with pytest.raises(RegistryUnavailable, match="nothing was acknowledged"):
             STEPS[step](Registry(base / "registry", storage))
         STEPS[step](Registry(base / "registry", storage))
         rebuild(base, storage.now().surviving(never, never))

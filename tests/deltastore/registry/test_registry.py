@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.errors import ArtifactError, RegistryError, UsageError, VariantNotFound, VariantQuarantined
+from deltastore.errors import (
+    ArtifactError,
+    RegistryUnavailable,
+    UsageError,
+    VariantNotFound,
+    VariantQuarantined,
+)
 from deltastore.registry import Registry
 from tests.deltastore.helpers.buckets import memory_registry
 from tests.deltastore.helpers.crash_storage import FACTS, SteppedStorage, artifact, digest_of, push, stored
@@ -335,12 +341,12 @@ def test_a_missing_object_can_be_quarantined_too(registry: Registry) -> None:
         registry.resolve("default", "a")
 
 
-def test_a_directory_that_refuses_is_a_registry_error_with_its_path_for_operators_alone(
+def test_a_directory_that_refuses_is_an_unavailable_registry_with_its_path_for_operators_alone(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        RegistryError, match=r"file/registry/format\.json: Not a directory: nothing was acknowledged"
+        RegistryUnavailable, match=r"file/registry/format\.json: Not a directory: nothing was acknowledged"
     ) as caught:
         Registry(tmp_path / "file" / "registry")
     assert "Not a directory: nothing was acknowledged" in caught.value.public
@@ -364,7 +370,7 @@ def test_a_volume_that_vanished_does_not_look_like_a_registry_without_variants(v
         lambda: volume.delete("default", "a"),
         lambda: volume.gc(),
     ):
-        with pytest.raises(RegistryError):
+        with pytest.raises(RegistryUnavailable):
             call()
 
 

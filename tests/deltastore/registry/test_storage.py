@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.errors import ArtifactTooLarge, RegistryError, StorageFull, UsageError
+from deltastore.errors import ArtifactTooLarge, RegistryError, RegistryUnavailable, StorageFull, UsageError
 from deltastore.registry import Registry
 from tests.conftest import SmallDisk
 from tests.deltastore.helpers.crash_storage import FACTS, RefusingStorage, SteppedStorage, artifact, push
@@ -87,7 +87,7 @@ def test_an_upload_that_failed_once_stays_failed(kind: str, tmp_path: Path) -> N
     Registry(tmp_path)
     storage = RefusingStorage(0, OSError(5, "Input/output error"), (kind,))
     with Registry(tmp_path, storage).open_upload(None) as upload:
-        with pytest.raises(RegistryError, match="Input/output error"):
+        with pytest.raises(RegistryUnavailable, match="Input/output error"):
             upload.seal() if kind == "fsync" else upload.write(b"bytes")
         for again in (upload.seal, lambda: upload.write(b"bytes")):
             with pytest.raises(RegistryError, match="open another one and send the artifact again"):
@@ -97,7 +97,7 @@ def test_an_upload_that_failed_once_stays_failed(kind: str, tmp_path: Path) -> N
 def test_a_publication_after_its_upload_was_closed_is_refused(registry: Registry) -> None:
     with registry.open_upload(None) as upload:
         sealed = upload.seal()
-    with pytest.raises(RegistryError, match="No such file"):
+    with pytest.raises(RegistryUnavailable, match="No such file"):
         registry.publish(sealed, FACTS, tenant="default", name="a")
     assert registry.variants() == []
     assert registry.check().is_clean

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.api import models, variant_lists
@@ -152,9 +153,10 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
         assert [card["id"] for card in first["data"]] == ["base", "a", "m", "z"]
         # A page looks at no more of what others made than it has entries.
         assert looked_up == ["a", "m", "z", "0-0", "0-1", "0-2"]
-        assert (first["has_more"], first["last_id"]) == (True, "0-2")
-        second = (await client.get("/v1/models", params={"after": "0-2"})).json()
-        assert [card["id"] for card in second["data"]] == ["0-5"]
+        assert (first["has_more"], first["last_id"]) == (True, "public~0-2")
+        for after in ("public~0-2", "0-2"):
+            second = (await client.get("/v1/models", params={"after": after})).json()
+            assert [card["id"] for card in second["data"]] == ["0-5"]
         pages = [["base"], ["a"], ["m"], ["z"], ["0-5"], ["0-6"], ["0-7"]]
         monkeypatch.setattr(models, "MAX_PAGE_ENTRIES", 8)
         found = await pages_of(client, "/v1/models", "data", limit=1)
@@ -162,6 +164,59 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
         registry.delete("acme", "m")
         resumed = (await client.get("/v1/models", params={"after": "m"})).json()
         assert [card["id"] for card in resumed["data"]] == ["z", "0-5", "0-6", "0-7"]
+        wrong = await client.get("/v1/models", params={"after": "other~m"})
+        assert (wrong.status_code, error_of(wrong)["param"]) == (400, "after")
+
+    serve(tmp_path, talk)
+
+
+def test_a_list_of_models_goes_on_where_it_was_whatever_became_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len=8)
+    monkeypatch.setattr(EngineClient, "facts", facts)
+
+    async def page(client: httpx.AsyncClient, **params: Any) -> tuple[list[str], str]:
+        found = (await client.get("/v1/models", params={"limit": 1, **params})).json()
+        return [card["id"] for card in found["data"]], found["last_id"]
+
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for name in ("a", "m", "z"):
+            push(registry, artifact(1), name, tenant="acme")
+        for name in ("b", "c", "m"):
+            push(registry, artifact(2), name, tenant="hostile")
+            registry.set_visibility("hostile", name, "public")
+        assert await page(client, after="own~a") == (["m"], "own~m")
+        # Its own is gone, and the name now means another tenant's.
+        registry.delete("acme", "m")
+        assert await page(client, after="own~m") == (["z"], "own~z")
+        assert await page(client, after="own~z") == (["b"], "public~b")
+        # Another tenant's is gone: the list does not begin again.
+        registry.set_visibility("hostile", "b", "private")
+        assert await page(client, after="public~b") == (["c"], "public~c")
+        # Its own comes into being under the name of another tenant's.
+        push(registry, artifact(1), "c", tenant="acme")
+        assert await page(client, after="public~c") == (["m"], "public~m")
+
+    serve(tmp_path, talk)
+
+
+def test_a_list_of_variants_is_refused_while_the_registry_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for name in ("a", "b"):
+            push(registry, artifact(1), name, tenant="acme")
+        versions = Registry.versions
+
+        def fail(self: Registry, tenant: str, name: str, **page: int) -> list[VersionRecord]:
+            if name == "b":
+                raise RegistryUnavailable("503 Slow Down")
+            return versions(self, tenant, name, **page)
+
+        monkeypatch.setattr(Registry, "versions", fail)
+        refused = await client.get("/variants")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "registry_unavailable")
 
     serve(tmp_path, talk)
 

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.registry import Registry
+from deltastore.errors import VariantNotFound
+from deltastore.registry import Deleted, Registry
 from server.tenants.audit import AuditLog, Auditor, Change
 from server.tenants.limits.tenant_limits import FIELDS, TenantLimits
+from server.tenants.tenant import Tenant
+from server.tenants.variant_changes import VariantChanges
+from tests.deltastore.helpers.crash_storage import artifact, push
 
 PROMOTED = Change("promote", "acme", variant="chat", version=2, digest="ab" * 32)
 
@@ -89,3 +93,32 @@ def test_nothing_is_written_below_the_mount_point_of_a_volume_that_is_gone(
     Registry(tmp_path)
     auditor.write(PROMOTED)
     assert len(lines(tmp_path)) == 1
+
+
+class PublishedFirst(Registry):
+    """A registry in which another caller publishes right before each deletion, and then a record may be damaged."""
+
+    damaged: int | None = None
+
+    def delete(self, tenant: str, name: str, version: int | None = None) -> Deleted:
+        push(self, artifact(2), name, tenant=tenant)
+        if self.damaged is not None:
+            (self.root / f"variants/{tenant}/{name}/{self.damaged}.json").write_text("damaged")
+        return super().delete(tenant, name, version)
+
+
+@pytest.mark.parametrize("damaged", [None, 1])
+def test_a_version_that_was_published_right_before_the_deletion_of_its_variant_has_a_line(
+    damaged: int | None, tmp_path: Path
+) -> None:
+    registry = PublishedFirst(tmp_path)
+    records = [push(registry, artifact(1), "chat", tenant="acme").record]
+    registry.damaged = damaged
+    deleted = VariantChanges(registry, Tenant("acme"), Auditor(AuditLog(tmp_path)), True).delete("chat", None)
+    assert deleted.versions == [1, 2]
+    assert [record.version for record in deleted.records] == ([1, 2] if damaged is None else [2])
+    logged = [(line["action"], line["version"], line.get("digest")) for line in lines(tmp_path)]
+    digest = records[0].digest if damaged is None else None
+    assert logged == [("delete", 1, digest), ("delete", 2, deleted.records[-1].digest)]
+    with pytest.raises(VariantNotFound):
+        registry.variant("acme", "chat")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deltastore.errors import RegistryError, UsageError
+from deltastore.errors import RegistryUnavailable, UsageError
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants import directory as directory_module
 from server.tenants.audit import AuditLog, Auditor
@@ -284,7 +284,7 @@ def test_a_directory_that_cannot_be_read_admits_nothing(
     directory = file_of(tmp_path, key).parent
     directory.rename(tmp_path / "away")
     directory.write_text("")
-    with pytest.raises(RegistryError):
+    with pytest.raises(RegistryUnavailable):
         caller(store, key.text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import subprocess
 import threading
@@ -234,6 +235,43 @@ def test_late_calls_of_two_tenants_leave_threads_to_the_others(
                 others.create_task(answered(calls, None))
             stuck.set()
             await answered(calls, "evil")
+
+    asyncio.run(main())
+
+
+def test_the_lists_of_a_tenant_are_read_one_after_the_other_with_rests_and_those_of_others_meanwhile(
+    volume: Volume,
+) -> None:
+    busy_s = 0.1
+    runs: list[tuple[float, float]] = []
+    running = 0
+    held = threading.Event()
+
+    def read() -> None:
+        nonlocal running
+        running += 1
+        assert running == 1
+        begin = time.monotonic()
+        end_s = time.thread_time() + busy_s
+        while time.thread_time() < end_s:
+            pass
+        running -= 1
+        runs.append((begin, time.monotonic()))
+
+    async def main() -> None:
+        calls = calls_of(volume)
+        async with asyncio.TaskGroup() as lists:
+            for _ in range(4):
+                lists.create_task(calls.run_list(read, "evil"))
+        for (_, ended), (begun, _) in itertools.pairwise(runs):
+            assert begun - ended >= busy_s * 0.9
+        holding = asyncio.create_task(calls.run_list(lambda: held.wait(60), "evil"))
+        # Though one of a tenant hangs.
+        assert (
+            await calls.run_list(volume.read, "honest") == await calls.run_list(volume.read, None) == "read"
+        )
+        held.set()
+        assert await holding
 
     asyncio.run(main())
 

@@ -13,7 +13,13 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
-from deltastore.errors import PublicNameTaken, RegistryError, UsageError, VariantNotFound, VariantQuarantined
+from deltastore.errors import (
+    PublicNameTaken,
+    RegistryUnavailable,
+    UsageError,
+    VariantNotFound,
+    VariantQuarantined,
+)
 from deltastore.registry import Registry
 from deltastore.registry.bucket import objects
 from tests.deltastore.helpers.buckets import registry_in
@@ -43,6 +49,13 @@ CHANGES: dict[str, Change] = {
     "collect": lambda registry: registry.gc(),
 }
 ALL = CHANGES | MEANWHILE
+LISTS: dict[str, Callable[[Registry], list[Any]]] = {
+    "names": lambda registry: registry.names("default"),
+    "summaries": lambda registry: registry.summaries("default", ["a", "b"]),
+    "active records": lambda registry: registry.active_records("default", ["a", "b"]),
+    "public records": lambda registry: registry.active_records("other", registry.public_names()),
+    "variants": lambda registry: registry.variants(),
+}
 GROUPS = (
     (
         "publish",
@@ -233,10 +246,35 @@ def test_a_lost_reply_leaves_a_change_made_or_not_made_and_the_next_try_makes_it
         calls.before, calls.after = lambda: None, lose
         try:
             calls.run(CHANGES[name], registry, number)
-        except RegistryError:
+        except RegistryUnavailable:
             assert view(registry_in(store, next(directory))) in (before, after)
             refusal(CHANGES[name], registry)
         if not calls.was_interrupted:
             break
         assert view(registry_in(store, next(directory))) == after, f"{number}: {calls.names[number]}"
         assert registry.check().findings == ()
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_while_the_bucket_fails_is_whole_or_refused(
+    name: str, calls: Calls, directory: Iterator[Path]
+) -> None:
+    def fail() -> None:
+        raise GenericError("503 Slow Down")
+
+    store, registry = world(directory)
+    whole = LISTS[name](registry)
+    for number in itertools.count():
+        found: list[list[Any]] = []
+        calls.before = fail
+        with contextlib.suppress(RegistryUnavailable):
+            calls.run(
+                lambda registry, found=found: found.append(LISTS[name](registry)),  # type: ignore[misc]
+                registry_in(store, next(directory)),
+                number,
+            )
+        assert found in ([], [whole]), f"call {number}: {calls.names[number]}"
+        if not calls.was_interrupted:
+            break
+    assert found == [whole]
+    assert number > 0

@@ -62,9 +62,11 @@ async def serving(app: App, max_connections: int, max_unsent: int = 1 << 30) -> 
         connections = Connections(max_connections, FairBudget(max_unsent, "unsent bytes"))
         server = WebServer(app, connections, lifespan=False)
         running = asyncio.create_task(server.serve([listening]))
-        yield Web(connections, listening.getsockname())
-        server.should_exit = True
-        await running
+        try:
+            yield Web(connections, listening.getsockname())
+        finally:
+            server.should_exit = server.force_exit = True
+            await running
 
 
 def talk(

@@ -27,6 +27,7 @@ from deltastore.registry.variants import (
     VariantSummary,
     directories,
     report_files,
+    report_names,
 )
 
 T = TypeVar("T")
@@ -86,7 +87,9 @@ class RegistryReader:
 
     def names(self, tenant: str) -> list[str]:
         """Return the sorted names of a tenant's variants, from one listing. One may have no live version."""
-        return sorted(self.stored(tenant).num_versions)
+        with self._backend.explained():
+            self._backend.check_present()
+            return report_names(self.files, tenant) if is_name(tenant) else []
 
     def public_names(self) -> list[str]:
         """Return the sorted names of variants that every tenant may use, from one listing. One may mean nothing."""

@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from bisect import bisect, bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -195,8 +195,10 @@ class VariantState:
                 merged.append((first, last))
         return replace(self, deleted=tuple(merged))
 
-    def live_among(self, numbers: Sequence[int]) -> tuple[int, ...]:
+    def live_among(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of ascending numbers that are not deleted."""
+        if not self.deleted and not self.deleted_through:
+            return numbers
         kept: list[int] = []
         begin = bisect(numbers, self.deleted_through)
         for first, last in self.deleted:

@@ -387,5 +387,12 @@ def report_files(files: SmallFiles, tenant: str) -> Iterator[ReportFile]:
             yield found
 
 
+def report_names(files: SmallFiles, tenant: str) -> list[str]:
+    """Return the sorted names of the variants that a tenant's fidelity reports belong to, from one listing."""
+    listed = files.names(files.root / REPORTS / tenant, is_fresh=True)
+    found = {name for name, end, _ in (text.partition("~") for text in listed) if end}
+    return sorted(filter(is_name, found))
+
+
 def _numbers(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(int(found[1]) for name in names if (found := RECORD.fullmatch(name))))

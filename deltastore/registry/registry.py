@@ -138,7 +138,7 @@ class Registry(RegistryReader):
     def delete(self, tenant: str, name: str, version: int | None = None) -> Deleted:
         """Delete an inactive version, or the whole variant. gc frees the bytes; numbers are not assigned again.
 
-        What it returns were the live versions at the moment of the deletion, with those of publications right before.
+        Returns the versions that it took: one that was published right before is among them.
 
         Raises:
             VariantNotFound: There is no such live variant or version.

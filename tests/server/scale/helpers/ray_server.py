@@ -34,6 +34,9 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    # Serve kills a proxy that is not ready by then, after 5 s by default, which is too short on a busy machine.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
 }
 NUM_SEQS, NUM_SLOTS = 4, 2  # of each engine
 ARGUMENTS: dict[str, object] = {

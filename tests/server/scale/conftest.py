@@ -12,7 +12,9 @@ from tests.server.helpers.live_server import free_port
 # Before ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_AUTH_MODE"] = "disabled"
-# Serve kills a proxy that is not ready by then, after 5 s by default, which is too short on a busy machine.
+# Ray's processes have a niceness of 15 by default, so that on a busy machine they hardly run, and Serve kills a proxy
+# that is not ready after 5 s.
+os.environ["RAY_worker_niceness"] = "0"
 os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
 os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"] = "120"
 # Seconds between what handles and replicas tell the autoscaler, so that its tests need not wait.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from deltastore.errors import PublicNameTaken, RegistryError
+from deltastore.errors import PublicNameTaken, RegistryError, RegistryUnavailable
 from deltastore.registry.files import SmallFiles, dropped_when_full
 from deltastore.registry.records import NAME, PublicClaim, VariantState, is_name, parse_claim
 from deltastore.registry.sequence import Entry, EntrySequence, attempts
@@ -98,7 +98,8 @@ class Claims:
 
     def remove_index(self, name: str) -> None:
         """Remove the index of claims of a name that have ended. What fails is left for gc."""
-        self._files.remove(self.ended_index(name))
+        with contextlib.suppress(OSError, RegistryError, RegistryUnavailable):
+            self._files.remove(self.ended_index(name))
 
     def ended_index(self, only: str | None = None) -> list[PurePath]:
         """Return the files of the index whose claim has ended, of one name or of all.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from deltastore.errors import PeraxisError, RegistryError, UsageError, VariantNotFound
+from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, UsageError, VariantNotFound
 from deltastore.registry.backend import Backend, ObjectWriter, open_backend
 from deltastore.registry.directory.backend import DirectoryBackend
 from deltastore.registry.object_cache import ObjectCache
@@ -34,6 +34,9 @@ from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, VariantDirectory
 
 T = TypeVar("T")
+
+# Readings that fail before the others of one call are left out.
+MAX_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +168,13 @@ class Registry(RegistryReader):
 
         # Deleting the whole variant is the way out of a damaged state.
         deletion = self._change(tenant, name, remaining, ignore_damage=version is None)
-        directory, records = self._directory(tenant, name), list[VersionRecord]()
+        directory = self._directory(tenant, name)
+        records = self._found_records(directory, deletion.versions)
         # The deletion is done; what is left of it is for gc.
         with contextlib.suppress(OSError, PeraxisError):
-            records = self._found_records(directory, deletion.versions)
             directory.remove_deleted(deletion.history, deletion.state)
-            if deletion.state.deleted_through == deletion.history.newest:
-                self._claims.remove_index(name)
+        if deletion.state.deleted_through == deletion.history.newest:
+            self._claims.remove_index(name)
         return Deleted(deletion.versions, records)
 
     def set_visibility(self, tenant: str, name: str, visibility: Visibility) -> None:
@@ -292,11 +295,18 @@ class Registry(RegistryReader):
         raise AssertionError("attempts() ends with an exception")
 
     def _found_records(self, directory: VariantDirectory, numbers: Sequence[int]) -> list[VersionRecord]:
-        """Return the records of some versions, without those that are damaged or missing."""
+        """Return the records of some versions, without those that cannot be read."""
+        failures: list[Exception] = []
 
         def found(number: int) -> VersionRecord | None:
-            with contextlib.suppress(RegistryError, VariantNotFound):
-                return directory.record(number)
+            # The store itself may fail: a thousand calls must not wait for it.
+            if len(failures) < MAX_FAILURES:
+                try:
+                    return directory.record(number)
+                except (OSError, RegistryUnavailable) as error:
+                    failures.append(error)
+                except (RegistryError, VariantNotFound):
+                    pass
             return None
 
         return [record for record in self.files.each(found, numbers) if record is not None]

@@ -17,6 +17,9 @@ from server.metrics.snapshot import Family, Series
 
 log = logging.getLogger(__name__)
 
+# Variants that cannot be read before a scrape goes on without the registry.
+MAX_FAILURES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class RegistryState:
@@ -78,6 +81,7 @@ def _read(registry: Registry, labels: Collection[str], usage: Usage) -> Registry
     # The others only as far as there is space, so that their names are listed only then.
     candidates = itertools.chain(_in_turns(existing), _others(registry, asked))
     active: dict[str, int] = {}
+    num_failures = 0
     for tenant, name in itertools.islice(candidates, MAX_LABEL_VALUES):
         try:
             number = registry.summary(tenant, name).active
@@ -85,6 +89,12 @@ def _read(registry: Registry, labels: Collection[str], usage: Usage) -> Registry
             deleted.add(variant_label(tenant, name))
         except RegistryError as error:
             log.error("variant %s/%s is not shown: %s", tenant, name, error)
+        except RegistryUnavailable as error:
+            log.error("variant %s/%s is not shown: %s", tenant, name, error)
+            # One file may be unreadable; more are the store itself, which 200 calls must not wait for.
+            num_failures += 1
+            if num_failures == MAX_FAILURES:
+                raise
         else:
             if number is not None:
                 active[variant_label(tenant, name)] = number

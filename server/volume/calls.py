@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ R = TypeVar("R")
 CALL_S = 2.0
 # The same of calls that may read or write thousands of files.
 LONG_CALL_S = 30.0
-# Calls at a time of each kind, those that are late left out; a tenant has at most half of them, and one list.
+# Calls at a time of each kind, those that are late left out; a tenant has at most half of them, and one list at a time.
 NUM_CALLS = 16
 # Threads that late calls may hold beside these: one tenant's at most half of what is left, and so on.
 MAX_LATE = 64
@@ -50,9 +51,9 @@ SERVER = ""
 class _Threads:
     """The threads for calls of one kind, of which each tenant has a share. Event loop only."""
 
-    def __init__(self, name: str, deadline_s: float, calls_per_tenant: int = NUM_CALLS // 2) -> None:
+    def __init__(self, name: str, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.permits = FairLimiter(NUM_CALLS, calls_per_tenant, MAX_WAITING)
+        self.permits = FairLimiter(NUM_CALLS, NUM_CALLS // 2, MAX_WAITING)
         self._held = FairBudget(NUM_CALLS + MAX_LATE, "calls of its registry that are late")
         self._threads = DaemonThreads(NUM_CALLS + MAX_LATE, name)
 
@@ -72,32 +73,52 @@ class _Threads:
         call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
         return call
 
-    async def rest(self, tenant: str) -> None:
-        """Wait until the tenant, which holds a permit, may use a thread."""
-
 
 class _PacedThreads(_Threads):
     """Threads that each tenant uses one after the other, with rests of the processor time that its last call took.
 
     So a tenant that calls all the time takes at most half of one processor, which it would else take from the engine.
+
+    Args:
+        name: of the threads.
+        deadline_s: of a call, and of its turn before that.
+        clock: the processor time of a call's thread, or the time that stands for it where a call has several threads.
     """
 
-    def __init__(self, name: str, deadline_s: float) -> None:
-        super().__init__(name, deadline_s, calls_per_tenant=1)
+    def __init__(self, name: str, deadline_s: float, clock: Callable[[], float]) -> None:
+        super().__init__(name, deadline_s)
+        self._clock = clock
+        self._turns = FairLimiter(sys.maxsize, 1, MAX_WAITING)
+        self._running: dict[str, asyncio.Future[Any]] = {}
         self._rested_at: dict[str, float] = {}  # of tenants that have called
 
     def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
         def timed() -> R:
-            begin = time.thread_time()
+            begin = self._clock()
             try:
                 return function()
             finally:
-                self._rested_at[tenant] = time.monotonic() + time.thread_time() - begin
+                self._rested_at[tenant] = time.monotonic() + self._clock() - begin
 
-        return super().submit(timed, tenant)
+        call = self._running[tenant] = super().submit(timed, tenant)
+        call.add_done_callback(lambda _: self._running.pop(tenant))
+        return call
 
-    async def rest(self, tenant: str) -> None:
-        await asyncio.sleep(self._rested_at.get(tenant, 0.0) - time.monotonic())
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for the tenant's calls before, for those that are late too, and a rest; hold the turn inside the block.
+
+        Raises:
+            TimeoutError: they take too long.
+            QueueFull: too many wait.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            async with asyncio.timeout(self.deadline_s):
+                await held.enter_async_context(self._turns.permit(tenant))
+                if tenant in self._running:
+                    await asyncio.wait({self._running[tenant]})
+                await asyncio.sleep(self._rested_at.get(tenant, 0.0) - time.monotonic())
+            yield
 
 
 class RegistryCalls:
@@ -117,13 +138,16 @@ class RegistryCalls:
         self._deadline_s = deadline_s
         self._short = _Threads("registry", deadline_s)
         self._long = _Threads("registry-long", max(LONG_CALL_S, deadline_s))
-        self._lists = _PacedThreads("registry-lists", max(LONG_CALL_S, deadline_s))
+        # With a bucket, a call has threads of its own for its readings.
+        clock = time.monotonic if is_bucket(where) else time.thread_time
+        self._lists = _PacedThreads("registry-lists", max(LONG_CALL_S, deadline_s), clock)
         self._probes = DaemonThreads(NUM_PROBES, "registry-probe")
         self._late_keys: dict[Hashable, float] = {}  # with the time since which they are late
         self._hang = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls that are waited for
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: RegistryUnavailable | None = None
+        self._logged = ("", 0.0)  # the last failure of a call that was logged, and when
         self._unwritable: RegistryUnwritable | None = None
         # Set when a call gives a reason to probe.
         self._is_in_doubt = asyncio.Event()
@@ -160,7 +184,13 @@ class RegistryCalls:
 
         Raises as `run` does.
         """
-        return await self._run(self._lists, function, tenant, None)
+        try:
+            async with self._lists.turn(tenant or SERVER):
+                return await self._run(self._lists, function, tenant, None)
+        except TimeoutError as error:
+            raise self._late(self._lists.deadline_s) from error
+        except QueueFull as error:
+            raise self._refused(error) from error
 
     async def unless_hanging(self, work: Coroutine[Any, Any, R]) -> R:
         """Await work that uses threads of its own, such as an upload. Leave it to end by itself if the volume hangs.
@@ -254,7 +284,6 @@ class RegistryCalls:
         share, call = tenant or SERVER, None
         try:
             async with self._deadline(threads.deadline_s), threads.permits.permit(share):
-                await threads.rest(share)
                 call = threads.submit(function, share)
                 # Unlike awaiting it, this does not cancel it. A late call keeps its thread and not its permit.
                 await asyncio.wait({call})
@@ -266,10 +295,21 @@ class RegistryCalls:
                 call.add_done_callback(lambda _: self._late_keys.pop(key, None))
             raise (self._hanging() if self._hang.is_set() else self._late(threads.deadline_s)) from error
         except QueueFull as error:
-            raise RegistryUnavailable(f"{self._where}: {error}", public=str(error)) from error
-        except RegistryUnavailable:
+            raise self._refused(error) from error
+        except RegistryUnavailable as error:
             self._is_in_doubt.set()
+            self._log(error)
             raise
+
+    def _log(self, error: RegistryUnavailable) -> None:
+        """Log a call that failed though the registry answers: of one file, the watch knows nothing. Not each again."""
+        message, now = str(error), time.monotonic()
+        if self._failure is None and (message != self._logged[0] or now - self._logged[1] > KEY_S):
+            self._logged = (message, now)
+            log.error("a call of the registry failed: %s", message)
+
+    def _refused(self, error: QueueFull) -> RegistryUnavailable:
+        return RegistryUnavailable(f"{self._where}: {error}", public=str(error))
 
     @contextlib.asynccontextmanager
     async def _deadline(self, deadline_s: float) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import RegistryError, RegistryUnavailable
 from deltastore.registry.directory.check import check
 from deltastore.registry.directory.collect import Collector, collect_partials
 from deltastore.registry.directory.files import DirectoryFiles
@@ -72,8 +72,8 @@ class DirectoryBackend:
     def writing(self, sealed: SealedUpload) -> Iterator[DirectoryWriter]:
         try:
             yield DirectoryWriter(self._objects, sealed)
-        except (OSError, PeraxisError):
-            with contextlib.suppress(OSError, PeraxisError):
+        except (OSError, RegistryError, RegistryUnavailable):
+            with contextlib.suppress(OSError, RegistryError, RegistryUnavailable):
                 self._collector.withdraw(sealed.digest, sealed.path)
             raise
 

@@ -82,16 +82,19 @@ class Collector:
         except BaseException:
             # Also if the volume failed: a server would find each missing at its next load, and put it back then.
             with contextlib.suppress(OSError):
-                for aside in self._objects.aside():
-                    self._objects.put_back(aside)
+                self._put_back(self._objects.aside())
             raise
-        for aside in asides:
-            if digest_of(aside) in needed:
-                self._objects.put_back(aside)
+        self._put_back([aside for aside in asides if digest_of(aside) in needed])
         self._objects.discard([aside for aside in asides if digest_of(aside) not in needed])
         removed = set(digests) - needed
         self._objects.forget(removed)
         return removed
+
+    def _put_back(self, asides: list[Path]) -> None:
+        """Make files that were set aside objects again: each of them, also if others fail."""
+        with contextlib.ExitStack() as stack:
+            for aside in asides:
+                stack.callback(self._objects.put_back, aside)
 
     def _in_use(self, except_for: Path | None = None) -> set[str]:
         """Return the digests of all sealed uploads but one, and of all live versions, read in this order.

@@ -6,14 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
 from deltastore.errors import RegistryError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.checker import records_in_use
+from deltastore.registry.directory.collect import Collector
 from deltastore.registry.directory.files import DirectoryFiles
+from deltastore.registry.directory.objects import Objects
 from deltastore.registry.records import VersionRecord
 from tests.deltastore.helpers.crash_storage import (
     SteppedStorage,
@@ -229,6 +231,58 @@ def test_a_gc_that_fails_while_it_reads_leaves_no_object_aside(
     assert len(readings) == 2
     assert registry.object_path(registry.resolve("default", "c")).read_bytes() == artifact(3)
     assert not [path.name for path in (registry.root / "objects").iterdir() if "." in path.name]
+
+
+def test_a_gc_that_fails_puts_back_each_object_that_it_can(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (6, 7, 8):
+        push(registry, artifact(seed), "c")
+    registry.delete("default", "c")
+    failures = iter([OSError(5, "Input/output error")])
+    put_back = Objects.put_back
+
+    def fail_once(self: Objects, aside: Path) -> None:
+        for error in failures:
+            raise error
+        put_back(self, aside)
+
+    def fail(self: Collector, except_for: Path | None = None) -> set[str]:
+        monkeypatch.setattr(Collector, "_in_use", fail_always)
+        return set()
+
+    def fail_always(self: Collector, except_for: Path | None = None) -> set[str]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Objects, "put_back", fail_once)
+    monkeypatch.setattr(Collector, "_in_use", fail)
+    before = len(os.listdir(registry.root / "objects"))
+    with pytest.raises(RegistryUnavailable):
+        registry.gc()
+    names = os.listdir(registry.root / "objects")
+    assert (len(names), sum("." in name for name in names)) == (before, 1)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_record_that_cannot_be_read_stays_behind_in_no_deletion(
+    name: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.set_visibility("default", name, "public")
+    read = DirectoryFiles.read
+    spoilt = PurePath(f"variants/default/{name}/{2 if name == 'a' else 1}.json")
+
+    def fail(self: DirectoryFiles, path: PurePath, *, is_fresh: bool = False) -> bytes:
+        if path.is_relative_to(registry.root) and path.relative_to(registry.root) == spoilt:
+            raise OSError(5, "Input/output error")
+        return read(self, path, is_fresh=is_fresh)
+
+    monkeypatch.setattr(DirectoryFiles, "read", fail)
+    deleted = registry.delete("default", name)
+    assert deleted.versions == ([2, 3] if name == "a" else [1])
+    assert [record.version for record in deleted.records] == ([3] if name == "a" else [])
+    monkeypatch.undo()
+    assert registry.public_names() == []
+    assert name not in registry.names("default")
 
 
 def test_a_damaged_version_can_be_deleted_and_then_the_registry_is_clean(registry: Registry) -> None:

@@ -10,8 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
-from deltastore.registry.variants import VariantDirectory
+from deltastore.registry.variants import VariantDirectory, VariantSummary
 from server.metrics import service
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
@@ -160,6 +161,34 @@ def test_a_scrape_reads_a_bounded_number_of_variants_those_with_other_series_fir
     assert state.deleted == {"gone/x", "greedy/gone"}
     assert list(state.active) == ["greedy/v4", "honest/z", "greedy/v0", "honest/a"]
     assert len(registry.read) == 4
+
+
+def test_a_scrape_shows_all_but_a_variant_that_cannot_be_read_and_nothing_if_several_cannot(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"v{number}" for number in range(6)]
+    for name in names:
+        push(registry, artifact(1), name)
+    spoilt = {"v1"}
+    summary = Registry.summary
+    num_failed = 0
+
+    def fail(self: Registry, tenant: str, name: str) -> VariantSummary:
+        nonlocal num_failed
+        if name in spoilt:
+            num_failed += 1
+            raise RegistryUnavailable(f"variants/{tenant}/{name}/1.json: Input/output error")
+        return summary(self, tenant, name)
+
+    monkeypatch.setattr(Registry, "summary", fail)
+    state = read_registry(registry, ())
+    assert state is not None
+    assert list(state.active) == [f"default/{name}" for name in names if name != "v1"]
+    assert "variants/default/v1/1.json: Input/output error" in caplog.text
+    spoilt.update(names)
+    num_failed = 0
+    assert read_registry(registry, ()) is None
+    assert num_failed < len(names)
 
 
 def test_a_variant_without_an_active_version_has_no_gauge(registry: Registry) -> None:

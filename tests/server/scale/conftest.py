@@ -14,7 +14,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # Ray's processes have a niceness of 15 by default, so that on a busy machine they hardly run, and Serve kills a proxy
 # that is not ready after 5 s.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (its name)
 os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
 os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"] = "120"
 # Seconds between what handles and replicas tell the autoscaler, so that its tests need not wait.

@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from deltastore.errors import RegistryError, RegistryUnavailable, RegistryUnwritable
-from deltastore.registry import Registry
 from server.volume import calls as calls_module
 from server.volume.calls import NUM_CALLS, RegistryCalls
-from server.volume.probe import probe
-from tests.conftest import SmallDisk
 
 # Short for tests that wait for it. A call that must be answered has the default deadline, or 30 s.
 DEADLINE_S = 0.2
@@ -378,35 +372,6 @@ def test_a_volume_that_fails_is_called_on_and_logged_once(
         "the registry can be read again",
     ]
     assert "mount its volume again" in messages[0]
-
-
-def test_the_probe_tells_a_registry_from_a_volume_that_is_gone(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "registry")
-    probe(registry)
-    (tmp_path / "registry").rename(tmp_path / "away")
-    (tmp_path / "registry").mkdir()
-    with pytest.raises(RegistryUnavailable, match="is gone"):
-        probe(registry)
-
-
-def test_the_probe_tells_a_registry_on_a_read_only_volume(small_disk: SmallDisk) -> None:
-    disk = small_disk(1 << 20)
-    registry = Registry(disk / "registry")
-    probe(registry)
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(RegistryUnwritable, match="is read-only") as raised:
-        probe(registry)
-    assert str(disk) not in raised.value.public
-
-
-def test_the_probe_tells_a_registry_without_the_right_to_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry = Registry(tmp_path / "registry")
-    # Root, as which the tests may run, has every right.
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "variants")
-    with pytest.raises(RegistryUnwritable, match="variants cannot be written"):
-        probe(registry)
 
 
 def test_a_registry_that_can_only_be_read_is_no_failure_and_is_logged_once(

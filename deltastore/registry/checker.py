@@ -32,7 +32,7 @@ def records_in_use(files: SmallFiles) -> Iterator[VersionRecord]:
             try:
                 yield directory.record(number)
             except VariantNotFound as error:
-                if directory.state().is_live(number):
+                if directory.state(is_fresh=True).is_live(number):
                     raise RegistryError(f"{directory.record_path(number)} is missing: restore it") from error
 
 
@@ -172,7 +172,7 @@ class Checker:
 
     def _is_live(self, directory: VariantDirectory, number: int) -> bool:
         try:
-            return directory.state().is_live(number)
+            return directory.state(is_fresh=True).is_live(number)
         except RegistryError:
             # The damaged state is a finding of its own.
             return False

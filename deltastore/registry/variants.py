@@ -181,9 +181,12 @@ class VariantDirectory:
                     return result
         raise AssertionError("attempts() ends with an exception")
 
-    def state(self) -> VariantState:
-        """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged."""
-        return self._parsed(self.entries.newest())
+    def state(self, *, is_fresh: bool = False) -> VariantState:
+        """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged.
+
+        With `is_fresh`, no listing of before the call tells which entry is the newest.
+        """
+        return self._parsed(self.entries.newest(self._files.names(self.path, is_fresh=is_fresh)))
 
     def record(self, number: int) -> VersionRecord:
         """Read a version's record. Raises VariantNotFound if there is none, RegistryError if it is damaged."""

@@ -188,9 +188,10 @@ def assert_in_one_order(
     second, (others_first, refused_then) = outcome(directory, other, one)
     allowed = [(shown(first), (refused, others)), (shown(second), (refused_then, others_first))]
     for number in itertools.count():
-        store, registry = world(directory)
+        store, _ = world(directory)
         late: list[str] = []
-        elsewhere = registry_in(store, next(directory))
+        # Neither has read anything, so that each reading of a file is a call.
+        registry, elsewhere = (registry_in(store, next(directory)) for _ in range(2))
         calls.before = lambda late=late, elsewhere=elsewhere: late.append(refusal(ALL[other], elsewhere))  # type: ignore[misc]
         early = calls.run(ALL[one], registry, number)
         if not calls.was_interrupted:

@@ -98,6 +98,11 @@ async def _attack(attack: Attack, url: str, keys: Sequence[str], interval_s: flo
             for number in range(attack.num_connections)
         ]
         await over.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPLY_S):
+                # In a short run on a busy machine the first one may still be under way.
+                while not replies:
+                    await asyncio.sleep(PAUSE_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -156,9 +156,10 @@ def publish(bench: Bench, server: Server) -> None:
             {"seconds": seconds, "sha256sum_s": checksum, "growth_bytes": server.memory()["VmHWM"] - before}
         )
     bench.figures["upload"] = rows
-    num_objects = server.metrics()["peraxis_registry_objects"]
-    if num_objects != bench.num_variants:
-        raise RuntimeError(f"{bench.num_variants} variants are {num_objects:.0f} different artifacts")
+    listed = server.client.get("/variants").json()["variants"]
+    num_artifacts = len({version["digest"] for variant in listed for version in variant["versions"]})
+    if num_artifacts != bench.num_variants:
+        raise RuntimeError(f"{bench.num_variants} variants are {num_artifacts} different artifacts")
 
 
 def load(bench: Bench, server: Server) -> None:

@@ -33,9 +33,13 @@ RANDOM_ROUTER = "bench.scale.random_router.RandomRequestRouter"
 REPORT_INTERVAL_S = 0.25
 # Replicas wait for each other more than they compute, so Ray is told of more CPUs than there are.
 NUM_CPUS = 32
-START_S = 120.0
+START_S = 300.0
 POLL_S = 0.1
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_SERVE_LOG_TO_STDERR": "0"}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_SERVE_LOG_TO_STDERR": "0",
+    # By default Ray's processes have a niceness of 15, and Serve kills a proxy that is not ready within 5 s.
+    "RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

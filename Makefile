@@ -8,6 +8,7 @@
 #   IMAGE        name of the image
 #   IMAGE_OPTIONS  of docker/build_image.py, e.g. --base-image=NAME
 #   WORKERS      how many processes run the tests: a number, or logical for one per core
+#   REVISION     the commit that replay compares the working tree with
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -15,6 +16,7 @@ BASE ?=
 REGISTRY ?= registry
 BENCH ?= load
 WORKERS ?= logical
+REVISION ?= HEAD
 WHEELS_PYTHON ?= 3.12
 IMAGE ?= localhost/peraxis:cpu
 IMAGE_OPTIONS ?=
@@ -29,13 +31,14 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx limits llguidance msgspe
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test test-deploy coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
+.PHONY: help demo test test-deploy replay coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      train a small base and three fine-tunes, compress, serve and compare them'
 	@echo 'make test      check, then every test'
 	@echo 'make test-deploy  tests that take minutes: of deployments, and of whole benches'
+	@echo 'make replay    compare what the working tree answers with REVISION=COMMIT, over HTTP and on the command line'
 	@echo 'make check     formatting, lint and types'
 	@echo 'make hooks     let every commit run the checks'
 	@echo 'make coverage  every test, with the share of branches that they reach'
@@ -65,6 +68,10 @@ test: check packages
 # What takes too long for `test`.
 test-deploy: $(STAMP) packages
 	$(PYTEST) -m deploy
+
+# What a refactoring may not change: every answer of REVISION beside that of the working tree.
+replay: $(STAMP)
+	$(BIN)/python -m tests.replay $(REVISION)
 
 # A target of its own, because tracing takes a third more time.
 coverage: $(STAMP)

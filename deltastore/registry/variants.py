@@ -182,10 +182,7 @@ class VariantDirectory:
         raise AssertionError("attempts() ends with an exception")
 
     def state(self, *, is_fresh: bool = False) -> VariantState:
-        """Read the state; the initial one if none is stored. Raises RegistryError if it is damaged.
-
-        With `is_fresh`, no listing of before the call tells which entry is the newest.
-        """
+        """Read the state, by a new listing if `is_fresh`; the initial one if none is stored. Raises RegistryError."""
         return self._parsed(self.entries.newest(self._files.names(self.path, is_fresh=is_fresh)))
 
     def record(self, number: int) -> VersionRecord:

@@ -25,7 +25,7 @@ BROKEN = StreamEnd(began=9.0, first_token=9.1, ended=10.5, outcome="error")
 def test_a_small_run_reaches_its_goals(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     # In a process of its own: tests of the session may have connected this one to a cluster.
-    command = [sys.executable, "-m", "bench.scale", "--small", "--dir", tmp_path, "--out", out]
+    command = [sys.executable, "-m", "bench.scale", "--small", "--dir", str(tmp_path), "--out", str(out)]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
     results = json.loads(out.read_text())["results"]
     assert {(one["router"], one["replicas"]) for one in results["residency"]} == {

@@ -8,6 +8,7 @@
 #   IMAGE        name of the image
 #   IMAGE_OPTIONS  of docker/build_image.py, e.g. --base-image=NAME
 #   WORKERS      how many processes run the tests: a number, or logical for one per core
+#   PACKAGES     no: install no Debian packages as root; the tests that need them skip
 #   REVISION     the commit that replay compares the working tree with
 
 PYTHON ?= python3
@@ -16,6 +17,7 @@ BASE ?=
 REGISTRY ?= registry
 BENCH ?= load
 WORKERS ?= logical
+PACKAGES ?= yes
 REVISION ?= HEAD
 WHEELS_PYTHON ?= 3.12
 IMAGE ?= localhost/peraxis:cpu
@@ -47,7 +49,7 @@ help:
 	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
 	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
 	@echo 'make monitoring  write dashboards and alerts from monitoring/'
-	@echo 'make packages  Debian packages that tests use, as root; without them those tests skip'
+	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
 # pip compiles nothing: Python keeps the bytecode of the modules that it imports, which are a small part of all. Without
@@ -90,9 +92,11 @@ DEBIAN_PACKAGES := prometheus docker-compose
 # Not where systemd runs: it would start the packages' services.
 packages:
 	@if command -v promtool >/dev/null && command -v docker-compose >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ]; then \
-		apt-get install -y --no-install-recommends $(DEBIAN_PACKAGES) || echo '$(DEBIAN_PACKAGES): not installed, their tests skip'; \
-	else echo 'Debian packages $(DEBIAN_PACKAGES) are not all installed: their tests skip'; fi
+	elif [ '$(PACKAGES)' = yes ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ]; then \
+		echo 'installing Debian packages for tests: $(DEBIAN_PACKAGES) (PACKAGES=no leaves this machine alone)'; \
+		apt-get update && apt-get install -y --no-install-recommends $(DEBIAN_PACKAGES) \
+			|| echo '$(DEBIAN_PACKAGES): not installed, their tests skip'; \
+	else echo 'Debian packages $(DEBIAN_PACKAGES) are not all installed, and their tests skip: `make packages` as root installs them'; fi
 
 hooks: $(STAMP)
 	$(BIN)/pre-commit install

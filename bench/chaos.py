@@ -30,7 +30,7 @@ from bench.process import CALL_S, Server, serve_command, serving
 from bench.process_tree import part_of
 from bench.report import RESULTS, describe, write_result
 from bench.serving import SMALL, prompts, text_of, write_base
-from demo.table import table
+from peraxis.demo.table import table
 
 PARTS = ("engine", "http_process", "workers")
 NUM_PROMPTS = 8

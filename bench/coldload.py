@@ -40,7 +40,7 @@ from bench.synthetic import LlamaShapes
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from demo.table import table
+from peraxis.demo.table import table
 
 PROMPT_TOKENS = 64
 PAUSE_S = 0.02  # between two loads

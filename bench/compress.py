@@ -34,7 +34,7 @@ from compressor.fitting.calibration import Calibration
 from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from deltastore.base.base import architecture
-from demo.table import table
+from peraxis.demo.table import table
 
 SIZES = (
     LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench.report import RESULTS, describe, write_result
 from bench.serving import SHAPES, SMALL
-from demo.table import table
+from peraxis.demo.table import table
 from server import kernels
 from server.model.packed_linear import pack, packable
 

@@ -32,7 +32,7 @@ from bench.report import RESULTS, describe, write_result
 from bench.serving import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from bench.synthetic import LlamaShapes
 from deltastore.registry import Registry
-from demo.table import table
+from peraxis.demo.table import table
 
 NUM_REQUESTS, NUM_FEW = (16, 32, 64), 4
 VARIANTS = (1, 2, 4, 8, 16)

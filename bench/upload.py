@@ -33,7 +33,7 @@ from bench.synthetic import LlamaShapes, write_whole_delta
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from demo.table import table
+from peraxis.demo.table import table
 
 UPLOAD, SINK = "upload to the server", "curl into a file"
 PROMPT_TOKENS = 64

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command, get_group
 
 from deltastore.registry import Registry
-from peraxis import COMMANDS
+from peraxis.cli import COMMANDS
 from server.api.access import ROLES
 from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES

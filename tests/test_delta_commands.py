@@ -13,7 +13,7 @@ import pytest
 from deltastore import progress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.base.model_shapes import model_shapes
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.compressing import enriched, rewrite
 from tests.compressor.helpers.decoders import make_model
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from docs.reference import FILE, reference
-from peraxis import COMMANDS
+from peraxis.cli import COMMANDS
 from server.api.access import ROLES
 from server.api.errors import FAILURES, HTTP_FAILURES
 

@@ -24,7 +24,7 @@ from bench.gpu.model import blueprint, build_model
 from bench.gpu.rows import FULL, SMALL, BenchSizes, Rows
 from bench.gpu.steps import StepBench
 from bench.report import RESULTS, describe, write_result
-from demo.table import table
+from peraxis.demo.table import table
 from server import kernels
 
 MINUTES = 8.5

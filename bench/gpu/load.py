@@ -20,7 +20,7 @@ from bench.gpu.timing import once, seconds, settle
 from deltastore.format.header import encode_header
 from deltastore.loader import Loader, LoadReport, ObjectSource
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
-from demo.page_cache import drop
+from peraxis.demo.page_cache import drop
 from server.deltas.resident import ResidentDelta, Slot
 
 SHARD_BYTES = 1 << 30

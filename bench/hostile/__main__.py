@@ -45,7 +45,7 @@ from bench.synthetic import LlamaShapes, write_delta, write_norm_delta
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.registry import Registry
-from demo.table import table
+from peraxis.demo.table import table
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.http.subjects import BASELINE, BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, OPEN, SECURED, Subject
-from demo.table import table
+from peraxis.demo.table import table
 
 HEADS = ("streams", "variants", "")
 

@@ -31,8 +31,8 @@ from bench.synthetic import LlamaShapes, write_delta
 from deltastore.loader import Loader, ObjectSource
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.transfer import NUM_THREADS, RANGE_BYTES, fetch_object
-from demo.page_cache import drop
-from demo.table import table
+from peraxis.demo.page_cache import drop
+from peraxis.demo.table import table
 from tests.helpers.s3_server import running_s3_server
 
 # Of a Llama with 8 billion weights.

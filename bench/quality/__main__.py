@@ -48,8 +48,8 @@ from bench.quality.tables import (
 )
 from bench.quality.text import Amount, write_texts
 from bench.report import RESULTS, describe, write_result
-from demo.recipe import DEMO_RECIPE, BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
-from demo.train import Models, prepare
+from peraxis.demo.recipe import DEMO_RECIPE, BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
+from peraxis.demo.train import Models, prepare
 
 PAIRS = ("upper", "reverse", "instruct")
 # With embeddings compressed; the goals need these.

@@ -25,8 +25,8 @@ from compressor.fitting.calibration import Calibration, batched, calibration_tex
 from compressor.io.pairs import pair_up
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from demo.score import exact_match
-from demo.tasks import Item, Task
+from peraxis.demo.score import exact_match
+from peraxis.demo.tasks import Item, Task
 
 CPU = torch.device("cpu")
 

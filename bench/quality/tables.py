@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.quality.evaluator import Scores
 from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, UNTRAINED, Cost, Run
-from demo.table import table
+from peraxis.demo.table import table
 
 HEAD = (
     *("method", "fitted to", "kB", "KL, in-domain", "general", "agreement, in-domain", "general"),

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from demo.corpus import MAX_FILE_BYTES, read_sources
-from demo.tasks import Item, Split, Task, is_held_out
+from peraxis.demo.corpus import MAX_FILE_BYTES, read_sources
+from peraxis.demo.tasks import Item, Split, Task, is_held_out
 
 # Packages of the standard library that the base is not trained on.
 UNSEEN = ("idlelib", "lib2to3")

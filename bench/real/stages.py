@@ -17,7 +17,7 @@ import torch
 
 from bench.process import Server, module, peraxis, run, serve_command, serving
 from bench.real.models import RealModel
-from demo.page_cache import drop
+from peraxis.demo.page_cache import drop
 
 PROMPT = "def main(arguments):"
 COPY_REPEATS = 5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from demo.table import table
+from peraxis.demo.table import table
 
 Figures = Mapping[str, Any]
 

@@ -32,7 +32,7 @@ from deltastore.registry.records import VariantState, VersionRecord
 from deltastore.registry.reports import Usage
 from deltastore.registry.sequence import EntrySequence
 from deltastore.registry.variants import VariantDirectory
-from demo.table import table
+from peraxis.demo.table import table
 from server.metrics.service import read_registry
 
 TENANT, NAME = "acme", "a"

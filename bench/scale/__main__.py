@@ -29,7 +29,7 @@ from bench.scale.clients import StreamEnd, Traffic, ask, cold_starts, latencies_
 from bench.scale.ray_cluster import RANDOM_ROUTER, ROUTER, Node, application, num_running, ray_node
 from bench.serving import SMALL, publish_variants, write_base
 from deltastore.registry import Registry
-from demo.table import table
+from peraxis.demo.table import table
 
 CPU = torch.device("cpu")
 MIN_RESIDENT = 0.9

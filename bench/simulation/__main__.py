@@ -24,7 +24,7 @@ import torch
 from bench.report import RESULTS, write_result
 from bench.simulation.cluster import Clock, Found, Replica, ReplicaScope, SimulatedRequest
 from bench.simulation.policies import BoundedHashing, Policy, Random, Routers
-from demo.table import table
+from peraxis.demo.table import table
 from server.scale.routing import Costs
 
 

@@ -28,7 +28,7 @@ from bench.quality.tables import (
 )
 from bench.quality.text import task_records, unseen_sources, write_texts
 from compressor.evaluate.fidelity import Fidelity
-from demo.tasks import Split, is_held_out, make_tasks
+from peraxis.demo.tasks import Split, is_held_out, make_tasks
 
 PAIR = "instruct"  # whose vocabulary is longer than the base's
 WORDS = [first + second + third for first in "bdfgkl" for second in "aeiou" for third in "mnprst"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peraxis import run
+from peraxis.cli import run
 from tests.client.helpers.scripted_server import Reaction, answer, refuse, scripted_server
 from tests.server.helpers.live_server import LiveServer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from client.http import ServerAddress
-from peraxis import run
+from peraxis.cli import run
 from tests.client.helpers.scripted_server import answer, break_off, refuse, scripted_server
 
 Output = pytest.CaptureFixture[str]

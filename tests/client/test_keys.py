@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peraxis import run
+from peraxis.cli import run
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.client.helpers.scripted_server import answer, scripted_server

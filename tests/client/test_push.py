@@ -15,7 +15,7 @@ from client import publishing
 from client.artifact_file import ArtifactFile
 from deltastore import progress
 from deltastore.errors import ArtifactError
-from peraxis import run
+from peraxis.cli import run
 from tests.client.helpers.cutting_proxy import cutting_proxy
 from tests.client.helpers.scripted_server import (
     Reaction,

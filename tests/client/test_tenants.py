@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from client.tenants import LIMITS
-from peraxis import run
+from peraxis.cli import run
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits.tenant_limits import FIELDS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peraxis import run
+from peraxis.cli import run
 from tests.client.helpers.scripted_server import answer, scripted_server
 from tests.client.helpers.terminal import on_terminal
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually

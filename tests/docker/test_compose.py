@@ -15,6 +15,7 @@ from server.settings import Settings
 from server.supervisor.child_process import KILL_S
 from server.supervisor.supervisor import LAST_BYTES_S
 from tests.docker.test_dockerfile import image_environment
+from tests.helpers.debian import missing
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 
@@ -24,7 +25,7 @@ def loaded(path: Path) -> Any:
 
 
 def resolved(**environment: str) -> subprocess.CompletedProcess[str]:
-    """Run docker-compose, or Docker's plugin of it, to resolve the file; skip the test without either."""
+    """Run docker-compose, or Docker's plugin of it, to resolve the file; skip the test without either; in CI, fail."""
     path = {"PATH": os.environ["PATH"]}
     for program in (["docker-compose"], ["docker", "compose"]):
         if (
@@ -33,7 +34,7 @@ def resolved(**environment: str) -> subprocess.CompletedProcess[str]:
         ):
             command = [*program, "--file", str(DOCKER / "compose.yaml"), "config"]
             return subprocess.run(command, env={**path, **environment}, capture_output=True, text=True)
-    pytest.skip("docker-compose is not installed: apt-get install docker-compose")
+    missing("docker-compose")
 
 
 @pytest.fixture(scope="module")

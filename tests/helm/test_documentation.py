@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from peraxis import COMMANDS
+from peraxis.cli import COMMANDS
 from server.settings import Settings
 from tests.helm.helpers.rendering import (
     CHART,

@@ -15,7 +15,7 @@ from monitoring.alerts.rules import number
 from monitoring.alerts.thresholds import THRESHOLDS
 from monitoring.files import ROOT
 from monitoring.known import known_series
-from peraxis import COMMANDS
+from peraxis.cli import COMMANDS
 
 DOCS = ROOT / "docs" / "deploy"
 RUNBOOK, MONITORING = ((DOCS / name).read_text() for name in ("runbook.md", "monitoring.md"))

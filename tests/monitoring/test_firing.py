@@ -12,7 +12,7 @@ import yaml
 
 from monitoring.alerts.definitions import ALERTS
 from monitoring.files import GENERATED, ROOT
-from tests.monitoring.helpers.tools import debian_tool
+from tests.helpers.debian import debian_tool
 
 RULES = ROOT / GENERATED / "rules.yaml"
 MINUTES = 60

@@ -16,8 +16,8 @@ from monitoring.alerts.rules import DEFAULT_VALUES
 from monitoring.check import without_variables
 from monitoring.files import DASHBOARDS, GENERATED, ROOT, panel_expressions
 from server.tenants.tenant import DEFAULT_TENANT
+from tests.helpers.debian import debian_tool
 from tests.monitoring.helpers.prometheus import Prometheus, running_prometheus
-from tests.monitoring.helpers.tools import debian_tool
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 
 # What Grafana would fill in: every target, variant and tenant, and a window that covers the whole test.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peraxis import COMMANDS
+from peraxis.cli import COMMANDS
 from tests.replay.world import World
 
 SUBCOMMANDS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peraxis import run
+from peraxis.cli import run
 from server.cli import default_text
 from server.settings import Settings
 from tests.server.helpers.live_server import Artifacts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from client.chat.answer import Answer, ReceivedUsage
-from peraxis import run
+from peraxis.cli import run
 from tests.client.helpers.scripted_server import (
     Reaction,
     ScriptedServer,

@@ -19,7 +19,7 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.compressing import variant_tensors
 from tests.compressor.helpers.diff_files import (
     SINGLE,

@@ -19,7 +19,7 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.fidelity import fidelity
 from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.compressing import rewrite
 from tests.compressor.helpers.decoders import CPU, open_decoder, whole_model
 from tests.compressor.helpers.evaluating import Evaluated, document, make_evaluated

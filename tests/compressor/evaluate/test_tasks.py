@@ -12,7 +12,7 @@ import torch
 from compressor.convert.merge import MergeConfig, merge
 from compressor.evaluate.tasks import PAPER, Tasks
 from deltastore.errors import UsageError
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.decoders import whole_model
 from tests.compressor.helpers.evaluating import Evaluated, document, make_evaluated
 from tests.helpers.tiny_models import make_tokenizer

@@ -29,7 +29,7 @@ from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
 from deltastore.format.artifact import Artifact
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.compressing import compressed, rewrite
 from tests.compressor.helpers.decoders import CPU
 from tests.helpers.tiny_models import Change, TinyModels, make_pair

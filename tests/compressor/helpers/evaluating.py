@@ -11,7 +11,7 @@ import pytest
 
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
-from peraxis import run
+from peraxis.cli import run
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 
 SENTENCE = "The quick brown fox <added-1>jumps over the lazy dog, {} times. "

@@ -26,7 +26,7 @@ from compressor.io import checkpoint_store as resume
 from compressor.io.checkpoint_store import SUFFIX, CheckpointStore
 from compressor.pipeline import compress
 from deltastore.errors import FidelityError, StorageFull, UsageError
-from peraxis import run as command
+from peraxis.cli import run as command
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)

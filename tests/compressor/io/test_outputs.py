@@ -10,7 +10,7 @@ import pytest
 
 from compressor.io.outputs import check_not_an_input
 from deltastore.errors import UsageError
-from peraxis import run
+from peraxis.cli import run
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from compressor.pipeline import compress, plan
 from compressor.planning import requirements
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import MemoryTooSmall
-from peraxis import run
+from peraxis.cli import run
 from tests.compressor.helpers.model_shapes import QWEN_1B5, shapes_of
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
 

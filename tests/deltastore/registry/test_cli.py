@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry import Registry
-from peraxis import run
+from peraxis.cli import run
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, make_world, push
 
 Output = pytest.CaptureFixture[str]

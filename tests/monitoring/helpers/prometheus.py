@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.monitoring.helpers.tools import debian_tool
+from tests.helpers.debian import debian_tool
 from tests.server.helpers.live_server import eventually, free_port
 
 SCRAPE_S = 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltastore.registry import Registry
-from peraxis import run
+from peraxis.cli import run
 from tests.server.helpers.live_server import Artifacts, LiveServer
 
 Output = pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from demo.service import running
+from peraxis.demo.service import running
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 from tests.server.helpers.worker_processes import workers_of
 from tests.server.sources.helpers.hub import running_hub

@@ -11,7 +11,7 @@ import pytest
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.object_cache import ObjectCache
-from peraxis import run
+from peraxis.cli import run
 from server.doctor.storage import check_bucket
 from server.errors import InvalidApiKey
 from server.tenants.audit import AuditLog, Auditor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry import Registry
-from peraxis import run
+from peraxis.cli import run
 from server.tenants.keys import KeyStore
 
 Output = pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
 
-from peraxis import run
+from peraxis.cli import run
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.settings import Settings

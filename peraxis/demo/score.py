@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from demo.tasks import Item, Task
-from demo.tokenizer import prompt_ids
+from peraxis.demo.tasks import Item, Task
+from peraxis.demo.tokenizer import prompt_ids
 
 BATCH_ROWS = 128
 

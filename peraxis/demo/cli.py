@@ -37,7 +37,7 @@ def demo(
     progress("importing torch and transformers")
     from transformers.utils.logging import disable_progress_bar
 
-    from demo import service, stages
+    from peraxis.demo import service, stages
 
     disable_progress_bar()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from peraxis import COMMANDS, CommandEntry, OtherForm, build, run
+from peraxis.cli import COMMANDS, CommandEntry, OtherForm, build, run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = '''
 import typer
 from deltastore.errors import BaseMismatch, UsageError
@@ -78,8 +78,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Co
 @pytest.mark.parametrize("args", [["version"], ["--help"]])
 def test_a_quick_answer_imports_none_of_the_packages(args: list[str]) -> None:
     program = (
-        "import sys, peraxis; code = peraxis.run(sys.argv[1:]);"
-        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'compressor', 'server', 'client', 'demo'};"
+        "import sys; from peraxis.cli import run; code = run(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy', 'compressor', 'server', 'client', 'peraxis.demo'};"
         "sys.exit(code or ', '.join(heavy & set(sys.modules)) or 0)"
     )
     done = subprocess.run(

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from demo import page_cache
-from demo.service import ServerClient, ServerFailed
+from peraxis.demo import page_cache
+from peraxis.demo.service import ServerClient, ServerFailed
 
 REPEATS = 10
 

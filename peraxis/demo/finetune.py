@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from demo.recipe import FinetuneRecipe
-from demo.tasks import Item, Task
-from demo.tokenizer import prompt_ids
-from demo.training_loop import TrainingRun, train
+from peraxis.demo.recipe import FinetuneRecipe
+from peraxis.demo.tasks import Item, Task
+from peraxis.demo.tokenizer import prompt_ids
+from peraxis.demo.training_loop import TrainingRun, train
 
 SHORTEST_ITEM_TOKENS = 14
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from demo.corpus import frequent_words, read_sources
-from demo.finetune import train_finetune
-from demo.pretrain import train_base
-from demo.recipe import DEMO_RECIPE, DemoRecipe
-from demo.tasks import Task, make_tasks
-from demo.tokenizer import base_tokenizer, chat_tokenizer
+from peraxis.demo.corpus import frequent_words, read_sources
+from peraxis.demo.finetune import train_finetune
+from peraxis.demo.pretrain import train_base
+from peraxis.demo.recipe import DEMO_RECIPE, DemoRecipe
+from peraxis.demo.tasks import Task, make_tasks
+from peraxis.demo.tokenizer import base_tokenizer, chat_tokenizer
 
 SAVED_DTYPE = torch.float16
 # On matrix products this small, more threads wait for each other longer than they compute.

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-from demo.finetune import make_rows
-from demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
-from demo.score import answers, exact_match
-from demo.tasks import Item
-from demo.tokenizer import base_tokenizer
-from demo.train import Models, prepare
+from peraxis.demo.finetune import make_rows
+from peraxis.demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
+from peraxis.demo.score import answers, exact_match
+from peraxis.demo.tasks import Item
+from peraxis.demo.tokenizer import base_tokenizer
+from peraxis.demo.train import Models, prepare
 
 TINY = DemoRecipe(
     BaseRecipe(

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from demo.muon import Muon
-from demo.recipe import BaseRecipe, Phase
-from demo.training_loop import TrainingRun, train
+from peraxis.demo.muon import Muon
+from peraxis.demo.recipe import BaseRecipe, Phase
+from peraxis.demo.training_loop import TrainingRun, train
 
 # The default of transformers, 0.02, suits wider models; this one would learn slowly at first.
 INITIAL_STD = 0.05

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from demo.tasks import Item
+from peraxis.demo.tasks import Item
 
 # The models' context length.
 MAX_TOKENS = 512

@@ -18,12 +18,12 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import CompressResult, compress
-from demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
-from demo.score import exact_match
-from demo.service import ServerClient
-from demo.table import table
-from demo.tasks import Item, Task
-from demo.train import Models, prepare
+from peraxis.demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
+from peraxis.demo.score import exact_match
+from peraxis.demo.service import ServerClient
+from peraxis.demo.table import table
+from peraxis.demo.tasks import Item, Task
+from peraxis.demo.train import Models, prepare
 
 NUM_ITEMS = 500
 NUM_HTTP_ITEMS = 20

@@ -96,7 +96,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Check this machine, or with --url a running server.",
         other_form=OtherForm("--url", "client.doctor"),
     ),
-    "demo": CommandEntry("demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."),
+    "demo": CommandEntry(
+        "peraxis.demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."
+    ),
 }
 
 
@@ -256,7 +258,3 @@ def _is_printed(text: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
-
-
-if __name__ == "__main__":
-    main()

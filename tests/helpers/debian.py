@@ -1,0 +1,22 @@
+"""Programs of Debian's packages that tests run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import NoReturn
+
+import pytest
+
+
+def debian_tool(name: str) -> str:
+    """Return the path of a program. If its package is not installed, skip the test; in CI, fail."""
+    return shutil.which(name) or missing(name)
+
+
+def missing(name: str) -> NoReturn:
+    """Skip a test that needs a program which is not installed; in CI, fail."""
+    reason = f"{name} is not installed: run `make packages` as root"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)

@@ -27,8 +27,8 @@ FIRST_WAIT_S, MAX_WAIT_S = 1.0, 30.0
 MAX_RETRY_AFTER_S = 120
 # A server answers when it has checked the artifact, which takes minutes for the largest.
 ANSWER_S = 900.0
-# Statuses of failures that may pass; 507, a full disk, is none.
-TEMPORARY = (408, 429, 500, 502, 503, 504)
+# Statuses of failures that may pass; 507, a full disk, is none. A limit passes if the server says when.
+TEMPORARY, LIMITED = (408, 500, 502, 503, 504), 429
 NOT_FOUND, NOT_MODIFIED, QUARANTINED = 404, 304, 424
 
 
@@ -124,7 +124,9 @@ def _may_pass(state: RetryCallState) -> bool:
         # A server that never answered is more likely a wrong address than one that restarts.
         return state.attempt_number > 1
     if isinstance(error, ServerRefused):
-        return error.status in TEMPORARY and (error.retry_after_s or 0) <= MAX_RETRY_AFTER_S
+        if error.retry_after_s is None:
+            return error.status in TEMPORARY
+        return error.status in (*TEMPORARY, LIMITED) and error.retry_after_s <= MAX_RETRY_AFTER_S
     return isinstance(error, NoAnswer)
 
 

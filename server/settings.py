@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,8 @@ from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_
 ENV_PREFIX = "PERAXIS_"
 DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
+# Not those that Kubernetes sets in each pod from the names of Services.
+VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*SERVICE_|PORT_\d).*")
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -280,8 +283,9 @@ def load_settings(
         given_by: the place of `flags` for messages, if it is not the command line.
 
     Raises:
-        SettingsError: a setting is invalid. One line names the setting, the value's source and what it must be.
+        SettingsError: a setting is invalid or misspelt. One line names it, the value's source and what it must be.
     """
+    _check_variables()
     from_file = _read_file(config)
 
     # pydantic-settings asks the class for its sources, so the class is defined where `config` is known.
@@ -307,6 +311,18 @@ def load_settings(
     except ValidationError as error:
         raise SettingsError(_first_problem(error, origins, given_by)) from error
     return LoadedSettings(settings, origins)
+
+
+def _check_variables() -> None:
+    """Raise SettingsError for a variable whose name is nearly that of a setting, such as PERAXIS_ATUH."""
+    for variable in filter(VARIABLE.fullmatch, os.environ):
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name in Settings.model_fields:
+            continue
+        if meant := get_close_matches(name, Settings.model_fields, 1, cutoff=0.7):
+            raise SettingsError(
+                f"{variable} is not a setting: {ENV_PREFIX}{meant[0].upper()} is; rename it or unset it"
+            )
 
 
 def _is_loopback(host: str) -> bool:

@@ -18,7 +18,8 @@ from server.errors import WorkerDied, WorkerKilled
 from server.workers.limits import Limits
 from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
 
-START_S = 60.0
+# Beside other programs a niced process takes minutes for its imports. It imports no file of a tenant meanwhile.
+START_S = 300.0
 # One thread is enough for one task, and threads of numeric libraries spin.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Of the environment, what a worker gets if it is set: the rest may hold keys, and a worker parses tenants' files.

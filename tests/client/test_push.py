@@ -202,7 +202,14 @@ def test_a_version_that_is_quarantined_is_sent_again(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(507, "insufficient_storage"), (400, "invalid_artifact"), (413, "too_large"), (409, "base_mismatch")],
+    [
+        (507, "insufficient_storage"),
+        (400, "invalid_artifact"),
+        (413, "too_large"),
+        (409, "base_mismatch"),
+        # A limit of what is stored: waiting does not help, and the server says no time.
+        (429, "rate_limited"),
+    ],
 )
 def test_a_failure_that_does_not_pass_ends_the_push(
     file: Path, status: int, error: str, capsys: Output

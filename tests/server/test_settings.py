@@ -36,6 +36,35 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(
     assert settings.max_gpu_deltas is None
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("PERAXIS_PROT", "PORT"), ("PERAXIS_ATUH", "AUTH"), ("PERAXIS_MAX_QUEU", "MAX_QUEUE")],
+)
+def test_a_variable_that_is_nearly_a_setting_is_refused(
+    variable: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(SettingsError, match=f"^{variable} is not a setting: PERAXIS_{meant} is; "):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "PERAXIS_URL", "PERAXIS_API_KEY",
+        # Of a Service in Kubernetes that is called peraxis.
+        "PERAXIS_SERVICE_HOST", "PERAXIS_SERVICE_PORT", "PERAXIS_SERVICE_PORT_HTTP", "PERAXIS_PORT_8000_TCP",
+        "PERAXIS_PORT_8000_TCP_ADDR", "PERAXIS_PORT_8000_TCP_PORT", "PERAXIS_PORT_8000_TCP_PROTO",
+        "PERAXIS_ADMIN_SERVICE_HOST", "PERAXIS_ADMIN_SERVICE_PORT", "PERAXIS_ADMIN_PORT_9090_TCP",
+    ],
+)  # fmt: skip
+def test_a_variable_of_others_is_ignored(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    assert loaded(tmp_path).settings.port == 8000
+
+
 def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERAXIS_ADMIN_PORT", "")
     assert loaded(tmp_path).settings.admin_port is None

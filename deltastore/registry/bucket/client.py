@@ -63,7 +63,10 @@ class Bucket:
         """
         found = LOCATION.fullmatch(location)
         if found is None:
-            raise UsageError(f"{location!r} is no bucket: give --registry s3://BUCKET/PREFIX")
+            raise UsageError(
+                f"{location!r} names no bucket: give --registry s3://BUCKET/PREFIX, with a bucket of 3 to 63 small "
+                "letters, digits, dots and hyphens"
+            )
         _check_endpoint()
         prefix = (found["prefix"] or "").strip("/") or None
         small = _store(

@@ -32,8 +32,12 @@ def with_default_limits(settings: Settings) -> Settings:
         return settings
     limits = completed(settings.default_limits, _volume_bytes(settings.registry))
     given = ", ".join(f"{name} {value}" for name, value in plain(limits).items() if value is not None)
-    unlimited = ", ".join(name for name, value in plain(limits).items() if value is None)
-    log.info("limits of tenants without their own: %s; not limited: %s", given, unlimited or "nothing")
+    unlimited = [name for name, value in plain(limits).items() if value is None and name != "max_pinned"]
+    if limits.max_pinned is None:
+        given += ", max_pinned half of the slots"
+    log.info(
+        "limits of tenants without their own: %s; not limited: %s", given, ", ".join(unlimited) or "nothing"
+    )
     return settings.model_copy(update={"default_limits": limits})
 
 

@@ -86,7 +86,7 @@ def _of_settings(world: World) -> None:
     world.command("print config of a file", *serve, "--print-config", "--config", config)
     config.write_text("max_num_seq = 3\n")
     world.command("misspelt setting of a file", *serve, "--config", config)
-    world.command("misspelt setting of the environment", *serve, PERAXIS_MAX_QUEU="7")
+    world.command("misspelt setting of the environment", *serve, "--print-config", PERAXIS_MAX_QUEU="7")
     world.command("serve beyond this machine without keys", *serve, "--host", "0.0.0.0")
     world.command("serve no base", "serve", "--base", world.directory / "absent", "--registry", registry)
     world.command(

@@ -29,11 +29,11 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What a GPU image with torch and transformers lacks. numba is left out: it compiles kernels for CPUs alone, and has
 # 64 MB with llvmlite.
-WHEELS := anyio fastapi fastapi-offline httptools httpx limits llguidance msgspec prometheus-client psutil pydantic pydantic-settings python-multipart pyzmq rich tenacity typer uvicorn uvloop
+WHEELS := anyio fastapi fastapi-offline httptools httpx llguidance msgspec prometheus-client psutil pydantic pydantic-settings python-multipart pyzmq rich typer uvicorn uvloop
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test test-deploy replay coverage check hooks serve bench wheels reference image image-packages monitoring monitoring-check packages
+.PHONY: help demo test test-deploy replay coverage check hooks serve bench wheels reference image image-packages packages
 .DEFAULT_GOAL := help
 
 help:
@@ -48,7 +48,6 @@ help:
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
 	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
-	@echo 'make monitoring  write dashboards and alerts from monitoring/'
 	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
@@ -79,14 +78,10 @@ replay: $(STAMP)
 coverage: $(STAMP)
 	$(PYTEST) -m "" --cov --cov-report=term
 
-check: $(STAMP) monitoring-check
+check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers auto
-
-# Every name in dashboards and alerts is one of the server's metrics, and the files are those of the source.
-monitoring-check: $(STAMP)
-	$(BIN)/python -m monitoring --check
 
 DEBIAN_PACKAGES := prometheus docker-compose
 # Not where systemd runs: it would start the packages' services.
@@ -116,9 +111,6 @@ image: $(STAMP) image-packages
 IMAGE_TOOLS := buildah podman runc debootstrap
 image-packages:
 	@for tool in $(IMAGE_TOOLS); do command -v $$tool >/dev/null || exec apt-get install -y --no-install-recommends $(IMAGE_TOOLS); done
-
-monitoring: $(STAMP)
-	$(BIN)/python -m monitoring
 
 reference: $(STAMP)
 	$(BIN)/python -m docs.reference

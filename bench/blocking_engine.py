@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.registry.records import VersionRecord
@@ -90,7 +89,7 @@ class BlockingEngine:
 
     def state_of(self, record: VersionRecord) -> DeltaState:
         """Return where a version's delta is now, and its pin and requests."""
-        (state,) = self.wait(self._client.residency_of((record,)))
+        (state,) = self.wait(self._client.residency_of((record.label,)))
         return state
 
     def metric(self, name: str, **labels: str) -> float:
@@ -188,7 +187,7 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 def _engine_thread(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
     stopping = threading.Event()
     with ThreadPoolExecutor(1, "engine") as thread:
-        metrics = EngineMetrics(CollectorRegistry())
+        metrics = EngineMetrics()
         served = thread.submit(serve_engine, settings, address, metrics, stopping, on_built=lambda: None)
         try:
             yield stopping.set

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_checkpoint, write_delta
-from deltastore.loader import Loader, ObjectSource
+from deltastore.loader import Loader
+from deltastore.verified_object import ObjectSource
 from peraxis.demo.page_cache import drop
 from peraxis.demo.table import table
 

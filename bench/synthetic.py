@@ -18,8 +18,8 @@ from deltastore.format.matrix import MatrixDelta
 from deltastore.format.plan import is_matrix
 from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import packed_width
-from deltastore.loader import ObjectSource
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
+from deltastore.verified_object import ObjectSource
 
 SHARD_BYTES = 512 << 20
 TOKENIZER_BYTES = 2 << 20

@@ -1,8 +1,12 @@
-"""The options that all commands of this package share. Must not import what only some of them need."""
+"""The options that all commands of this package share, and their results as JSON.
+
+Every command imports this file, so it imports nothing that only some of them need.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -44,23 +48,19 @@ Reference = Annotated[
 Command = Callable[..., None]
 
 
-def takes_address(*, tenant: bool = True) -> Callable[[Command], Command]:
-    """Return a decorator for commands whose first parameter is a ServerAddress: they get the options that make one.
+def takes(make: Callable[..., object]) -> Callable[[Command], Command]:
+    """Return a decorator for commands whose first parameter is what `make` returns: they get the options of `make`.
 
     Typer reads a command's options from its signature, and has no other way to share them.
-
-    Args:
-        tenant: Whether --tenant is among the options.
     """
-    shared = _parameters(_address)[: 3 if tenant else 2]
+    shared = _parameters(make)
 
     def decorate(command: Command) -> Command:
         parameters = [*_parameters(command)[1:], *shared]
 
         @wraps(command)
         def called(**given: Any) -> None:
-            address = _address(**{option.name: given.pop(option.name) for option in shared})
-            command(address, **given)
+            command(make(**{option.name: given.pop(option.name) for option in shared}), **given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -69,9 +69,34 @@ def takes_address(*, tenant: bool = True) -> Callable[[Command], Command]:
     return decorate
 
 
-def _address(url: Url = DEFAULT_URL, key_file: KeyFile = None, acting_for: Tenant = None) -> ServerAddress:
+def takes_address(*, tenant: bool = True) -> Callable[[Command], Command]:
+    """Return a decorator for commands whose first parameter is a ServerAddress: they get the options that make one.
+
+    Args:
+        tenant: Whether --tenant is among the options.
+    """
+    return takes(_address_for_tenant if tenant else _address)
+
+
+def _address(url: Url = DEFAULT_URL, key_file: KeyFile = None) -> ServerAddress:
+    return ServerAddress.of(url, key_file)
+
+
+def _address_for_tenant(
+    url: Url = DEFAULT_URL, key_file: KeyFile = None, acting_for: Tenant = None
+) -> ServerAddress:
     return ServerAddress.of(url, key_file, acting_for)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document."""
+    print(json.dumps(document, indent=2))
+
+
+def print_reply(content: bytes) -> None:
+    """Print the JSON body of an answer. It has been parsed before, so it is valid."""
+    print_json(json.loads(content))

@@ -1,25 +1,49 @@
-"""`peraxis push`: parse the options, hash the file, publish it, print the version."""
+"""`peraxis push`: hash an artifact, publish it on a server, and try again after failures that may pass.
+
+An attempt may be repeated because the server keeps one version per digest, however often it receives the bytes.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from client.artifact_file import ArtifactFile
-from client.http import RemoteServer, ServerAddress, parsed
-from client.options import Json, takes_address
-from client.output import print_reply
-from client.publishing import ANSWER_S, Publishing, publish
-from client.reference import check_new_name
-from client.replies import UploadReply
+from client.errors import NoAnswer, NoServer, ServerRefused
+from client.http import NO_SUCH_CALL, RemoteServer, ServerAddress, parsed
+from client.options import Json, print_reply, takes_address
+from client.reference import check_new_name, path_of
+from client.replies import UploadReply, VariantReply, VersionReply
 from client.tenancy import tenant_of_admin
+from deltastore.errors import ArtifactError, UsageError
+from deltastore.format.header import check_prefix
 from deltastore.progress import byte_progress
 from deltastore.quantities import size_text
 from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
+
+MAX_ATTEMPTS = 8
+# Between two attempts, in seconds; doubled each time.
+FIRST_WAIT_S, MAX_WAIT_S = 1.0, 30.0
+# A server that asks for more time is not waited for.
+MAX_RETRY_AFTER_S = 120
+# A server answers when it has checked the artifact, which takes minutes for the largest.
+ANSWER_S = 900.0
+# Statuses of failures that may pass; 507, a full disk, is none. A limit passes if the server says when.
+TEMPORARY, LIMITED = (408, 500, 502, 503, 504), 429
+NOT_FOUND, NOT_MODIFIED, QUARANTINED = 404, 304, 424
+BLOCK_BYTES = 1 << 20
+# The bytes at the beginning of an artifact that tell it from most other files.
+PREFIX_BYTES = 9
 
 
 @app.command()
@@ -63,3 +87,176 @@ def push(
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
     name = printable(reply.name if owner is None else f"{owner}/{reply.name}")
     print(f"{name}@{reply.version}  {size_text(reply.size_bytes)}  {printable(reply.digest)}  {state}")
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """An artifact, and the variant whose next version it becomes."""
+
+    artifact: ArtifactFile
+    name: str
+    activate: bool
+    # None leaves it as it is; a new variant is private.
+    visibility: Literal["private", "public"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactFile:
+    """A file whose first bytes are an artifact's, as it was when it was hashed."""
+
+    path: Path
+    size_bytes: int
+    sha256: bytes
+
+    @classmethod
+    def read(cls, path: Path, progress: Callable[[int], object]) -> ArtifactFile:
+        """Hash a file.
+
+        Args:
+            path: The file.
+            progress: Called with the number of bytes hashed since the last call.
+
+        Raises:
+            UsageError: It does not exist, or is no regular file.
+            ArtifactError: It is no artifact.
+            OSError: It cannot be read.
+        """
+        if not path.exists():
+            raise UsageError(f"{path}: no such file: give the artifact that `peraxis compress` wrote")
+        if not path.is_file():
+            raise UsageError(f"{path} is no file: give the artifact that `peraxis compress` wrote")
+        digest, num_bytes = hashlib.sha256(), 0
+        for block in _blocks(path):
+            if not num_bytes:
+                check_prefix(block[:PREFIX_BYTES], path.stat().st_size, str(path))
+            digest.update(block)
+            num_bytes += len(block)
+            progress(len(block))
+        if not num_bytes:
+            raise ArtifactError(f"{path} is empty: give the artifact that `peraxis compress` wrote")
+        return cls(path, num_bytes, digest.digest())
+
+    @property
+    def digest(self) -> str:
+        """The digest as the server names it: ``sha256:`` and 64 hex digits."""
+        return f"sha256:{self.sha256.hex()}"
+
+    def blocks(self, progress: Callable[[int], object]) -> Iterator[bytes]:
+        """Yield the file's bytes, and call `progress` with the number of each block's once the next is asked for.
+
+        Raises:
+            ArtifactError: The file has another length than when it was hashed.
+        """
+        num_bytes = 0
+        for block in _blocks(self.path):
+            num_bytes += len(block)
+            if num_bytes > self.size_bytes:
+                break
+            yield block
+            progress(len(block))
+        if num_bytes != self.size_bytes:
+            raise ArtifactError(f"{self.path} changed while it was sent: push it again")
+
+
+def publish(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
+    """Publish an artifact, in up to `MAX_ATTEMPTS` attempts; return the server's answer.
+
+    Args:
+        server: The server; it must wait `ANSWER_S` for an answer.
+        publishing: The artifact and its variant.
+        progress: Show the bytes that were sent on stderr. Attempts that failed are told in any case.
+
+    Raises:
+        NoAnswer, ServerRefused: The last attempt failed, or one failed for a reason that does not pass.
+        ArtifactError: The file has changed since it was hashed.
+    """
+    for number in range(1, MAX_ATTEMPTS):
+        try:
+            return _attempt(server, publishing, progress)
+        except (NoAnswer, ServerRefused) as error:
+            if not _may_pass(error, number):
+                raise
+            wait_s = _wait_s(error, number)
+            print(
+                f"attempt {number} of {MAX_ATTEMPTS} failed: {error}; the next begins in {wait_s:.0f} s",
+                file=sys.stderr,
+            )
+        time.sleep(wait_s)
+    return _attempt(server, publishing, progress)
+
+
+def _attempt(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
+    # The attempt before may have been published although its answer was lost.
+    known = _known_version(server, publishing)
+    if known is None:
+        return _send(server, publishing, progress)
+    variant, version = known
+    if publishing.visibility not in (None, variant.visibility):
+        server.call("PATCH", path_of(publishing.name), body={"visibility": publishing.visibility})
+    reply = {
+        "name": publishing.name,
+        "version": version.version,
+        "digest": version.digest,
+        "size_bytes": version.size_bytes,
+        "active": version.version == variant.active,
+    }
+    return json.dumps(reply).encode()
+
+
+def _known_version(server: RemoteServer, publishing: Publishing) -> tuple[VariantReply, VersionReply] | None:
+    """Return the variant and its version that has these bytes; None if they must be sent."""
+    path, digest = path_of(publishing.name), publishing.artifact.digest
+    try:
+        variant = parsed(server.call("GET", path), VariantReply)
+        found = next((each for each in reversed(variant.versions) if each.digest == digest), None)
+        if found is None:
+            return None
+        # A corrupt object is refused here, and sending its bytes again mends it. No answer has more than one byte.
+        headers = {"If-None-Match": f'"{digest}"', "Range": "bytes=0-0"}
+        params = {"version": str(found.version)}
+        reply = server.send("GET", f"{path}/artifact", params=params, headers=headers)
+    except ServerRefused as error:
+        if error.status in (NOT_FOUND, QUARANTINED) and error.code != NO_SUCH_CALL:
+            return None
+        raise
+    return (variant, found) if reply.status_code == NOT_MODIFIED else None
+
+
+def _send(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
+    artifact = publishing.artifact
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Content-Length": str(artifact.size_bytes),
+        "Content-Digest": f"sha-256=:{base64.b64encode(artifact.sha256).decode()}:",
+    }
+    params = {"name": publishing.name, "activate": "true" if publishing.activate else "false"}
+    if publishing.visibility is not None:
+        params["visibility"] = publishing.visibility
+    with byte_progress(artifact.size_bytes, f"sending {artifact.path.name}", progress) as bar:
+        body = artifact.blocks(bar.update)
+        return server.send("POST", "/variants", params=params, headers=headers, content=body).content
+
+
+def _may_pass(error: NoAnswer | ServerRefused, number: int) -> bool:
+    """True if another attempt may succeed where this one has failed."""
+    if isinstance(error, NoServer):
+        # A server that never answered is more likely a wrong address than one that restarts.
+        return number > 1
+    if isinstance(error, ServerRefused):
+        if error.retry_after_s is None:
+            return error.status in TEMPORARY
+        return error.status in (*TEMPORARY, LIMITED) and error.retry_after_s <= MAX_RETRY_AFTER_S
+    return True
+
+
+def _wait_s(error: NoAnswer | ServerRefused, number: int) -> float:
+    """Return the seconds that the server asks for, else more after each attempt."""
+    if isinstance(error, ServerRefused) and error.retry_after_s is not None:
+        return error.retry_after_s
+    return min(FIRST_WAIT_S * 2.0 ** (number - 1), MAX_WAIT_S)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            yield block

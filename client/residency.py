@@ -5,8 +5,7 @@ from __future__ import annotations
 import typer
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import Json, Reference, takes_address
-from client.output import print_reply
+from client.options import Json, Reference, print_reply, takes_address
 from client.reference import parse_reference, path_of
 from client.replies import StatusReply
 from deltastore.tables import printable

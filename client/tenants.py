@@ -10,8 +10,7 @@ import typer
 from msgspec import Struct
 
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import Json, takes_address
-from client.output import print_json, print_reply
+from client.options import Json, print_json, print_reply, takes_address
 from client.pages import whole_list
 from client.reference import tenant_path_of
 from deltastore.errors import PeraxisError, UsageError

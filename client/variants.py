@@ -12,8 +12,7 @@ import typer
 
 from client.errors import ServerRefused
 from client.http import RemoteServer, ServerAddress, parsed
-from client.options import Json, Name, takes_address
-from client.output import print_json, print_reply
+from client.options import Json, Name, print_json, print_reply, takes_address
 from client.pages import whole_list
 from client.reference import parse_reference, path_of
 from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply

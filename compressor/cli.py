@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from tqdm import tqdm
 
 from deltastore.errors import UsageError
 from deltastore.quantities import size_text
 
 # For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
+    from compressor.fitting.stage_cost import MemoryItem
     from compressor.pipeline import CompressResult
     from compressor.planning.requirements import Requirements
 
@@ -193,7 +195,11 @@ def compress(
         base, finetune, out, method, embeddings, progress, fit_settings, min_agreement, resume, report
     )
     if plan:
-        _print_plan(run_plan(config), as_json)
+        requirements = run_plan(config)
+        if as_json:
+            _print_json(_plan_json(requirements))
+        else:
+            print("\n".join(_plan_lines(requirements)))
         return
     result = run(config)
     if result.artifact_bytes > result.full_bytes:
@@ -262,15 +268,53 @@ def _check_options(calibration: str, solver: str, budget: float, values: Mapping
         raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {reader} with it")
 
 
-def _print_plan(requirements: Requirements, as_json: bool) -> None:
-    # Deferred, because importing torch takes seconds and `--help` needs none of it.
-    from compressor.planning.rendering import requirements_as_json, requirements_lines
+def _plan_json(requirements: Requirements) -> dict[str, Any]:
+    """Return totals and every stage with its parts, in bytes and seconds."""
+    kinds = requirements.memory_kinds
+    return {
+        "memory": {
+            where: {
+                "bytes": requirements.peak(where),
+                "least_bytes": requirements.peak(where, least=True),
+                "free_bytes": requirements.free[where],
+            }
+            for where in kinds
+        },
+        "disk": {"bytes": requirements.disk_bytes, "free_bytes": requirements.free["disk"]},
+        "seconds": round(sum(requirements.seconds), 1),
+        "stages": [
+            {
+                "name": stage.name,
+                "seconds": round(seconds, 1),
+                **{f"{where}_bytes": stage.num_bytes(where) for where in kinds},
+                "parts": [_item_as_json(item) for item in stage.items],
+            }
+            for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True)
+        ],
+    }
 
-    if as_json:
-        _print_json(requirements_as_json(requirements))
-        return
-    for line in requirements_lines(requirements):
-        print(line)
+
+def _plan_lines(requirements: Requirements) -> Iterator[str]:
+    """Yield totals, and then each stage with its parts, the largest first."""
+    kinds, free = requirements.memory_kinds, requirements.free
+    for where in kinds:
+        yield (
+            f"{where} memory: {size_text(requirements.peak(where))} at most, "
+            f"{size_text(requirements.peak(where, least=True))} at least; {size_text(free[where])} are free"
+        )
+    yield f"disk: {size_text(requirements.disk_bytes)} beside --out at most; {size_text(free['disk'])} are free"
+    yield f"time: about {tqdm.format_interval(sum(requirements.seconds))}"
+    for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True):
+        sizes = ", ".join(f"{size_text(stage.num_bytes(where))} of {where} memory" for where in kinds)
+        yield f"{stage.name}: {tqdm.format_interval(seconds)}, {sizes}"
+        for item in sorted(stage.items, key=lambda item: -item.num_bytes):
+            suffix = "" if item.where == "host" else " (device)"
+            yield f"  {size_text(item.num_bytes):>8}  {item.what}{suffix}"
+
+
+def _item_as_json(item: MemoryItem) -> dict[str, Any]:
+    least = item.num_bytes if item.least_bytes is None else item.least_bytes
+    return {"what": item.what, "where": item.where, "bytes": item.num_bytes, "least_bytes": least}
 
 
 def _print_compressed(result: CompressResult) -> None:

@@ -51,6 +51,6 @@ class CompressConfig:
         if self.fit_settings is None:
             return settings
         # Deferred, because it imports transformers, which takes seconds.
-        from compressor.fitting.strategies.by_solver import strategy_of
+        from compressor.fitting.strategies import strategy_of
 
         return settings | strategy_of(self.fit_settings, self.method).settings()

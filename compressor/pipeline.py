@@ -22,8 +22,8 @@ from compressor.io.pair_coding import PairCoding, changed_names, delta_tensors
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.side_files import own_files
 from compressor.io.sources import checkpoint_directory
+from compressor.model_card.card import check_card_directory, write_card
 from compressor.model_card.facts import DeltaFacts
-from compressor.model_card.writer import check_card_directory, write_card
 from compressor.planning.checks import check_memory
 from compressor.planning.requirements import Requirements, disk_bytes, requirements_of
 from deltastore.base.base import Base
@@ -178,7 +178,7 @@ def _fit(
     """Fit the deltas of the matrices that differ to calibration text."""
     # Deferred, because it imports transformers, which takes seconds.
     from compressor.fitting.fit import Fit
-    from compressor.fitting.strategies.by_solver import strategy_of
+    from compressor.fitting.strategies import strategy_of
 
     spare_bytes = int((fit_settings.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.model_shapes import model_shapes
-from deltastore.errors import ArtifactError, BaseMismatch, UsageError, shown
+from deltastore.errors import ArtifactError, BaseMismatch, CheckpointError, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import FORMAT
 from deltastore.format.plan import OneBitPlan, one_bit_plan
@@ -79,6 +79,37 @@ def verify(
         print(f"FOUND: {finding}" if finding else f"{file}: sound{fits}; {digest}")
     if finding:
         raise typer.Exit(1)
+
+
+def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the model that a directory's `config.json` describes, as `save_pretrained` names them.
+
+    Experts are listed one by one where checkpoints store them so, although transformers fuses them in memory. A tied
+    head is not listed twice.
+
+    Raises:
+        CheckpointError: There is no configuration, or transformers builds no language model from it.
+    """
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory}: no config.json there: give the directory of a model's configuration"
+        )
+    # Deferred, because it takes seconds and only --plan needs it.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{directory}: transformers builds no language model from it: {reason}"
+        ) from error
+    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
 def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:

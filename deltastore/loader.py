@@ -1,68 +1,26 @@
 """The loader: reads a stored object into host memory, verifies it and copies it into a slot.
 
-An object is read in the 4 MiB chunks whose digests its version record holds, several at a time. Each chunk is copied to
-the slot as soon as its digest matches, while others are being read. The caller owns the memory on both sides. Must not
-know what tensors the bytes hold.
+`verified_object.py` reads and verifies the chunks, several at a time. Each chunk is copied to the slot as soon as its
+digest matches, while others are being read. The caller owns the memory on both sides. Must not know what tensors the
+bytes hold.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltastore.errors import CorruptObject, RegistryError, UsageError
+from deltastore.errors import UsageError
 from deltastore.registry.uploads import CHUNK_BYTES
 from deltastore.thread_priority import lower_thread_priority
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectSource:
-    """An object on disk and the facts of its version record that a load needs.
-
-    Raises:
-        RegistryError: The record contradicts itself.
-    """
-
-    path: Path
-    digest: str  # of the whole file, 64 hex digits
-    size_bytes: int
-    data_start: int  # bytes before the data section
-    device_bytes: int  # bytes of the device section; the variant's files follow it
-    chunk_sha256: tuple[str, ...]  # hex, of each 4 MiB of the file; the last may be shorter
-
-    def __post_init__(self) -> None:
-        num_chunks = -(-self.size_bytes // CHUNK_BYTES)
-        sizes = (self.data_start, self.device_bytes, self.size_bytes - self.data_end)
-        if min(sizes) < 0 or len(self.chunk_sha256) != num_chunks:
-            raise RegistryError(
-                f"the version record of object {self.digest} contradicts itself: upload it again"
-            )
-
-    @property
-    def data_end(self) -> int:
-        """The end of the device section, in bytes from the beginning of the file."""
-        return self.data_start + self.device_bytes
-
-    def chunk_range(self, index: int) -> tuple[int, int]:
-        """The first byte of a chunk in the file, and the byte after its last."""
-        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.size_bytes)
-
-    def device_range(self, index: int) -> slice:
-        """The bytes of the device section that a chunk holds, from the section's beginning; may be empty."""
-        cuts = (min(max(cut - self.data_start, 0), self.device_bytes) for cut in self.chunk_range(index))
-        return slice(*cuts)
+from deltastore.verified_object import ObjectFile, ObjectSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +125,11 @@ class Loader:
     def _read(self, source: ObjectSource, target: _Target) -> None:
         """Read all chunks up to the end of the device section, the header's included."""
         reads: list[Future[None]] = []
-        with _opened(source) as fd:
+        with ObjectFile(source) as file:
             try:
                 with self._submitting:
                     for index in range(-(-source.data_end // CHUNK_BYTES)):
-                        reads.append(self._submit(fd, source, index, target))
+                        reads.append(self._submit(file, index, target))
                 for read in reads:
                     read.result()
             finally:
@@ -180,17 +138,17 @@ class Loader:
                 # A running read still writes to memory that the caller may reuse after an error.
                 wait(reads)
 
-    def _submit(self, fd: int, source: ObjectSource, index: int, target: _Target) -> Future[None]:
+    def _submit(self, file: ObjectFile, index: int, target: _Target) -> Future[None]:
         try:
-            return self._readers.submit(self._read_chunk, fd, source, index, target)
+            return self._readers.submit(self._read_chunk, file, index, target)
         except RuntimeError as error:
             # ThreadPoolExecutor raises it after its shutdown.
             raise UsageError("the loader is closed: make another one to load again") from error
 
-    def _read_chunk(self, fd: int, source: ObjectSource, index: int, target: _Target) -> None:
-        section = source.device_range(index)
-        head = target.header[slice(*source.chunk_range(index))]
-        _read_verified(fd, source, index, head, target.host[section].numpy().data)
+    def _read_chunk(self, file: ObjectFile, index: int, target: _Target) -> None:
+        section = file.source.device_range(index)
+        head = target.header[slice(*file.source.chunk_range(index))]
+        file.read_chunk(index, head, target.host[section].numpy().data)
         self._begin_copy(target.host[section], target.slot[section])
 
     def _begin_copy(self, host: Tensor, slot: Tensor) -> None:
@@ -210,61 +168,3 @@ class Loader:
             ready = torch.cuda.Event(blocking=True)
             ready.record(self._stream)
             ready.synchronize()
-
-
-@contextlib.contextmanager
-def _opened(source: ObjectSource) -> Iterator[int]:
-    """Open the object's file and check that it has the recorded size."""
-    try:
-        fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if (status := os.fstat(fd)).st_size != source.size_bytes:
-                raise CorruptObject(
-                    f"object {source.digest} has {status.st_size} bytes where its record says {source.size_bytes}"
-                    ": upload it again",
-                    status,
-                )
-            yield fd
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise RegistryError(
-            f"object {source.digest} cannot be read: {error.strerror or error}: "
-            "check the registry's disk and rights"
-        ) from error
-
-
-def _read_verified(fd: int, source: ObjectSource, index: int, head: memoryview, section: memoryview) -> None:
-    """Read one chunk and compare its digest.
-
-    Bytes of the header go to `head`, bytes of the device section to `section`; the rest is hashed and dropped.
-    """
-    start, end = source.chunk_range(index)
-    rest = memoryview(bytearray(end - start - len(head) - len(section)))
-    pieces = [piece for piece in (head, section, rest) if len(piece)]
-    _fill(fd, pieces, source, index)
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    if digest.hexdigest() != source.chunk_sha256[index]:
-        raise CorruptObject(
-            f"object {source.digest} is corrupt: chunk {index} does not match its SHA-256: upload it again",
-            os.fstat(fd),
-        )
-
-
-def _fill(fd: int, pieces: list[memoryview], source: ObjectSource, index: int) -> None:
-    left = list(pieces)
-    position, _ = source.chunk_range(index)
-    while left:
-        count = os.preadv(fd, left, position)
-        if count == 0:
-            raise CorruptObject(
-                f"object {source.digest} is truncated: chunk {index} ends at byte {position}: upload it again",
-                os.fstat(fd),
-            )
-        position += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]

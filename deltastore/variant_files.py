@@ -12,7 +12,7 @@ from typing import Protocol
 
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
-from deltastore.format.names import file_tensor
+from deltastore.format.parts import file_tensor
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES

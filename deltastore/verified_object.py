@@ -1,16 +1,22 @@
-"""Reads a version's stored object chunk by chunk and hands out only bytes that match the digests of its record.
+"""Reads of stored objects: chunks that match the digests of a version record, and one rule for reads that fail.
 
-A chunk is read once, hashed in memory, and its bytes are taken from that same memory. A mismatch quarantines the
-object. Imports no torch; `loader.py` reads the device section. Must not know what the bytes mean.
+A chunk is read once, into the memory of its reader, and hashed there. `read_verified` quarantines an object that is
+corrupt and reads one again that was replaced or put back meanwhile. `loader.py` reads device sections into slots, a
+`VerifiedObject` the bytes of files and downloads. Imports no torch. Must not know what the bytes mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self, TypeVar
 
 from deltastore.errors import (
     CorruptObject,
@@ -25,39 +31,222 @@ from deltastore.registry.records import VersionRecord
 from deltastore.registry.storage import is_replaced
 from deltastore.registry.uploads import CHUNK_BYTES
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
-# Readings of one chunk that end because the open file was replaced.
-MAX_STALE = 5
+QUARANTINED = "its stored object is corrupt and was quarantined: upload it again"
+# Readings that end because the object's file was moved or replaced.
+MAX_READINGS = 5
 
 
-class VerifiedObject:
-    """An object open for reading. Use as a context manager, from one thread at a time.
+@dataclass(frozen=True, slots=True)
+class ObjectSource:
+    """An object's file and the facts of its version record that reading it needs.
 
-    Opening and reading raise:
-        VariantQuarantined: The object is quarantined, or was found corrupt and is quarantined now.
-        VariantNotFound: The object is no longer in the registry.
-        RegistryError: The disk failed, or the version record contradicts itself.
+    Raises:
+        RegistryError: The record contradicts itself.
     """
 
-    def __init__(self, registry: Registry, record: VersionRecord) -> None:
-        self._registry = registry
-        self._record = record
-        # The last chunk that was read, so that reads in ascending order read no chunk twice.
-        self._last = -1, memoryview(b"")
+    path: Path
+    digest: str  # of the whole file, 64 hex digits
+    size_bytes: int
+    data_start: int  # bytes before the data section
+    device_bytes: int  # bytes of the device section; the variant's files follow it
+    chunk_sha256: tuple[str, ...]  # hex, of each 4 MiB of the file; the last may be shorter
+
+    def __post_init__(self) -> None:
+        num_chunks = -(-self.size_bytes // CHUNK_BYTES)
+        sizes = (self.data_start, self.device_bytes, self.size_bytes - self.data_end)
+        if min(sizes) < 0 or len(self.chunk_sha256) != num_chunks:
+            raise RegistryError(
+                f"the version record of object {self.digest} contradicts itself: upload it again"
+            )
+
+    @classmethod
+    def of(cls, registry: Registry, record: VersionRecord) -> ObjectSource:
+        """Return the source of a version's object; in a bucket, this downloads an object without a local copy."""
+        return cls(
+            registry.object_path(record),
+            record.digest,
+            record.size_bytes,
+            record.data_start,
+            record.device_bytes,
+            record.chunk_sha256,
+        )
+
+    @property
+    def data_end(self) -> int:
+        """The end of the device section, in bytes from the beginning of the file."""
+        return self.data_start + self.device_bytes
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """The first byte of a chunk in the file, and the byte after its last."""
+        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.size_bytes)
+
+    def device_range(self, index: int) -> slice:
+        """The bytes of the device section that a chunk holds, from the section's beginning; may be empty."""
+        cuts = (min(max(cut - self.data_start, 0), self.device_bytes) for cut in self.chunk_range(index))
+        return slice(*cuts)
+
+
+class ObjectFile:
+    """The open file of an object, which any number of threads may read at once. Use as a context manager.
+
+    Opening and reading raise:
+        CorruptObject: The file has another size than recorded, or a chunk does not match its digest.
+        RegistryError: The file cannot be opened or read. Its cause is the operating system's error.
+    """
+
+    def __init__(self, source: ObjectSource) -> None:
+        """Open the file and check its size."""
+        self.source = source
+        with self._explained():
+            self._fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._check_size()
+            except BaseException:
+                os.close(self._fd)
+                raise
 
     def __enter__(self) -> Self:
-        if len(self._record.chunk_sha256) != -(-self._record.size_bytes // CHUNK_BYTES):
-            raise RegistryError(
-                f"the version record of {self._record.label} contradicts itself: upload the artifact again"
-            )
-        self._fd = self._open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._fd)
+
+    def read_chunk(self, index: int, *memory: memoryview) -> None:
+        """Read one chunk and compare its digest. After an error the contents of `memory` are undefined.
+
+        Args:
+            index: The chunk.
+            memory: Buffers that take the chunk's bytes in order; what they do not take is hashed and dropped.
+        """
+        start, end = self.source.chunk_range(index)
+        rest = memoryview(bytearray(end - start - sum(map(len, memory))))
+        pieces = [piece for piece in (*memory, rest) if len(piece)]
+        with self._explained():
+            self._fill(pieces, index)
+            digest = hashlib.sha256()
+            for piece in pieces:
+                digest.update(piece)
+            if digest.hexdigest() != self.source.chunk_sha256[index]:
+                raise self._corrupt(f"is corrupt: chunk {index} does not match its SHA-256")
+
+    def _check_size(self) -> None:
+        size_bytes, expected = os.fstat(self._fd).st_size, self.source.size_bytes
+        if size_bytes != expected:
+            raise self._corrupt(f"has {size_bytes} bytes where its record says {expected}")
+
+    def _fill(self, pieces: list[memoryview], index: int) -> None:
+        left = list(pieces)
+        position, _ = self.source.chunk_range(index)
+        while left:
+            count = os.preadv(self._fd, left, position)
+            if count == 0:
+                raise self._corrupt(f"is truncated: chunk {index} ends at byte {position}")
+            position += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+
+    def _corrupt(self, problem: str) -> CorruptObject:
+        return CorruptObject(f"object {self.source.digest} {problem}", os.fstat(self._fd))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RegistryError(
+                f"object {self.source.digest} cannot be read: {error.strerror or error}: "
+                "check the registry's disk and rights"
+            ) from error
+
+
+def read_verified(registry: Registry, record: VersionRecord, read: Callable[[], T]) -> T:
+    """Return what `read` makes of a version's object; read again what was replaced or put back meanwhile.
+
+    A corrupt object is quarantined, unless another file has taken its place: an upload's, or a download's where only
+    this machine's copy was damaged.
+
+    Args:
+        registry: The registry.
+        record: The version.
+        read: Opens the object's file, or goes on with an open one at its first call, and raises as `ObjectFile`.
+
+    Raises, without the name of the version, because other versions may share the read:
+        VariantQuarantined: The object is quarantined, or was found corrupt and is quarantined now.
+        VariantNotFound: The object is no longer in the registry.
+        CorruptObject, RegistryError: The disk failed, or the file was replaced at each of `MAX_READINGS` readings.
+    """
+    for num_readings in range(1, MAX_READINGS + 1):
+        try:
+            return read()
+        except CorruptObject as error:
+            if _quarantine(registry, record, error):
+                raise VariantQuarantined(QUARANTINED) from error
+            if num_readings == MAX_READINGS:
+                raise
+        except RegistryError as error:
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            if is_missing:
+                _check_exists(registry, record, error)
+            if not (is_missing or is_replaced(error)) or num_readings == MAX_READINGS:
+                raise
+    raise AssertionError("the last reading returns or raises")
+
+
+def _quarantine(registry: Registry, record: VersionRecord, found: CorruptObject) -> bool:
+    """Quarantine the file that was read; return False if another one has taken its place."""
+    try:
+        is_quarantined = registry.quarantine(record, str(found), found.found_in)
+    except (StorageFull, RegistryError, RegistryUnavailable) as error:
+        # It is not served either way; the next read finds the mismatch again.
+        log.error("%s cannot be quarantined: %s", record.label, error)
+        is_quarantined = True
+    if is_quarantined:
+        log.error("%s: %s", record.label, found)
+    return is_quarantined
+
+
+def _check_exists(registry: Registry, record: VersionRecord, error: RegistryError) -> None:
+    """Put back an object that was missing; raise VariantQuarantined or VariantNotFound if it is gone."""
+    # A quarantine moves the object.
+    if registry.is_quarantined(record):
+        raise VariantQuarantined(QUARANTINED) from error
+    if not registry.recover(record):
+        raise VariantNotFound("its object is no longer in the registry: upload it again") from error
+
+
+class VerifiedObject:
+    """An object open for reading. Use as a context manager, from one thread at a time.
+
+    Opening and reading raise as `read_verified`, with the name of the version.
+    """
+
+    def __init__(self, registry: Registry, record: VersionRecord) -> None:
+        self._registry = registry
+        self._record = record
+        self._file: ObjectFile | None = None
+        # The last chunk that was read, so that reads in ascending order read no chunk twice.
+        self._last = -1, memoryview(b"")
+
+    def __enter__(self) -> Self:
+        self._registry.check_not_quarantined(self._record)
+        self._verified(self._opened)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the verified bytes from `start` up to `end`, counted from the beginning of the file."""
@@ -74,81 +263,34 @@ class VerifiedObject:
 
     def _chunk(self, index: int) -> memoryview:
         """Return one verified chunk."""
-        num_stale = 0
-        while self._last[0] != index:
-            try:
-                self._last = (index, self._read_chunk(index))
-            except CorruptObject as error:
-                if self._quarantine(error):
-                    self._raise_quarantined(error)
-                # An upload has replaced the object, by a file of the same bytes.
-                self._open_again()
-            except RegistryError as error:
-                num_stale += 1
-                if not is_replaced(error) or num_stale == MAX_STALE:
-                    raise
-                self._open_again()
+        if self._last[0] != index:
+            self._last = index, self._verified(partial(self._read_chunk, index))
         return self._last[1]
 
-    def _open_again(self) -> None:
-        fd = self._open()
-        os.close(self._fd)
-        self._fd = fd
+    def _verified(self, read: Callable[[], T]) -> T:
+        try:
+            return read_verified(self._registry, self._record, read)
+        except (VariantQuarantined, VariantNotFound, CorruptObject, RegistryError) as error:
+            raise error.about(self._record.label) from error
 
     def _read_chunk(self, index: int) -> memoryview:
-        start, digest = index * CHUNK_BYTES, self._record.digest
-        chunk = memoryview(bytearray(min(CHUNK_BYTES, self._record.size_bytes - start)))
-        done = 0
+        file = self._opened()
+        start, end = file.source.chunk_range(index)
+        chunk = memoryview(bytearray(end - start))
         try:
-            status = os.fstat(self._fd)
-            if status.st_size != self._record.size_bytes:
-                raise CorruptObject(
-                    f"object {digest} has {status.st_size} bytes where its record says {self._record.size_bytes}",
-                    status,
-                )
-            while count := os.preadv(self._fd, [chunk[done:]], start + done):
-                done += count
-        except OSError as error:
-            raise self._unreadable(error) from error
-        # A file that became shorter meanwhile fails here, too: the rest of the chunk is zeros.
-        if hashlib.sha256(chunk).hexdigest() != self._record.chunk_sha256[index]:
-            raise CorruptObject(
-                f"object {digest} is corrupt: chunk {index} does not match its SHA-256", status
-            )
+            file.read_chunk(index, chunk)
+        except (CorruptObject, RegistryError):
+            # The next reading opens what is in the file's place by then.
+            self._close()
+            raise
         return chunk
 
-    def _open(self) -> int:
-        while True:
-            self._registry.check_not_quarantined(self._record)
-            try:
-                return os.open(self._registry.object_path(self._record), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError as error:
-                # A quarantine moves the object, and may have begun after the check above.
-                self._registry.check_not_quarantined(self._record)
-                if not self._registry.recover(self._record):
-                    raise VariantNotFound(
-                        f"{self._record.label}: its object is no longer in the registry: upload it again"
-                    ) from error
-            except OSError as error:
-                raise self._unreadable(error) from error
+    def _opened(self) -> ObjectFile:
+        if self._file is None:
+            self._file = ObjectFile(ObjectSource.of(self._registry, self._record))
+        return self._file
 
-    def _quarantine(self, found: CorruptObject) -> bool:
-        """Quarantine the open file; return False if another one has taken its place."""
-        try:
-            return self._registry.quarantine(self._record, str(found), found.found_in)
-        except (StorageFull, RegistryError, RegistryUnavailable) as error:
-            # It is not served either way; the next read finds the mismatch again.
-            log.error("%s cannot be quarantined: %s", self._record.label, error)
-            return True
-
-    def _raise_quarantined(self, found: CorruptObject) -> NoReturn:
-        log.error("%s: %s", self._record.label, found)
-        raise VariantQuarantined(
-            f"{self._record.label}: its stored object is corrupt and was quarantined: upload it again"
-        ) from found
-
-    def _unreadable(self, error: OSError) -> RegistryError:
-        return RegistryError(
-            f"object {self._record.digest} cannot be read: {error.strerror or error}: "
-            "check the registry's disk and rights"
-        )
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -22,10 +22,11 @@ from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
 from server.cli import app as serve_app
+from server.metrics.aggregator import Aggregator
+from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import compose
-from server.metrics.local import LocalMetrics
+from server.metrics.frontend import FrontendMetrics
 from server.metrics.service import read_registry
-from server.metrics.snapshot import take_snapshot
 from server.settings import ENV_PREFIX, Settings
 
 FILE = Path(__file__).with_suffix(".md")
@@ -106,14 +107,17 @@ def _errors() -> Iterator[list[str]]:
 
 
 def _metrics() -> Iterator[list[str]]:
-    metrics = LocalMetrics()
+    aggregator, snapshots = (
+        Aggregator(),
+        (EngineMetrics().snapshot(), FrontendMetrics(process=True).snapshot()),
+    )
+    for source, snapshot in enumerate(snapshots):
+        aggregator.started(source)
+        aggregator.received(source, snapshot)
     with tempfile.TemporaryDirectory() as directory:
         state = read_registry(Registry(Path(directory)), ())
-        text = compose(metrics.merged(), state, is_ready=True).decode()
-    registries = (metrics.engine.registry, metrics.frontend.registry)
-    labels = {
-        family.name: family.label_names for each in registries for family in take_snapshot(each).families
-    }
+        text = compose(aggregator.merged(), state, is_ready=True).decode()
+    labels = {family.name: family.label_names for each in snapshots for family in each.families}
     for family in sorted(text_string_to_metric_families(text), key=lambda family: family.name):
         suffix = "_total" if family.type == "counter" else ""
         names = labels.get(family.name) or _label_names(family)

@@ -20,14 +20,13 @@ _DIRECTORY = Path(__file__).resolve().parent.parent
 def _check_packages() -> None:
     """Raise ImportError if one of the packages would be imported from another directory than this one's."""
     for name in _PACKAGES:
-        spec = find_spec(name)
-        found = None if spec is None else Path(spec.origin or name)
-        if found is None or found.resolve() != _DIRECTORY / name / "__init__.py":
+        spec, own = find_spec(name), _DIRECTORY / name / "__init__.py"
+        if spec is None or spec.origin is None:
+            raise ImportError(f"Peraxis' own package {name!r} is not in {_DIRECTORY}: install Peraxis again")
+        if Path(spec.origin).resolve() != own:
             raise ImportError(
-                f"{found} is imported in place of Peraxis' own package {name!r}: rename it, or start Python in another "
-                "directory or with -P"
-                if found is not None
-                else f"Peraxis' own package {name!r} is not in {_DIRECTORY}: install Peraxis again"
+                f"{spec.origin} is imported in place of Peraxis' own package {name!r}: rename it, or start Python in "
+                "another directory or with -P"
             )
 
 

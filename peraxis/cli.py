@@ -82,13 +82,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "pin": CommandEntry("client.residency", REMOTE, "Load a variant into a slot and never evict it."),
     "unpin": CommandEntry("client.residency", REMOTE, "Allow the eviction of a pinned variant again."),
     "rm": CommandEntry("client.variants", REMOTE, "Delete a variant, or one version that is not active."),
-    "keys": CommandEntry(
-        "client.keys",
-        REMOTE,
-        "Create, list and revoke tenants' API keys.",
-        True,
-        OtherForm("--registry", "server.tenants.cli"),
-    ),
+    "keys": CommandEntry("peraxis.keys", REMOTE, "Create, list and revoke tenants' API keys.", True),
     "tenants": CommandEntry("client.tenants", REMOTE, "List tenants, and set their limits.", True),
     "doctor": CommandEntry(
         "server.doctor.cli",
@@ -147,7 +141,7 @@ def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) ->
     except _Terminated:
         return _report("terminated", "Terminated", TERMINATED, as_json)
     except typer.TyperException as error:
-        return _report(error.format_message() + _hint(error), type(error).__name__, error.exit_code, as_json)
+        return _report(_message(error) + _hint(error), type(error).__name__, error.exit_code, as_json)
     except typer.Abort:
         return _report("aborted", "Abort", 1, as_json)
     except PeraxisError as error:
@@ -219,6 +213,8 @@ def _list_options(group: Any, other: OtherForm) -> None:
         params = group.commands[name].params
         known = {param.name for param in params}
         for option in [param for param in command.params if param.name not in known]:
+            # Only the other form requires it.
+            option.required = False
             option.rich_help_panel = f"With {other.option}"  # type: ignore[attr-defined]
             params.append(option)
 
@@ -229,6 +225,11 @@ def _placeholder() -> None:
 
 def _print_version() -> None:
     print(installed_version("peraxis"))
+
+
+def _message(error: typer.TyperException) -> str:
+    # Typer passes on the message of pydantic, which parses choices and paths for it.
+    return error.format_message().replace(": Value error, ", ": ", 1)
 
 
 def _hint(error: typer.TyperException) -> str:

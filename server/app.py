@@ -1,4 +1,4 @@
-"""The web applications of one process, and how they are served. Holds no route and no state."""
+"""The web applications of one process, and how they are served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from server.api import access, bodies, errors, generate, json_replies, keys, models, tokens, variants
+from server.api import access, bodies, errors, generate, json_replies, models, tokens, variants
 from server.api.artifacts import sources
 from server.api.compat import vllm_lora
 from server.api.json_replies import JsonReply
@@ -30,7 +30,7 @@ ADMIN_ROUTERS = (
     sources.router,
     health.metrics_router,
     stats.router,
-    keys.router,
+    tenants.keys_router,
     tenants.router,
 )
 # Routes of both ports: a command that is given either address asks if the server is well, who calls it and what it may
@@ -93,7 +93,6 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     errors.install(app)
     bodies.install(app)
     json_replies.install(app, service.unsent)
-    stats.install(app, service)
     for router in routers:
         app.include_router(router)
     return app

@@ -10,11 +10,9 @@ import itertools
 import signal
 import socket
 import sys
-from collections.abc import Collection
-from typing import Any
+from typing import cast
 
-from msgspec import json
-from prometheus_client import CollectorRegistry, ProcessCollector
+from msgspec import json, msgpack
 
 # First, so that transformers is imported without torch.
 import server.text.without_torch  # noqa: F401
@@ -25,53 +23,29 @@ from deltastore.memory import return_freed_memory
 from server.api.service import Service
 from server.app import serve
 from server.control_link import ControlLink, http_process_end
+from server.errors import QueueFull
 from server.frontend.engine_client import EngineClient
 from server.frontend.listen import inherited
 from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import Snapshot, take_snapshot
 from server.process_tree import die_with_parent
-from server.protocol.adapters import AdapterChange, LoadedAdapter
 from server.protocol.control import (
-    Adapters,
-    AdaptersWanted,
     CannotServe,
     EngineLost,
     EngineStarted,
-    HttpProcessMessage,
     MetricsOfProcess,
-    MetricsOfServer,
-    MetricsOfServerWanted,
     MetricsWanted,
     Ping,
     Pong,
-    PutSourceJob,
     Serving,
-    SourceJobAnswer,
-    SourceJobWanted,
-    StatsAnswer,
-    StatsWanted,
+    SharedAnswer,
+    SharedQuestion,
     SupervisorMessage,
-    VariantsDeleted,
-)
-from server.protocol.limits import (
-    AddTokens,
-    GiveBack,
-    LimitAnswer,
-    LimitQuestion,
-    LimitsUnknown,
-    SeatRefused,
-    SeatTaken,
-    TokensAdded,
-    TokensCounted,
-    UploadGrown,
-    UsageOfTenant,
 )
 from server.protocol.messages import EngineFacts
 from server.protocol.processes import HttpProcessConfig, check_version
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.protocol.shared_calls import AnyCall, R, SharedCall, answer_type
 from server.settings import Settings
 from server.volume.opening import open_registry
 
@@ -100,8 +74,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     supervisor = SupervisorLink(await http_process_end(socket.socket(fileno=config.link)))
-    metrics = FrontendMetrics(CollectorRegistry())
-    ProcessCollector(registry=metrics.registry)
+    metrics = FrontendMetrics(process=True)
     engine = EngineClient(config.identity)
     registry = open_registry(settings, make=False)
     service = Service(settings, registry, metrics, engine, supervisor)
@@ -114,13 +87,12 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
 
 
 class SupervisorLink:
-    """The supervisor, as an HTTP process sees it."""
+    """The supervisor and the shared state that it has, as an HTTP process sees them."""
 
     def __init__(self, link: ControlLink[SupervisorMessage]) -> None:
         self._link = link
         self._call_ids = itertools.count()
-        # Answers that are waited for, by their call's kind and id.
-        self._waiting: dict[tuple[str, int], asyncio.Future[Any]] = {}
+        self._asked: dict[int, asyncio.Future[SharedAnswer]] = {}
         self._has_engine = asyncio.Event()
 
     async def start(self, service: Service) -> None:
@@ -133,63 +105,23 @@ class SupervisorLink:
         else:
             self._link.send(Serving())
 
-    async def metrics(self) -> Snapshot:
-        """Return the metrics of all processes of the server."""
+    async def ask(self, call: SharedCall[R]) -> R:
+        """Return the answer to a call to the shared state; raise QueueFull if it has none now."""
         call_id = next(self._call_ids)
-        found: Snapshot = await self._answer_to(("metrics", call_id), MetricsOfServerWanted(call_id))
-        return found
-
-    async def forget_variants(self, labels: Collection[str]) -> None:
-        """Remove deleted variants from the metrics of the server."""
-        self._link.send(VariantsDeleted(tuple(labels)))
-
-    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Change the server's record of loaded adapters, and return it."""
-        call_id = next(self._call_ids)
-        call = AdaptersWanted(call_id, change)
-        found: tuple[LoadedAdapter, ...] = await self._answer_to(("adapters", call_id), call)
-        return found
-
-    async def stats(self) -> ServerStats:
-        """Return the statistics of the whole server."""
-        call_id = next(self._call_ids)
-        stats: ServerStats = await self._answer_to(("stats", call_id), StatsWanted(call_id))
-        return stats
-
-    async def put_source_job(self, job: SourceJob) -> bool:
-        """Keep a state of a job that this process runs; False for a new one of a tenant that may have no more."""
-        call_id = next(self._call_ids)
-        return await self._answer_to(("source", call_id), PutSourceJob(call_id, job)) is not None
-
-    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job; None if there is none."""
-        call_id = next(self._call_ids)
-        call = SourceJobWanted(call_id, tenant, name, job_id)
-        found: SourceJob | None = await self._answer_to(("source", call_id), call)
-        return found
-
-    async def ask(self, call: LimitQuestion) -> LimitAnswer:
-        """Return the answer to a call about a tenant's limits."""
-        answer: LimitAnswer = await self._answer_to(("limit", call.call_id), call)
-        return answer
-
-    def tell(self, call: AddTokens | GiveBack) -> None:
-        """Send a call about a seat, and do not wait for its answer."""
-        self._link.send(call)
-
-    async def _answer_to(self, key: tuple[str, int], call: HttpProcessMessage) -> Any:
-        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
-        self._link.send(call)
+        asked = self._asked[call_id] = asyncio.get_running_loop().create_future()
+        self._link.send(SharedQuestion(call_id, cast(AnyCall, call)))
         try:
-            return await answer
+            answer = await asked
         finally:
-            del self._waiting[key]
+            del self._asked[call_id]
+        if answer.error is not None:
+            raise QueueFull(answer.error)
+        result: R = msgpack.decode(answer.result, type=answer_type(type(call)))
+        return result
 
-    def _answered(self, key: tuple[str, int], result: object) -> None:
-        answer = self._waiting.get(key)
-        # A late answer is not waited for any more.
-        if answer is not None and not answer.done():
-            answer.set_result(result)
+    def tell(self, call: SharedCall[None]) -> None:
+        """Send a call to the shared state without waiting for its answer."""
+        self._link.send(SharedQuestion(next(self._call_ids), cast(AnyCall, call)))
 
     async def obey(self, service: Service, engine: EngineClient) -> None:
         """Do what the supervisor says until it ends."""
@@ -203,25 +135,12 @@ class SupervisorLink:
                 case Ping():
                     self._link.send(Pong())
                 case MetricsWanted(call_id):
-                    self._link.send(MetricsOfProcess(call_id, take_snapshot(service.metrics.registry)))
-                case MetricsOfServer(call_id, snapshot):
-                    self._answered(("metrics", call_id), snapshot)
-                case Adapters(call_id, adapters):
-                    self._answered(("adapters", call_id), adapters)
-                case SourceJobAnswer(call_id, job):
-                    self._answered(("source", call_id), job)
-                case StatsAnswer(call_id, stats):
-                    self._answered(("stats", call_id), stats)
-                case (
-                    SeatTaken()
-                    | TokensAdded()
-                    | TokensCounted()
-                    | UploadGrown()
-                    | SeatRefused()
-                    | UsageOfTenant()
-                    | LimitsUnknown()
-                ):
-                    self._answered(("limit", message.call_id), message)
+                    self._link.send(MetricsOfProcess(call_id, service.metrics.snapshot()))
+                case SharedAnswer(call_id):
+                    asked = self._asked.get(call_id)
+                    # An answer that is late, or to a call that was told, is not waited for.
+                    if asked is not None and not asked.done():
+                        asked.set_result(message)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:

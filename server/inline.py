@@ -10,8 +10,9 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, cast
 
 from deltastore.errors import PeraxisError
 from server.api.service import Service
@@ -22,20 +23,18 @@ from server.frontend.engine_client import EngineClient
 from server.frontend.listen import listening_sockets, url_of
 from server.frontend.web_server import run_event_loop
 from server.log import configure_logging
-from server.metrics.local import LocalMetrics
-from server.metrics.snapshot import Snapshot
-from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
+from server.metrics.aggregator import Aggregator
+from server.metrics.engine import EngineMetrics
+from server.metrics.frontend import FrontendMetrics
 from server.protocol.messages import Resident
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.protocol.shared_calls import AnyCall, R, SharedCall
 from server.settings import Settings
-from server.sources.board import SourceBoard
+from server.shared_state import COLLECT_S, SharedState
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.ledger import Ledger
-from server.tenants.limits.local_link import LocalLink
+from server.tenants.limits.tenant_limits import TenantLimits
 from server.volume.calls import RegistryCalls
 from server.volume.opening import open_registry
 from server.volume.probe import probe
@@ -43,6 +42,8 @@ from server.volume.probe import probe
 log = logging.getLogger(__name__)
 
 ADDRESS = "inproc://engine"
+# Sources of metrics.
+ENGINE, HTTP = "engine", "http"
 
 
 def run_inline(settings: Settings) -> int:
@@ -58,55 +59,76 @@ def run_inline(settings: Settings) -> int:
         return run_event_loop(_serve(settings, sockets))
 
 
-class OneProcess(LocalLink):
-    """A whole server in one process, as its only service asks about it."""
+class LocalMetrics:
+    """The metrics of a server whose engine and HTTP run in one process.
 
-    def __init__(self, metrics: LocalMetrics, engine: EngineClient, ledger: Ledger) -> None:
-        super().__init__(ledger)
-        self._metrics = metrics
-        self._engine = engine
-        self._adapters = LoadedAdapters()
-        self._board = SourceBoard()
+    Args:
+        client: of the engine.
+    """
 
-    async def metrics(self) -> Snapshot:
-        """Return the metrics."""
-        return self._metrics.merged()
+    def __init__(self, client: EngineClient) -> None:
+        self.engine = EngineMetrics()
+        self.frontend = FrontendMetrics(process=True)
+        self._client = client
 
-    async def forget_variants(self, labels: Collection[str]) -> None:
-        """Remove deleted variants from the metrics."""
-        self._metrics.forget_variants(labels)
+    def shared_state(self, limits_of: Callable[[str], TenantLimits]) -> SharedState:
+        """Return the shared state of the server."""
+        shared = SharedState(self, limits_of)
+        for source in (ENGINE, HTTP):
+            shared.aggregator.started(source)
+        return shared
 
-    async def stats(self) -> ServerStats:
-        """Return the statistics; without a ready engine no delta is in memory."""
-        residents: tuple[Resident, ...] = ()
-        with contextlib.suppress(PeraxisError):
-            residents = await self._engine.residents()
-        return self._metrics.stats(residents)
+    async def collect(self, aggregator: Aggregator) -> None:
+        """Give the aggregator new snapshots."""
+        aggregator.received(ENGINE, self.engine.snapshot())
+        aggregator.received(HTTP, self.frontend.snapshot())
 
-    async def put_source_job(self, job: SourceJob) -> bool:
-        """Keep a state of a job; False for a new one of a tenant that may have no more."""
-        return self._board.put(None, job)
+    async def residents(self) -> Sequence[Resident]:
+        """Return the deltas in memory; without a ready engine, none."""
+        with contextlib.suppress(PeraxisError, TimeoutError):
+            return await asyncio.wait_for(self._client.residents(), COLLECT_S)
+        return ()
 
-    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job; None if there is none."""
-        return self._board.find(tenant, name, job_id)
+    async def forget_variants(self, labels: tuple[str, ...]) -> None:
+        """Have the engine forget deleted variants."""
+        self.engine.forget_variants(labels)
 
-    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Change the record of loaded adapters, and return it."""
-        return self._adapters.apply(change)
+
+class LocalLink:
+    """The shared state on the event loop of the only HTTP process."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
+        # A task that nothing refers to may be collected.
+        self._telling: set[asyncio.Task[Any]] = set()
+
+    async def ask(self, call: SharedCall[R]) -> R:
+        """Return the answer to a call; raise QueueFull if it has none now."""
+        return await self._start(call)
+
+    def tell(self, call: SharedCall[None]) -> None:
+        """Do what a call asks soon."""
+        task = self._start(call)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def _start(self, call: SharedCall[R]) -> asyncio.Task[R]:
+        # Tasks begin in the order in which they are made.
+        return asyncio.create_task(self._shared.answer(HTTP, cast(AnyCall, call)))
 
 
 async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
-    registry, metrics, client = open_registry(settings), LocalMetrics(), EngineClient("http")
+    registry, client = open_registry(settings), EngineClient("http")
+    metrics = LocalMetrics(client)
     settings = with_default_limits(settings)
     calls = RegistryCalls(settings.registry, partial(probe, registry))
     limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
     watching = [asyncio.create_task(calls.watch())]
     if settings.auth == "keys":
         watching.append(asyncio.create_task(limits.watch()))
-    whole = OneProcess(metrics, client, Ledger(limits.of))
-    service = Service(settings, registry, metrics.frontend, client, whole)
+    shared = LocalLink(metrics.shared_state(limits.of))
+    service = Service(settings, registry, metrics.frontend, client, shared)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
     serving = asyncio.create_task(serve(service, sockets, stopped))

@@ -41,7 +41,7 @@ ENV_PREFIX = "PERAXIS_"
 DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
 # Not those that Kubernetes sets in each pod from the names of Services.
-VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*SERVICE_|PORT_\d).*")
+VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*(?:SERVICE_|PORT_\d)).*")
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -172,13 +172,13 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _without_keys_only_this_machine_is_served(self) -> Settings:
-        hosts = filter(None, (self.host, self.admin_host))
-        open_host = next((host for host in hosts if not _is_loopback(host)), None)
-        if self.auth == "none" and not self.allow_unauthenticated and open_host is not None:
+        for name, host in (("host", self.host), ("admin_host", self.admin_host)):
+            if self.auth == "keys" or self.allow_unauthenticated or host is None or _is_loopback(host):
+                continue
             raise ValueError(
-                f"host {open_host} may be reached from other machines and auth is none, so that anyone there could use "
-                "and delete every variant: take --auth keys or --host 127.0.0.1, or --allow-unauthenticated "
-                "if something before the server authenticates its callers"
+                f"{name} {host} may be reached from other machines and auth is none, so that anyone there could use "
+                f"and delete every variant: take --auth keys or --{name.replace('_', '-')} 127.0.0.1, or "
+                "--allow-unauthenticated if something before the server authenticates its callers"
             )
         return self
 

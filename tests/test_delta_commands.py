@@ -12,7 +12,7 @@ import pytest
 
 from deltastore import progress
 from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.model_shapes import model_shapes
+from deltastore.cli import model_shapes
 from peraxis.cli import run
 from tests.compressor.helpers.compressing import enriched, rewrite
 from tests.compressor.helpers.decoders import make_model

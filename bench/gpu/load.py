@@ -18,8 +18,9 @@ from bench.gpu.model import Blueprint, fill
 from bench.gpu.rows import FASTER_THAN_CHECKPOINT, HOST_TO_READY_MS, Rows
 from bench.gpu.timing import once, seconds, settle
 from deltastore.format.header import encode_header
-from deltastore.loader import Loader, LoadReport, ObjectSource
+from deltastore.loader import Loader, LoadReport
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
+from deltastore.verified_object import ObjectSource
 from peraxis.demo.page_cache import drop
 from server.deltas.resident import ResidentDelta, Slot
 

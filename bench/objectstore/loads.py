@@ -28,9 +28,10 @@ from obstore.store import S3Store
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_delta
-from deltastore.loader import Loader, ObjectSource
+from deltastore.loader import Loader
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.transfer import NUM_THREADS, RANGE_BYTES, fetch_object
+from deltastore.verified_object import ObjectSource
 from peraxis.demo.page_cache import drop
 from peraxis.demo.table import table
 from tests.helpers.s3_server import running_s3_server

@@ -10,7 +10,7 @@ from server.scale.request_router import VariantRequestRouter
 class RandomRequestRouter(VariantRequestRouter):
     """Shuffles the replicas that have reported."""
 
-    def ranked(self, digest: str | None) -> list[str]:
-        names = super().ranked(digest)
+    def ranked(self, version: str | None) -> list[str]:
+        names = super().ranked(version)
         random.shuffle(names)
         return names

@@ -5,78 +5,25 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import typer
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from client.chat.answer import Answer, stream
-from client.chat.history import ChatHistory, ChatOptions
-from client.chat.screen import print_end, print_piece, print_whole, side_by_side
 from client.errors import NoAnswer, ServerRefused, UnexpectedReply
 from client.http import ServerAddress
-from client.options import Json, takes_address
-from client.output import print_json
+from client.options import Json, print_json, takes_address
 from deltastore.errors import UsageError
+from deltastore.tables import printable, short
 
 app = typer.Typer(no_args_is_help=True)
 
 # Frames per second of answers side by side.
 REFRESH_PER_S = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """The conversations that get the same prompts, and how their answers are shown."""
-
-    address: ServerAddress
-    conversations: Sequence[ChatHistory]
-    options: ChatOptions
-    as_json: bool
-
-    def ask(self, prompt: str) -> None:
-        """Ask all variants at the same time, show the answers and keep them."""
-        answers = [Answer(conversation.model) for conversation in self.conversations]
-        if self.as_json:
-            asyncio.run(self._gather(prompt, answers))
-            print_json({"answers": [answer.as_json() for answer in answers]})
-        elif len(answers) == 1:
-            asyncio.run(self._print(prompt, answers[0]))
-        elif sys.stdout.isatty():
-            self._compare(prompt, answers)
-        else:
-            asyncio.run(self._gather(prompt, answers))
-            print_whole(answers)
-        for conversation, answer in zip(self.conversations, answers, strict=True):
-            conversation.keep(prompt, answer.text)
-
-    async def _print(self, prompt: str, answer: Answer) -> None:
-        body = self.conversations[0].asking(prompt, self.options)
-        async for text in stream(self.address, body, answer):
-            print_piece(text)
-        print_end(answer)
-
-    def _compare(self, prompt: str, answers: Sequence[Answer]) -> None:
-        with Live(
-            get_renderable=lambda: side_by_side(answers),
-            refresh_per_second=REFRESH_PER_S,
-            vertical_overflow="ellipsis",
-        ):
-            asyncio.run(self._gather(prompt, answers))
-
-    async def _gather(self, prompt: str, answers: Sequence[Answer]) -> None:
-        """Fill all answers. The first failure ends the others."""
-        await asyncio.gather(
-            *(
-                self._fill(conversation, prompt, answer)
-                for conversation, answer in zip(self.conversations, answers, strict=True)
-            )
-        )
-
-    async def _fill(self, conversation: ChatHistory, prompt: str, answer: Answer) -> None:
-        async for _ in stream(self.address, conversation.asking(prompt, self.options), answer):
-            pass
 
 
 @app.command()
@@ -129,6 +76,89 @@ def chat(
             print(f"error: {error}", file=sys.stderr)
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The conversations that get the same prompts, and how their answers are shown."""
+
+    address: ServerAddress
+    conversations: Sequence[ChatHistory]
+    options: ChatOptions
+    as_json: bool
+
+    def ask(self, prompt: str) -> None:
+        """Ask all variants at the same time, show the answers and keep them."""
+        answers = [Answer(conversation.model) for conversation in self.conversations]
+        if self.as_json:
+            asyncio.run(self._gather(prompt, answers))
+            print_json({"answers": [answer.as_json() for answer in answers]})
+        elif len(answers) == 1:
+            asyncio.run(self._print(prompt, answers[0]))
+        elif sys.stdout.isatty():
+            self._compare(prompt, answers)
+        else:
+            asyncio.run(self._gather(prompt, answers))
+            _print_whole(answers)
+        for conversation, answer in zip(self.conversations, answers, strict=True):
+            conversation.keep(prompt, answer.text)
+
+    async def _print(self, prompt: str, answer: Answer) -> None:
+        body = self.conversations[0].asking(prompt, self.options)
+        async for text in stream(self.address, body, answer):
+            _print_piece(text)
+        _print_end(answer)
+
+    def _compare(self, prompt: str, answers: Sequence[Answer]) -> None:
+        with Live(
+            get_renderable=lambda: _side_by_side(answers),
+            refresh_per_second=REFRESH_PER_S,
+            vertical_overflow="ellipsis",
+        ):
+            asyncio.run(self._gather(prompt, answers))
+
+    async def _gather(self, prompt: str, answers: Sequence[Answer]) -> None:
+        """Fill all answers. The first failure ends the others."""
+        await asyncio.gather(
+            *(
+                self._fill(conversation, prompt, answer)
+                for conversation, answer in zip(self.conversations, answers, strict=True)
+            )
+        )
+
+    async def _fill(self, conversation: ChatHistory, prompt: str, answer: Answer) -> None:
+        async for _ in stream(self.address, conversation.asking(prompt, self.options), answer):
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The parameters of every request; None leaves one to the variant."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        given = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(slots=True)
+class ChatHistory:
+    """The messages that were exchanged with one variant."""
+
+    model: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def asking(self, prompt: str, options: ChatOptions) -> dict[str, Any]:
+        """Return the body of the request for an answer to `prompt`."""
+        messages = [*self.messages, {"role": "user", "content": prompt}]
+        return {"model": self.model, "messages": messages, **options.fields()}
+
+    def keep(self, prompt: str, answer: str) -> None:
+        """Add a prompt and its answer."""
+        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
 def _piped_prompt() -> str:
     try:
         prompt = sys.stdin.read()
@@ -152,3 +182,53 @@ def _typed_prompts() -> Iterator[str]:
             return
         if line.strip():
             yield line
+
+
+def _visible(text: str) -> str:
+    """Return a model's text without the control characters with which it could command a terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
+def _facts(answer: Answer) -> str:
+    """Return one line: the time to the first token, the speed, the version and the digest."""
+    parts = []
+    if answer.first_token_s is not None:
+        parts.append(f"first token {answer.first_token_s:.2f} s")
+    if answer.tokens_per_s is not None:
+        parts.append(f"{answer.tokens_per_s:.1f} tokens/s")
+    if answer.version is not None:
+        parts.append(f"version {answer.version}")
+    if answer.digest is not None:
+        parts.append(f"digest {short(printable(answer.digest))}")
+    if answer.finish_reason not in (None, "stop"):
+        parts.append(f"ended by {printable(str(answer.finish_reason))}")
+    return ", ".join(parts)
+
+
+def _print_piece(text: str) -> None:
+    """Print a piece of the one answer that is streamed; on a terminal without control characters."""
+    print(_visible(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def _print_end(answer: Answer) -> None:
+    """End the text of a streamed answer, and print its facts on stderr."""
+    if not answer.text.endswith("\n"):
+        print()
+    print(f"[{_facts(answer)}]", file=sys.stderr)
+
+
+def _print_whole(answers: Sequence[Answer]) -> None:
+    """Print answers below each other, each with its facts."""
+    for answer in answers:
+        text = _visible(answer.text) if sys.stdout.isatty() else answer.text
+        print(f"== {answer.model}: {_facts(answer)}\n{text}")
+
+
+def _side_by_side(answers: Sequence[Answer]) -> Table:
+    """Return the answers as columns, in their present state."""
+    table = Table(expand=True, show_lines=False)
+    for answer in answers:
+        table.add_column(Text(answer.model), ratio=1, overflow="fold")
+    table.add_row(*(Text(_visible(answer.text)) for answer in answers), end_section=True)
+    table.add_row(*(Text(_facts(answer), style="dim") for answer in answers))
+    return table

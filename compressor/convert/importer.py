@@ -1,13 +1,13 @@
 """Make an artifact of a one-bit delta that BitDelta or the per-axis paper's code saved.
 
-`diff_files.py` opens the file, `diff_changes.py` matches it with the base, `io/delta_writer.py` writes the artifact.
-Given a fine-tune, its tokenizer files go along and its weights measure the delta's error.
+`diff_files.py` opens the file and `io/delta_writer.py` writes the artifact. Given a fine-tune, its tokenizer files go
+along and its weights measure the delta's error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from compressor.codec import measured
-from compressor.convert.diff_changes import TensorChange, diff_changes
-from compressor.convert.diff_files import DIVERGED, CodedModule, DiffFile, Kind
+from compressor.convert.diff_files import DIVERGED, WRONG_BASE, CodedModule, DiffFile, Kind
 from compressor.io.delta_writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
 from compressor.io.outputs import check_file_name, check_free_disk, check_not_an_input
-from compressor.io.pairs import TensorPair, is_finite, pair_up
+from compressor.io.pairs import TensorPair, is_computed, is_finite, layer_order, pair_up
 from compressor.io.row_blocks import Map, row_blocks
 from compressor.io.side_files import own_files
-from compressor.rounding import rounded
 from deltastore.base.base import architecture, different_facts
-from deltastore.base.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.base.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.header import parse_json
+from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.plan import FP16_BYTES
 from deltastore.progress import identify_base
+from deltastore.quantities import rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _delta_tensors(
     pairs = {pair.name: pair for pair in measurable}
     return [
         DeltaTensor(change.name, change.num_bytes, partial(_content, change, base, pairs, diff.path))
-        for change in diff_changes(base, diff, tied)
+        for change in _changes(base, diff, tied)
     ]
 
 
@@ -137,6 +137,133 @@ def _is_tied(base: Checkpoint, finetune: Checkpoint | None) -> bool:
     if finetune.tensors:
         return finetune.is_tied()
     return bool(finetune.config.get("tie_word_embeddings", base.is_tied()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorChange:
+    """One tensor of the fine-tune, and the base's tensor that it changes."""
+
+    name: str  # in the artifact
+    source: str  # in the base
+    content: CodedModule | Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in an artifact."""
+        if isinstance(self.content, Tensor):
+            return self.content.nbytes
+        return self.content.mask.nbytes + FP16_BYTES * self.content.coeff.numel()
+
+
+def _changes(base: Checkpoint, diff: DiffFile, tied: bool) -> list[TensorChange]:
+    """Return the changes of a diff file in layer order, checked except for their values.
+
+    Args:
+        tied: the fine-tune's output head is its embedding.
+
+    Raises:
+        CheckpointError: the file does not fit the base.
+    """
+    contents: dict[str, CodedModule | Tensor] = {**diff.coded, **diff.whole}
+    sources = _sources(contents, base, diff, tied)
+    if unknown := sorted(name for name, source in sources.items() if source not in base.tensors):
+        raise CheckpointError(
+            f"{diff.path}: the base has no {shown(unknown[0])}, nor {len(unknown) - 1} others: {WRONG_BASE}"
+        )
+    changes = [TensorChange(name, sources[name], contents[name]) for name in sorted(sources, key=layer_order)]
+    for change in changes:
+        _check_shape(change, base, diff)
+    has_own_head = not base.is_tied() and base.head_name is not None
+    if base.embedding_name and (has_own_head or not tied):
+        _check_vocabulary(changes, base, base.embedding_name, diff)
+    return changes
+
+
+def _sources(
+    contents: dict[str, CodedModule | Tensor], base: Checkpoint, diff: DiffFile, tied: bool
+) -> dict[str, str]:
+    """Return the base's tensor for each name; adds to `contents` a head that the format needs a second time."""
+    own_head = None if base.is_tied() else base.head_name
+    embedding = base.embedding_name
+    if own_head and tied and own_head not in contents:
+        contents[own_head] = _embedding_for_head(contents.get(str(embedding)), diff)
+    sources = {name: name for name in contents if not is_computed(name)}
+    if own_head or not embedding:
+        return sources
+    for head in [name for name in sources if name.endswith(HEAD_SUFFIXES)]:
+        sources[head] = embedding
+        if tied:
+            _check_repeated(head, contents, embedding, diff)
+            del sources[head]
+    return sources
+
+
+def _embedding_for_head(embedding: CodedModule | Tensor | None, diff: DiffFile) -> Tensor:
+    """Return the head of a tied fine-tune whose base has its own: the format carries the embedding a second time."""
+    if not isinstance(embedding, Tensor):
+        raise CheckpointError(
+            f"{diff.path}: the fine-tune ties its output head to the embedding, the base does not, and the embedding "
+            "is not in the file whole: give --finetune the configuration that the file was trained with"
+        )
+    return embedding
+
+
+def _check_repeated(
+    head: str, contents: Mapping[str, CodedModule | Tensor], embedding: str, diff: DiffFile
+) -> None:
+    """Refuse a tied head in the file that is not the embedding once more."""
+    one, other = contents[head], contents.get(embedding)
+    if (
+        isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and one.dtype == other.dtype
+        and torch.equal(one, other)
+    ):
+        return
+    raise CheckpointError(
+        f"{diff.path}: {shown(head)} is an output head of its own and the configuration ties it to the embedding: "
+        "give --finetune a directory whose config.json has tie_word_embeddings false"
+    )
+
+
+def _check_shape(change: TensorChange, base: Checkpoint, diff: DiffFile) -> None:
+    stored = base.tensors[change.source]
+    if stored.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{stored.file}: tensor {shown(stored.name)} is {stored.dtype}: "
+            "save the base in bfloat16, float16 or float32"
+        )
+    if isinstance(change.content, CodedModule):
+        change.content.check(stored.shape)
+        return
+    actual, expected = tuple(change.content.shape), stored.shape
+    is_vocabulary = change.source == base.embedding_name or change.name.endswith(HEAD_SUFFIXES)
+    if actual == expected or (is_vocabulary and actual[1:] == expected[1:] and actual > expected):
+        return
+    raise CheckpointError(
+        f"{diff.path}: {shown(change.name)} has shape {actual} and the base's is {expected}: {WRONG_BASE}"
+        f"{'; a vocabulary may grow and not shrink' if is_vocabulary else ''}"
+    )
+
+
+def _check_vocabulary(
+    changes: Sequence[TensorChange], base: Checkpoint, embedding: str, diff: DiffFile
+) -> None:
+    """Refuse an embedding and an output head of its own that differ in rows."""
+    rows = {
+        change.name: change.content.shape[0]
+        for change in changes
+        if isinstance(change.content, Tensor)
+        and (change.name == embedding or change.name.endswith(HEAD_SUFFIXES))
+    }
+    unchanged = base.tensors[embedding].shape[0]
+    of_embedding = rows.pop(embedding, unchanged)
+    of_head = next(iter(rows.values()), unchanged)
+    if of_embedding != of_head:
+        raise CheckpointError(
+            f"{diff.path}: the embedding has {of_embedding} rows and the output head {of_head}: "
+            "save both, resized alike"
+        )
 
 
 def _content(

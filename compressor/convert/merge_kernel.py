@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from compressor.convert.sources import SOURCES
+from compressor.convert import SOURCES
 from compressor.io.row_blocks import row_blocks
 from deltastore.compiled import numba_cache
 from deltastore.format.matrix import MatrixDelta

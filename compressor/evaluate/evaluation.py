@@ -24,12 +24,12 @@ from compressor.fitting.calibration import Calibration, batched, calibration_tex
 from compressor.io.adapters import finetune_directory
 from compressor.io.pairs import Pairs, pair_up
 from compressor.io.sources import checkpoint_directory
-from compressor.rounding import rounded
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
 from deltastore.progress import identify_base, progress_bar
+from deltastore.quantities import rounded
 
 if TYPE_CHECKING:
     from compressor.blockwise.weights import Weights

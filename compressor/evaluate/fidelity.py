@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.io.row_blocks import row_blocks
-from compressor.rounding import rounded
 from deltastore.errors import CheckpointError
+from deltastore.quantities import rounded
 
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from torch import Tensor
 from compressor.blockwise.decoder import Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare
-from compressor.fitted_matrix import FittedMatrix
 from compressor.fitting.budget import embedding_upgrades, measure, spend
 from compressor.fitting.calibration import calibration_text, split_text
 from compressor.fitting.distillation.distill import Distillation, divergence
@@ -29,7 +28,7 @@ from compressor.fitting.layers.layerwise import Layerwise
 from compressor.fitting.shapes import widest_input
 from compressor.fitting.strategies.strategy import FitStrategy, LayerStageInputs
 from compressor.fitting.weights import weight_with_delta
-from compressor.io.checkpoint_store import CheckpointStore, flatten_matrices, unflatten_matrices
+from compressor.io.checkpoint_store import CheckpointStore, FittedMatrix, flatten_matrices, unflatten_matrices
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import progress_bar

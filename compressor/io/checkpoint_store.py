@@ -1,6 +1,6 @@
 """Stages of a compression on disk, so that an interrupted run resumes: a directory beside the artifact.
 
-Knows files, deltas and tensors; must not know what a stage computes. A stage's file appears whole or not at all.
+A stage's file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compressor.fitted_matrix import FittedMatrix
 from deltastore.errors import StorageFull, UsageError
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
@@ -166,6 +166,14 @@ class CheckpointStore:
         return StorageFull(
             f"{self.directory}: {reason}: free some space for what is done so far and run again with --resume"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FittedMatrix:
+    """A matrix's delta at one bit per weight, and the upgrades that spare bytes can replace it with."""
+
+    delta: MatrixDelta
+    upgrades: Sequence[MatrixDelta] = ()
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from compressor.codec import Method
 from compressor.io.row_blocks import Map, workers
-from compressor.rounding import rounded
 from deltastore.base.base import Base
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from deltastore.progress import byte_progress
+from deltastore.quantities import rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

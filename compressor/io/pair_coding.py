@@ -16,12 +16,12 @@ from compressor.codec import Coded, Method, code_matrix, measured
 from compressor.io.delta_writer import CodedMatrix, DeltaTensor
 from compressor.io.pairs import Pairs, TensorPair
 from compressor.io.row_blocks import Map, row_blocks, workers
-from compressor.rounding import rounded
 from deltastore.errors import CheckpointError
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, largest_of_plane, largest_of_residual
 from deltastore.format.sign_plane import SignPlane
 from deltastore.format.validate import LARGEST_SCALE
+from deltastore.quantities import rounded
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded
 

@@ -1,14 +1,21 @@
-"""The text of a model card: metadata for the Hugging Face hub, and what fills `template.md` for one delta.
+"""The model card of a delta: README.md with metadata for the Hugging Face hub, and its figures, replaced together.
 
-Writes no files. Every string of a fine-tune stands in a code span of `markdown.py`.
+`template.md` has the text. Names and continuations come from fine-tunes, which are not trusted: each stands in a code
+span.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
+import string
+import tempfile
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from math import pi, sqrt
 from pathlib import Path
 from typing import Any
@@ -18,11 +25,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from compressor.evaluate.examples import Example
 from compressor.io.sources import HUB_ID
 from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
-from compressor.model_card.markdown import code, table, visible
+from deltastore.errors import StorageFull, UsageError
 from deltastore.format.sign_plane import AXES
 from deltastore.quantities import size_text
 
-SIZE_FIGURE, ERROR_FIGURE = "size.png", "error.png"
+CARD, SIZE_FIGURE, ERROR_FIGURE = "README.md", "size.png", "error.png"
+FILES = (SIZE_FIGURE, ERROR_FIGURE, CARD)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 MARK = "<!-- Written by peraxis compress --report, which replaces this file. -->"
 METRICS = {
     "kl": "KL to the fine-tune, nats per token",
@@ -37,11 +46,87 @@ PART_NAMES = {
 GAUSSIAN_ERROR = sqrt(1 - 2 / pi)
 # Uploads a delta to a server on this machine.
 UPLOAD = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
-# Jinja2 in Markdown; the arguments are those of `model_card`.
+# Jinja2 in Markdown; the arguments are those of `_model_card`.
 TEMPLATE = Path(__file__).with_name("template.md")
+UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # Unicode categories of characters without a glyph
+JOINERS = "\u200c\u200d"  # needed by scripts and emoji
 
 
-def model_card(facts: DeltaFacts) -> ModelCard:
+def check_card_directory(directory: Path) -> None:
+    """Check that a card can be written, before any work is done for it. Leaves nothing behind.
+
+    Raises:
+        UsageError: matplotlib is not installed, `directory` is none or cannot be written to, or its README.md is not
+            a card that `write_card` wrote.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"--report {directory}: its figures need matplotlib: pip install 'peraxis[report]'")
+    existing = directory
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UsageError(
+            f"--report {directory}: {existing} is no directory: choose another, or a name for a new one"
+        )
+    if taken := [name for name in FILES if (directory / name).is_dir()]:
+        raise UsageError(f"--report {directory}: {taken[0]} in it is a directory: choose another --report")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+        is_other = (directory / CARD).exists() and MARK.encode() not in (directory / CARD).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--report {directory}: {existing}: {error.strerror}: choose another --report"
+        ) from error
+    if is_other:
+        raise UsageError(
+            f"--report {directory}: its {CARD} is not a card of a delta: move it away, or choose another --report"
+        )
+
+
+def write_card(directory: Path, facts: DeltaFacts) -> None:
+    """Write README.md and its figures in place of those of an older card; other files stay as they are.
+
+    The same facts give the same bytes. Without errors in the manifest there is no figure of them.
+
+    Raises:
+        StorageFull: the disk is full.
+        UsageError: as `check_card_directory`.
+    """
+    check_card_directory(directory)
+    # Deferred, because matplotlib takes a second to import and is an extra.
+    from compressor.model_card.figures import error_figure, size_figure
+
+    files = {SIZE_FIGURE: size_figure(_part_sizes(facts), _size_texts(facts))}
+    grid = ErrorGrid.of(facts.tensors)
+    if grid.known:
+        files[ERROR_FIGURE] = error_figure(grid)
+    files[CARD] = str(_model_card(facts)).encode()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _replace(directory, files)
+    except OSError as error:
+        kind = StorageFull if error.errno in FULL else UsageError
+        raise kind(
+            f"--report {directory}: {error.strerror}: free some space there or choose another --report"
+        ) from error
+
+
+def _replace(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write all contents to the disk before the first name changes."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".card.") as partial:
+        for name, content in files.items():
+            with Path(partial, name).open("wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+        for name in files:
+            os.replace(Path(partial, name), directory / name)
+    # The older card's figures, which the new one does not refer to.
+    for name in set(FILES) - files.keys():
+        (directory / name).unlink(missing_ok=True)
+
+
+def _model_card(facts: DeltaFacts) -> ModelCard:
     """Return the card of a delta; it refers to its figures by file name."""
     manifest, known = facts.written.manifest, ErrorGrid.of(facts.tensors).known
     file, base = shlex.quote(visible(facts.written.out.name)), shlex.quote(visible(manifest.base_id))
@@ -59,7 +144,7 @@ def model_card(facts: DeltaFacts) -> ModelCard:
         gaussian_error=f"{GAUSSIAN_ERROR:.2f}",
         examples="\n\n".join(map(_example, facts.examples)),
         size_figure=SIZE_FIGURE,
-        sizes=table(("Part", "Bytes"), zip(part_sizes(facts), size_texts(facts), strict=True)),
+        sizes=table(("Part", "Bytes"), zip(_part_sizes(facts), _size_texts(facts), strict=True)),
         axes=_axes(facts.tensors),
         error_figure=ERROR_FIGURE,
         errors=f"{min(known):.4g} to {max(known):.4g}" if known else "",
@@ -71,16 +156,16 @@ def model_card(facts: DeltaFacts) -> ModelCard:
     return card
 
 
-def part_sizes(facts: DeltaFacts) -> dict[str, int]:
+def _part_sizes(facts: DeltaFacts) -> dict[str, int]:
     """Return the artifact's bytes by what they are for, the largest first."""
     present = [(PART_NAMES[kind], size) for kind, size in facts.sizes.items() if size]
     return dict(sorted(present, key=lambda item: -item[1]))
 
 
-def size_texts(facts: DeltaFacts) -> list[str]:
-    """Return size and share of each part, in the order of `part_sizes`."""
+def _size_texts(facts: DeltaFacts) -> list[str]:
+    """Return size and share of each part, in the order of `_part_sizes`."""
     total = facts.written.artifact_bytes
-    return [f"{size_text(size)} ({size / total:.1%})" for size in part_sizes(facts).values()]
+    return [f"{size_text(size)} ({size / total:.1%})" for size in _part_sizes(facts).values()]
 
 
 def _metadata(facts: DeltaFacts) -> ModelCardData:
@@ -212,3 +297,31 @@ def _number(facts: object, key: str) -> float | None:
 def _text(facts: object, key: str, form: str = ".4g") -> str:
     value = _number(facts, key)
     return "–" if value is None else format(value, form)
+
+
+def code(text: str) -> str:
+    """Return `text` as an inline code span that no character of it can end; "" for no text."""
+    shown = visible(text)
+    if "`" not in shown and "|" not in shown:
+        return f"`{shown}`" if shown else ""
+    # A backtick ends a code span and a pipe ends a table cell; a character reference does neither.
+    referenced = "".join(f"&#{ord(c)};" if c in string.punctuation else c for c in shown)
+    return f"<code>{referenced}</code>"
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line, with every invisible character replaced by a visible one."""
+    return text if text.isprintable() else "".join(map(_glyph, text))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table whose cells are Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _glyph(character: str) -> str:
+    if character in "\n\t":
+        return "↵" if character == "\n" else "→"
+    is_seen = unicodedata.category(character) not in UNSEEN or character in JOINERS
+    return character if is_seen else f"⟨U+{ord(character):04X}⟩"

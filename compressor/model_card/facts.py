@@ -1,6 +1,6 @@
-"""The facts of a delta that its model card shows, and its tensors by layer and module type.
+"""The facts of a delta that its model card shows, from the artifact's header: tensors by layer and module type.
 
-Reads the artifact's header; runs no model and knows nothing of Markdown. Tensor names may be any text.
+Tensor names may be any text.
 """
 
 from __future__ import annotations

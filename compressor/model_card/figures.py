@@ -1,4 +1,4 @@
-"""The figures of a model card as PNG. Knows matplotlib and numbers, and nothing of the card.
+"""The figures of a model card as PNG, drawn by matplotlib, which is an extra.
 
 Ignores the user's matplotlib settings and writes no time, so the same numbers give the same bytes.
 """

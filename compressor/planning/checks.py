@@ -68,7 +68,7 @@ def _way_out(config: CompressConfig, fit_settings: FitSettings, pairs: Pairs, co
 def _cheaper(config: CompressConfig, fit_settings: FitSettings) -> Iterator[tuple[str, FitSettings]]:
     """Yield options that need less memory: fewer samples, signs that stay, and both."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.fitting.strategies.by_solver import strategy_of
+    from compressor.fitting.strategies import strategy_of
 
     calibration, samples = fit_settings.calibration, fit_settings.calibration.samples
     while samples // 2 >= FEWEST_SAMPLES:

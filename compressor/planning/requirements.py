@@ -80,7 +80,7 @@ def stage_costs(
         return [coding]
     # They bring transformers, which takes seconds.
     from compressor.fitting.cost import FitCost
-    from compressor.fitting.strategies.by_solver import strategy_of
+    from compressor.fitting.strategies import strategy_of
 
     shapes = shapes_of(pairs.tensors, coded, pairs.finetune.config)
     device = fit_settings.torch_device()
@@ -105,7 +105,7 @@ def disk_bytes(
     needed += 2 * (whole + added + sum(map(len, files.values())))
     if config.fit_settings is not None:
         # Deferred, because it imports transformers, which takes seconds.
-        from compressor.fitting.strategies.by_solver import strategy_of
+        from compressor.fitting.strategies import strategy_of
 
         num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
         num_scales = matrices.scales_bytes // FP16_BYTES

@@ -31,8 +31,7 @@ from deltastore.format.header import (
 )
 from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.names import file_tensor, padding_tensor
-from deltastore.format.parts import MatrixParts, PlaneParts, part_names
+from deltastore.format.parts import MatrixParts, PlaneParts, file_tensor, padding_tensor, part_names
 from deltastore.format.sign_plane import SignPlane, is_gain
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""The parts of a coded matrix, generic in what stands for a part: a tensor name, a header entry or a tensor.
+"""The parts of a coded matrix, and the names of the tensors in an artifact's file.
 
-Reads no data and must not import the manifest at run time.
+The parts are generic in what stands for one: a tensor name, a header entry or a tensor.
 """
 
 from __future__ import annotations
@@ -88,6 +88,16 @@ def part_names(name: str, spec: TensorSpec) -> MatrixParts[str]:
         f"{name}.right" if spec.rank else None,
         f"{name}.added" if spec.added_rows else None,
     )
+
+
+def file_tensor(filename: str) -> str:
+    """Return the name of the tensor that holds one of the variant's files."""
+    return f"file.{filename}"
+
+
+def padding_tensor(index: int) -> str:
+    """Return the name of the tensor that pads up to the next aligned one; safetensors allows no holes."""
+    return f"padding.{index}"
 
 
 def _plane_names(prefix: str, axis: str) -> PlaneParts[str]:

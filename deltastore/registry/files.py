@@ -1,14 +1,14 @@
-"""The calls on small files (records, states, claims) that the protocol of `REGISTRY.md` needs of a store.
+"""The calls on small files (records, states, claims; keys, limits, audit lines) that a registry needs of a store.
 
 `directory/files.py` makes them on a volume, `bucket/files.py` in a bucket. Must not know what the files mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from deltastore.errors import StorageFull
 from deltastore.registry.storage import FULL
@@ -17,8 +17,16 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 
+class FileVersion(NamedTuple):
+    """The identity of a file's contents, without reading them."""
+
+    identity: Hashable
+    size_bytes: int
+    changed_ns: int  # when it may have changed last; 0 if no change leaves the identity as it was
+
+
 class SmallFiles(Protocol):
-    """Small files by path, all below `root`. A file that exists is never changed in place.
+    """Small files by path, all below `root`. The protocol of `REGISTRY.md` never changes a file that exists.
 
     Every method raises OSError, RegistryUnavailable, RegistryError or StorageFull if the store fails.
     """
@@ -26,6 +34,17 @@ class SmallFiles(Protocol):
     @property
     def root(self) -> PurePath:
         """The beginning of every path."""
+
+    @property
+    def location(self) -> str:
+        """The value of `--registry`, for messages."""
+
+    def check_present(self, *, is_fresh: bool = False) -> None:
+        """Raise RegistryUnavailable if the registry is gone: it must not look like one without variants.
+
+        Args:
+            is_fresh: Ask the store, even if it was asked a moment ago.
+        """
 
     def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
         """Return a file's contents. Raises FileNotFoundError.
@@ -68,6 +87,21 @@ class SmallFiles(Protocol):
         self, path: PurePath, data: bytes, dispensable: Callable[[], Iterable[PurePath]]
     ) -> bool:
         """Create a file as `add` does. If the store is full, remove the `dispensable` files and use reserved space."""
+
+    def replace(self, path: PurePath, data: bytes) -> None:
+        """Write a file that may exist, in one atomic step that is durable on return. Only its owner may read it."""
+
+    def append(self, path: PurePath, lines: bytes) -> None:
+        """Append whole lines to a file that only its owner may read, in one step that is durable on return.
+
+        In a bucket, where nothing can be appended to, the path without its suffix is a directory with a file per call.
+        """
+
+    def delete(self, path: PurePath) -> bool:
+        """Remove a file, durably. Return False if there is none."""
+
+    def versions(self, directory: PurePath) -> Mapping[str, FileVersion]:
+        """Return the version of each regular file in a directory by its name; empty if the directory is missing."""
 
     def remove(self, paths: Iterable[PurePath]) -> None:
         """Remove files, those that exist. A failure is not reported: others may be left for gc."""

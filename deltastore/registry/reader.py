@@ -14,10 +14,10 @@ from functools import partial
 from typing import TypeVar
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
-from deltastore.registry.backend import Backend
 from deltastore.registry.claims import Claims, taken
 from deltastore.registry.files import SmallFiles
 from deltastore.registry.records import VersionRecord, Visibility, is_name
+from deltastore.registry.store import Store
 from deltastore.registry.variants import (
     DIRECTORY,
     REPORTS,
@@ -54,10 +54,10 @@ class Stored:
 class RegistryReader:
     """The reading calls of `Registry`, whose errors they raise."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._claims = Claims(backend.files)
-        self.files = backend.files
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._claims = Claims(store.files)
+        self.files = store.files
 
     def probe(self) -> None:
         """Read the registry's own files by calls that no cache answers. Resolves no name.
@@ -65,19 +65,19 @@ class RegistryReader:
         Raises:
             RegistryUnavailable: They cannot be read, or are gone.
         """
-        with self._backend.explained():
-            self._backend.probe()
+        with self._store.explained():
+            self._store.probe()
 
     def tenants(self) -> list[str]:
         """Return the sorted tenants that have published, from one listing."""
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             return [name for name in self.files.subdirectories(self.files.root / REPORTS) if is_name(name)]
 
     def stored(self, tenant: str) -> Stored:
         """Return what a tenant stores, from one listing."""
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             files = list(report_files(self.files, tenant)) if is_name(tenant) else []
         return Stored(
             Counter(name for name, _ in {(file.name, file.version) for file in files}),
@@ -87,14 +87,14 @@ class RegistryReader:
 
     def names(self, tenant: str) -> list[str]:
         """Return the sorted names of a tenant's variants, from one listing. One may have no live version."""
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             return report_names(self.files, tenant) if is_name(tenant) else []
 
     def public_names(self) -> list[str]:
         """Return the sorted names of variants that every tenant may use, from one listing. One may mean nothing."""
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             return self._claims.public_names()
 
     def summary(self, tenant: str, name: str) -> VariantSummary:
@@ -103,10 +103,10 @@ class RegistryReader:
         Raises:
             VariantNotFound: It has no live version.
         """
-        with self._backend.explained():
+        with self._store.explained():
             summary = self._summary(tenant, name)
             if summary is None:
-                self._backend.check_present()
+                self.files.check_present()
                 raise self._directory(tenant, name).not_found()
             return summary
 
@@ -138,10 +138,10 @@ class RegistryReader:
             VariantNotFound: It has no live version.
         """
         directory = self._readable(tenant, name)
-        with self._backend.explained():
+        with self._store.explained():
             variant = self._settled_variant(directory)
             if not variant.versions:
-                self._backend.check_present()
+                self.files.check_present()
                 raise directory.not_found()
             return variant
 
@@ -159,8 +159,8 @@ class RegistryReader:
             numbers = [number for number in history.live if number > after]
             return self.files.each(directory.record, numbers[:limit])
 
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             return directory.settled(read)
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
@@ -168,8 +168,8 @@ class RegistryReader:
 
         It reads every record, so it is for commands and not for requests.
         """
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             root = self.files.root / DIRECTORY
             files = self.files.listed(root if tenant is None else root / tenant, self._claims.directory)
             return [
@@ -180,7 +180,7 @@ class RegistryReader:
 
     def report(self, record: VersionRecord) -> bytes:
         """Return a version's fidelity report, a JSON object; an empty one if it cannot be read."""
-        with self._backend.explained():
+        with self._store.explained():
             return self._directory(record.tenant, record.name).report(record)
 
     def resolve(
@@ -198,12 +198,12 @@ class RegistryReader:
             VariantNotFound: There is no such variant or version, this tenant may not use it, or none is active.
             VariantQuarantined: Its object was found corrupt.
         """
-        with self._backend.explained():
+        with self._store.explained():
             for owner in (tenant,) if owned else self._owners(tenant, name):
                 if (record := _resolved(self._readable(owner, name), version)) is not None:
                     self.check_not_quarantined(record)
                     return record
-        self._backend.check_present()
+        self.files.check_present()
         # Of the caller's own directory, whatever other tenants have.
         raise self._directory(tenant, name).not_found()
 
@@ -213,8 +213,8 @@ class RegistryReader:
         Raises:
             RegistryError: The variant's state is damaged, so its deleted versions are unknown.
         """
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             return self._directory(record.tenant, record.name).history().is_live(record.version)
 
     def check_name_free(self, tenant: str, name: str) -> None:
@@ -223,13 +223,13 @@ class RegistryReader:
         Raises:
             PublicNameTaken: One is.
         """
-        with self._backend.explained():
+        with self._store.explained():
             if self._claims.owner(name) not in (None, tenant):
                 raise taken(name)
 
     def is_quarantined(self, record: VersionRecord) -> bool:
-        with self._backend.explained():
-            return self._backend.is_quarantined(record)
+        with self._store.explained():
+            return self._store.objects.is_quarantined(record)
 
     def check_not_quarantined(self, record: VersionRecord) -> None:
         """Check that a version's object may be served.
@@ -238,7 +238,7 @@ class RegistryReader:
             VariantQuarantined: It was found corrupt.
         """
         if self.is_quarantined(record):
-            label, reason = f"version {record.version} of {record.name!r}", self._backend.reason(record)
+            label, reason = f"version {record.version} of {record.name!r}", self._store.objects.reason(record)
             raise VariantQuarantined(f"{label} is quarantined ({reason}): upload its artifact again")
 
     def _owners(self, tenant: str, name: str) -> Iterator[str]:
@@ -268,8 +268,8 @@ class RegistryReader:
                 log.error("variant %s/%s is left out: %s", tenant, name, error)
                 return None
 
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             results = self.files.each(found, names)
         return [result for result in results if result is not None]
 

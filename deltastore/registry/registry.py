@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, UsageError, VariantNotFound
-from deltastore.registry.backend import Backend, ObjectWriter, open_backend
-from deltastore.registry.directory.backend import DirectoryBackend
+from deltastore.registry.directory.store import DirectoryStore
 from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import is_bucket, is_registry
 from deltastore.registry.reader import RegistryReader
 from deltastore.registry.records import (
     ArtifactFacts,
@@ -30,6 +30,7 @@ from deltastore.registry.records import (
 from deltastore.registry.reports import CheckReport, GcReport, Usage
 from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import Storage
+from deltastore.registry.store import ObjectWriter, Store
 from deltastore.registry.uploads import SealedUpload, Upload
 from deltastore.registry.variants import History, VariantDirectory
 
@@ -73,7 +74,7 @@ class Registry(RegistryReader):
     entirely or not at all, and may be retried.
     """
 
-    def __init__(self, place: Path | Backend, storage: Storage | None = None, *, make: bool = True) -> None:
+    def __init__(self, place: Path | Store, storage: Storage | None = None, *, make: bool = True) -> None:
         """Open a registry.
 
         Args:
@@ -82,26 +83,54 @@ class Registry(RegistryReader):
             make: Create what is missing. Without it, nothing is read or written now: a process that another one has
                 started must neither wait for a volume that hangs, nor make a registry where a volume is gone.
         """
-        backend: Backend = DirectoryBackend(place, storage or Storage()) if isinstance(place, Path) else place
-        super().__init__(backend)
+        store: Store = DirectoryStore(place, storage or Storage()) if isinstance(place, Path) else place
+        super().__init__(store)
         if make:
-            backend.prepare()
+            store.prepare()
 
     @property
     def root(self) -> Path:
         """The directory of a registry in a directory. Raises UsageError for a bucket."""
-        if not isinstance(self._backend, DirectoryBackend):
-            raise UsageError(f"{self._backend.location} is no directory: give --registry one for this")
-        return self._backend.root
+        if not isinstance(root := self.files.root, Path):
+            raise UsageError(f"{self.files.location} is no directory: give --registry one for this")
+        return root
 
     @classmethod
-    def open(cls, location: str, cache: ObjectCache | None = None, *, is_made: bool = True) -> Self:
-        """Open the registry of `--registry`; arguments and errors are those of `open_backend`."""
-        return cls(open_backend(location, cache, is_made=is_made))
+    def open(
+        cls, location: str, cache: ObjectCache | None = None, *, is_made: bool = True, make: bool = True
+    ) -> Self:
+        """Open the registry that a location names: a directory, or a bucket as `s3://BUCKET/PREFIX`.
+
+        Args:
+            location: The value of `--registry`.
+            cache: This machine's copies of a bucket's objects; a directory needs none.
+            is_made: A registry that is missing will be made.
+            make: As for the class.
+
+        Raises:
+            UsageError: The location is malformed or no registry, or a bucket's cache or library is missing.
+            RegistryUnavailable: The bucket is no registry, or cannot be reached.
+        """
+        if not is_bucket(location):
+            if not is_made and not is_registry(Path(location)):
+                raise UsageError(
+                    f"{location} is not a registry: give the directory that `peraxis serve --registry` was given"
+                )
+            return cls(Path(location), make=make)
+        if cache is None:
+            raise UsageError(f"{location} needs a cache on a local disk: give --registry-cache a directory")
+        try:
+            from deltastore.registry.bucket.store import BucketStore
+        except ModuleNotFoundError as error:
+            raise UsageError(f"{location} needs obstore: run `pip install 'peraxis[s3]'`") from error
+        store = BucketStore.open(location, cache)
+        if not is_made:
+            store.files.check_present()
+        return cls(store, make=make)
 
     def open_upload(self, max_bytes: int | None) -> Upload:
         """Begin an upload. Use it as a context manager; write, seal and publish it inside the block."""
-        return self._backend.open_upload(max_bytes)
+        return self._store.uploads.open(max_bytes)
 
     def publish(
         self, sealed: SealedUpload, facts: ArtifactFacts, *, tenant: str, name: str, activate: bool = True
@@ -116,7 +145,7 @@ class Registry(RegistryReader):
         """
         check_names(tenant, name)
         directory = self._directory(tenant, name)
-        with self._backend.explained(), self._backend.writing(sealed) as writer:
+        with self._store.explained(), self._store.writing(sealed) as writer:
             directory.make()
             return self._publish(writer, sealed, facts, directory, activate)
 
@@ -185,8 +214,8 @@ class Registry(RegistryReader):
             PublicNameTaken: Another tenant's variant of this name is public.
         """
         directory = self._readable(tenant, name)
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             directory.check_exists()
             directory.sync_names()
             history = directory.history()
@@ -200,12 +229,12 @@ class Registry(RegistryReader):
 
     def object_path(self, record: VersionRecord) -> Path:
         """Return the path of a version's bytes, unverified or missing. Read with length checks; do not map the file."""
-        with self._backend.explained():
-            return self._backend.object_path(record)
+        with self._store.explained():
+            return self._store.objects.local_path(record)
 
     def is_local(self, record: VersionRecord) -> bool:
         """True if `object_path` downloads nothing now: always in a directory, with a local copy in a bucket."""
-        return self._backend.is_local(record)
+        return self._store.objects.is_local(record)
 
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None = None) -> bool:
         """Stop serving a corrupt object until its artifact is uploaded again; True if it is quarantined now.
@@ -216,20 +245,20 @@ class Registry(RegistryReader):
             found_in: The status of the file with the mismatch. If the object is no longer this file, because an upload
                 replaced it or it was removed, it is left as it is. A quarantined object's bytes are kept as evidence.
         """
-        with self._backend.explained():
-            return self._backend.quarantine(record, reason, found_in)
+        with self._store.explained():
+            return self._store.objects.quarantine(record, reason, found_in)
 
     def recover(self, record: VersionRecord) -> bool:
         """Put an object back that a server was about to remove; False if there is none.
 
         Call it before an object counts as missing: a gc may have begun before a version of these bytes was published.
         """
-        with self._backend.explained():
-            return self._backend.recover(record)
+        with self._store.explained():
+            return self._store.objects.recover(record)
 
     def usage(self) -> Usage:
-        with self._backend.explained():
-            return self._backend.usage()
+        with self._store.explained():
+            return self._store.objects.usage()
 
     def gc(self, *, dry_run: bool = False) -> GcReport:
         """Remove objects without a live version, and leftovers of crashes.
@@ -237,18 +266,18 @@ class Registry(RegistryReader):
         Raises:
             RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
         """
-        with self._backend.explained():
-            return self._backend.collect(dry_run=dry_run)
+        with self._store.explained():
+            return self._store.collect(dry_run=dry_run)
 
     def remove_abandoned_uploads(self) -> int:
         """Remove the partial files of uploads whose process has died, and return their number."""
-        with self._backend.explained():
-            return self._backend.remove_abandoned_uploads()
+        with self._store.explained():
+            return self._store.uploads.remove_abandoned()[0]
 
     def check(self) -> CheckReport:
         """Read and check every file. Takes no lock and changes nothing, so servers go on meanwhile."""
-        with self._backend.explained():
-            return self._backend.check()
+        with self._store.explained():
+            return self._store.check()
 
     def _publish(
         self,
@@ -324,8 +353,8 @@ class Registry(RegistryReader):
         It is called again if another change was first.
         """
         directory = self._readable(tenant, name)
-        with self._backend.explained():
-            self._backend.check_present()
+        with self._store.explained():
+            self.files.check_present()
             directory.check_exists()
             for _ in attempts(directory.path):
                 # An answer, a refusal included, must not rest on names that a failed change left unsynced.

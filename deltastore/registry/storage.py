@@ -14,7 +14,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from deltastore.errors import RegistryUnavailable, StorageFull
@@ -220,7 +220,7 @@ def flock(fd: int, *, exclusive: bool, wait: bool) -> None:
 
 
 @contextlib.contextmanager
-def explained(root: Path) -> Iterator[None]:
+def explained(root: PurePath) -> Iterator[None]:
     """Turn an OSError inside the block into StorageFull or RegistryUnavailable, which name the path and the way out."""
     try:
         yield

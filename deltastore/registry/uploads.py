@@ -21,14 +21,11 @@ from pathlib import Path
 from types import TracebackType
 
 from deltastore.errors import ArtifactTooLarge, RegistryError, UsageError
-from deltastore.registry.storage import Storage, listed_names, try_lock
+from deltastore.registry.storage import Storage, file_size, listed_names, try_lock
 
 CHUNK_BYTES = 4 << 20
 PARTIAL = ".part"
-# Older versions of Peraxis left the kernel out.
-NAME = re.compile(
-    r"(?:(?P<kernel>[0-9a-f]{16})-)?[0-9a-f]{32}(?:\.(?P<digest>[0-9a-f]{64}))?" + re.escape(PARTIAL)
-)
+NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}(?:\.(?P<digest>[0-9a-f]{64}))?" + re.escape(PARTIAL))
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # In the name of a file that could not be locked.
 NO_KERNEL = "0" * 16
@@ -184,6 +181,57 @@ class Upload:
             raise RegistryError("the upload failed before: open another one and send the artifact again")
 
 
+class Uploads:
+    """The uploads into one directory, each a partial file.
+
+    Args:
+        directory: Holds the partial files.
+        storage: Changes them.
+        explained: Turns the errors of their disk into those of the registry.
+    """
+
+    def __init__(
+        self, directory: Path, storage: Storage, explained: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.directory = directory
+        self._storage = storage
+        self._explained = explained
+
+    def open(self, max_bytes: int | None) -> Upload:
+        """Begin an upload. Use it as a context manager."""
+        return Upload(self.directory, self._storage, max_bytes, self._explained)
+
+    def partials(self) -> list[Path]:
+        """Return the partial files, of sealed uploads or not, sorted by name."""
+        names = sorted(listed_names(self.directory))
+        return [self.directory / name for name in names if NAME.fullmatch(name)]
+
+    def sealed_digests(self, except_for: Path | None = None) -> set[str]:
+        """Return the digests of the sealed uploads that are not abandoned. gc keeps their objects."""
+        paths = (path for path in self.partials() if path != except_for)
+        digests = {path: digest for path in paths if (digest := _digest_of(path))}
+        now_s = self._storage.touch(self.directory) if digests else 0.0
+        kept = set()
+        for path, digest in digests.items():
+            with contextlib.suppress(FileNotFoundError), abandoned(path, now_s) as is_abandoned:
+                if not is_abandoned:
+                    kept.add(digest)
+        return kept
+
+    def remove_abandoned(self, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove abandoned uploads, or with `dry_run` only count them. Return their number and bytes."""
+        count = num_bytes = 0
+        paths = self.partials()
+        now_s = self._storage.touch(self.directory) if paths else 0.0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError), abandoned(path, now_s) as is_abandoned:
+                if is_abandoned:
+                    count, num_bytes = count + 1, num_bytes + (file_size(path) or 0)
+                    if not dry_run:
+                        self._storage.unlink(path)
+        return count, num_bytes
+
+
 def kernel_id() -> str:
     """Return the id of the running kernel, which containers on one machine share and no two machines do."""
     try:
@@ -205,30 +253,17 @@ def abandoned(path: Path, now_s: float) -> Iterator[bool]:
     writable = os.access(path, os.W_OK)
     fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        is_locked = try_lock(fd) if _kernel_of(path) == kernel_id() else None
+        is_locked = try_lock(fd) if path.name.startswith(f"{kernel_id()}-") else None
         is_old = os.fstat(fd).st_mtime < now_s - ABANDONED_AFTER_S
         yield is_old if is_locked is None else is_locked
     finally:
         os.close(fd)
 
 
-def sealed_digests(directory: Path, storage: Storage, except_for: Path | None = None) -> set[str]:
-    """Return the digests of the sealed uploads that are not abandoned. gc keeps their objects."""
-    names = {name: found["digest"] for name in listed_names(directory) if (found := NAME.fullmatch(name))}
-    sealed = {name: digest for name, digest in names.items() if digest and directory / name != except_for}
-    now_s = storage.touch(directory) if sealed else 0.0
-    digests = set()
-    for name, digest in sealed.items():
-        with contextlib.suppress(FileNotFoundError), abandoned(directory / name, now_s) as is_abandoned:
-            if not is_abandoned:
-                digests.add(digest)
-    return digests
-
-
-def _kernel_of(path: Path) -> str:
-    named = NAME.fullmatch(path.name)
-    # A name of an older version of Peraxis, which had to lock its uploads.
-    return kernel_id() if named is None or named["kernel"] is None else named["kernel"]
+def _digest_of(partial: Path) -> str | None:
+    """Return the digest of a sealed upload; None of another one."""
+    found = NAME.fullmatch(partial.name)
+    return found["digest"] if found is not None else None
 
 
 def _create_locked(directory: Path, storage: Storage) -> tuple[int, Path]:

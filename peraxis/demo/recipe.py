@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Modules of this package that affect the trained weights.
 TRAINING_CODE = (
-    "corpus", "finetune", "muon", "pretrain", "recipe", "tasks", "tokenizer", "train", "training_loop",
+    "corpus", "finetune", "pretrain", "recipe", "tasks", "tokenizer", "train", "training_loop",
 )  # fmt: skip
 
 

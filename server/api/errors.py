@@ -1,11 +1,12 @@
-"""Map exceptions to HTTP: status, code, type and the one JSON shape of errors.
+"""Map exceptions to HTTP: status, code, type, headers and the one JSON shape of errors.
 
-Owns the only such table. Knows no route.
+Owns the only such table.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ from deltastore.errors import (
     VariantQuarantined,
 )
 from server.api.json_replies import JsonReply
-from server.api.tenants.rate_headers import rate_headers
 from server.errors import (
     Draining,
     EngineRestarted,
@@ -45,6 +45,7 @@ from server.errors import (
     RequestTimeout,
     SourceUnavailable,
 )
+from server.protocol.limits import Rates
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,20 @@ def install(app: FastAPI) -> None:
 def http_request_id_of(request: Request) -> str:
     """Return the id that the middleware assigned to the request."""
     return str(request.scope["state"]["request_id"])
+
+
+def rate_headers(rates: Rates | None) -> dict[str, str]:
+    """Return `x-ratelimit-*` for the limits that a tenant has; durations are seconds with their unit, as OpenAI's."""
+    headers: dict[str, str] = {}
+    if rates is not None:
+        for name, rate in (("requests", rates.requests), ("tokens", rates.tokens)):
+            if rate is not None:
+                headers |= {
+                    f"x-ratelimit-limit-{name}": str(rate.limit),
+                    f"x-ratelimit-remaining-{name}": str(rate.remaining),
+                    f"x-ratelimit-reset-{name}": f"{math.ceil(rate.reset_s)}s",
+                }
+    return headers
 
 
 def _limit_headers(error: RateLimited) -> dict[str, str]:

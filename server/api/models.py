@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -12,10 +13,12 @@ from fastapi.responses import Response
 
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.api.compat.loaded_adapters import LoadedVersion, loaded_versions
+from server.api.compat.vllm_lora import adapters_of
 from server.api.json_replies import page_reply
 from server.api.schemas import BASE, MAX_PAGE_ENTRIES, Reference
 from server.api.service import Service, ServiceDep, TenantDep
+from server.protocol.adapters import LoadedAdapter
+from server.tenants.tenant import Tenant
 
 OWNER_OF_BASE = "peraxis"
 
@@ -54,8 +57,8 @@ async def list_models(
             partial(service.registry.active_records, tenant.name, list(id_of)), tenant.name
         )
         if service.settings.compat == "vllm-lora":
-            loaded = await loaded_versions(service, tenant, records)
-            cards += [(id_of[each.record.name], _loaded_card(service, each)) for each in loaded]
+            loaded = await _loaded_cards(service, tenant, records)
+            cards += [(id_of[card["id"]], card) for card in loaded]
         else:
             cards += [(id_of[record.name], _card(service, record.name, record)) for record in records]
     if len(cards) > limit:
@@ -93,11 +96,33 @@ def _name(list_id: str) -> str:
     return list_id.removeprefix(OWN).removeprefix(PUBLIC)
 
 
-def _loaded_card(service: Service, loaded: LoadedVersion) -> dict[str, Any]:
-    """Return the card of a loaded variant with the `root` and `created` that controllers of vLLM expect."""
-    card, adapter = _card(service, loaded.record.name, loaded.record), loaded.adapter
+async def _loaded_cards(
+    service: Service, tenant: Tenant, records: Sequence[VersionRecord]
+) -> list[dict[str, Any]]:
+    """Return the cards of the versions that a tenant has loaded, or that are in memory because requests need them.
+
+    For controllers of vLLM, being listed means loaded. As in vLLM, a name that was loaded stays so until it is
+    unloaded, also while its delta has left memory for others: controllers would load it again, and so drive out the
+    next one.
+    """
+    adapters = await adapters_of(service, tenant)
+    states = await service.engine.residency_of([record.label for record in records])
+    return [
+        _loaded_card(service, record, adapters.get(record.name))
+        for record, state in zip(records, states, strict=True)
+        if record.name in adapters or state.level != "disk"
+    ]
+
+
+def _loaded_card(service: Service, record: VersionRecord, adapter: LoadedAdapter | None) -> dict[str, Any]:
+    """Return the card of a loaded variant with the `root` and `created` that controllers of vLLM expect.
+
+    Args:
+        adapter: the load call that asked for it; None if requests did.
+    """
+    card = _card(service, record.name, record)
     if adapter is None:
-        return {**card, "root": loaded.record.name}
+        return {**card, "root": record.name}
     return {**card, "root": adapter.path, "created": int(adapter.loaded_at)}
 
 

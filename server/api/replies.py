@@ -1,6 +1,6 @@
 """Answer a call, whole or as server-sent events. Each route that generates gives its own JSON.
 
-Owns the life of a call from its tenant's seat to its last byte. Knows no field of any reply.
+Owns the life of a call from its admission to its last byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import EventStream, RequestEvents, while_connected
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
 from server.api.service import Service
-from server.api.submission import GenerationCall, Submission, submit, take_seat
+from server.api.submission import GenerationCall, Submission, admit, submit
 from server.errors import InvalidRequest
 from server.grammar.tool_calls import CallDelta, ToolCall, joined
 from server.protocol.events import FinishReason
@@ -94,7 +94,7 @@ async def answer(
     http_request_id = http_request_id_of(request)
     events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
     try:
-        await take_seat(service, tenant, events)
+        await admit(service, tenant, events)
         submission, replies, is_stream = await _submitted(request, service, read, events)
         if not is_stream:
             with service.unsent.growing(tenant.name) as hold:

@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import cached_property, partial
-from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 
@@ -33,22 +33,21 @@ from server.fair_budget import FairBudget
 from server.frontend.engine_link import EngineLink
 from server.grammar.service import GrammarService
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import Snapshot
-from server.protocol.adapters import AdapterChange, LoadedAdapter
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.protocol.shared_calls import SharedLink
 from server.settings import Settings
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.limits.admission import Admissions
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.limiter import LedgerLink, Limiter
 from server.tenants.tenant import Caller, Tenant
 from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
-from server.tracing.opening import open_spans
 from server.volume.calls import RegistryCalls
 from server.volume.probe import probe
 from server.volume.resolutions import Resolutions
+
+if TYPE_CHECKING:
+    from server.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -65,34 +64,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class WholeServer(LedgerLink, Protocol):
-    """The processes of a server together, as one of them can ask about all."""
-
-    async def metrics(self) -> Snapshot:
-        """Return the metrics of all processes together."""
-
-    async def forget_variants(self, labels: Collection[str]) -> None:
-        """Remove deleted variants from the metrics of all other processes, so that others can have their labels."""
-
-    async def stats(self) -> ServerStats:
-        """Return the statistics of all processes."""
-
-    async def put_source_job(self, job: SourceJob) -> bool:
-        """Keep a state of a job that this process runs; False for a new one of a tenant that may have no more."""
-
-    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job; None if there is none."""
-
-    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Change the record of adapters that vLLM's calls have loaded, and return it."""
-
-
 class Service:
     """State of one HTTP process. Use it on the event loop only.
 
     Args:
         engine: connected by the owner; requests are refused until the engine is ready.
-        whole: the server that this process is a part of.
+        shared: the way to the state that all HTTP processes of the server share.
     """
 
     def __init__(
@@ -101,7 +78,7 @@ class Service:
         registry: Registry,
         metrics: FrontendMetrics,
         engine: EngineLink,
-        whole: WholeServer,
+        shared: SharedLink,
     ) -> None:
         self.settings = settings
         self.registry = registry
@@ -112,8 +89,13 @@ class Service:
         self.audit_log = AuditLog(settings.registry, must_exist=True)
         self.metrics = metrics
         self.engine = engine
-        self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
-        self.limiter = Limiter(whole if settings.auth == "keys" else None)
+        self.spans: RequestSpans | None = None
+        if settings.otlp_endpoint is not None:
+            # Deferred: OpenTelemetry is an extra, and takes time to import.
+            from server.tracing.request_spans import open_spans
+
+            self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
+        self.admissions = Admissions(shared if settings.auth == "keys" else None)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.unsent = FairBudget(MAX_UNSENT_BYTES, "bytes of replies that are not read")
@@ -124,8 +106,8 @@ class Service:
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
         self.downloads = Downloads(self.unsent)
-        self.whole = whole
-        self.source_jobs = SourceJobs(whole.put_source_job)
+        self.shared = shared
+        self.source_jobs = SourceJobs(shared)
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         num_text_workers = min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS)
         self._text_workers = text_pool(num_text_workers, several_tenants=settings.auth == "keys")
@@ -163,7 +145,7 @@ class Service:
 
     @cached_property
     def limits(self) -> LimitsDirectory:
-        """The limits as files, read at the first use; the ledger counts by those that its own process has read."""
+        """The limits as files, read at the first use; the rate limiter goes by those that its own process has read."""
         return LimitsDirectory(self.settings.registry, self.settings.default_limits, self.volume)
 
     async def run_in_background(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -210,7 +192,7 @@ class Service:
             )
 
     async def _is_in_memory(self, record: VersionRecord) -> bool:
-        (state,) = await self.engine.residency_of((record,))
+        (state,) = await self.engine.residency_of((record.label,))
         return state.level != "disk"
 
     async def _remove_abandoned_uploads(self) -> None:

@@ -1,7 +1,7 @@
 """Submit a call to the engine: resolve its version, tokenize its prompts, choose its sampling parameters.
 
-Every route that generates tokens goes through here. The tenant's limits are asked three times: for a seat before the
-body is read, for what the call needs when it is parsed, and for the tokens when they are known. Knows no route's JSON.
+Every route that generates tokens goes through here. The tenant's limits are asked before the body is read, and
+once more for a call with several prompts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Any
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
+from server.api.errors import rate_headers
 from server.api.outputs.request_events import RequestEvents
 from server.api.outputs.text_outputs import TextOutputs
 from server.api.outputs.tool_outputs import ToolOutputs
 from server.api.schemas import BASE, Reference
 from server.api.service import Service
-from server.api.tenants.call_tokens import all_tokens, fewest_tokens
-from server.api.tenants.rate_headers import rate_headers
 from server.errors import InvalidRequest
 from server.grammar.requested import Requested
-from server.protocol.limits import Rates, Tokens
+from server.protocol.limits import Rates
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
 from server.request_context import current_request
@@ -41,9 +40,6 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 # Of all prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
-# Of any call.
-FEWEST = Tokens(1, 1)
-
 
 Prompt = str | Sequence[int] | Conversation
 
@@ -81,11 +77,6 @@ class GenerationCall:
         """Most new tokens of a sequence, if the client set them."""
         return self.sampling.get("max_new_tokens")
 
-    def least_tokens(self) -> Tokens:
-        """Return the fewest tokens that the call can need, as far as that is known before its texts are tokenized."""
-        num_prompt = sum(1 if isinstance(each, str | Conversation) else len(each) for each in self.prompts)
-        return fewest_tokens(num_prompt, len(self.prompts) * self.n, self.max_new_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -120,8 +111,8 @@ class Submission:
         return {**version_headers(self.variant, self.record), **rate_headers(self.rates)}
 
 
-async def take_seat(service: Service, tenant: Tenant, events: RequestEvents) -> None:
-    """Count a request of a tenant before its body is read; its events hold the seat until they end.
+async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None:
+    """Count a request of a tenant before its body is read; it counts as running until its events end.
 
     Raises:
         Draining, QueueFull, EngineRestarted: the server does not admit requests now.
@@ -129,14 +120,14 @@ async def take_seat(service: Service, tenant: Tenant, events: RequestEvents) -> 
     """
     with _counting_refusals(service, tenant):
         service.check_ready()
-        events.hold(await service.limiter.admit(tenant.name, FEWEST))
+        events.admitted(await service.admissions.admit(tenant.name))
 
 
 async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
-    """Resolve the version, ask for what the call needs, tokenize every prompt, then submit a request for each.
+    """Resolve the version, tokenize every prompt, then submit a request for each.
 
     Args:
-        events: hold the tenant's seat.
+        events: hold the tenant's admission.
 
     Raises:
         QueueFull, EngineRestarted: the server does not admit requests now.
@@ -146,13 +137,12 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
             its output cannot be used.
     """
-    seat = events.seat
     with _counting_refusals(service, call.tenant):
         _check_number(call, service.settings.max_queue)
     record = await resolved(service, call.tenant, call.reference)
     with _counting_refusals(service, call.tenant):
         # Before the variant's files are read and texts are tokenized, which takes a worker's time.
-        await seat.need(len(call.prompts), call.least_tokens(), call.length_field)
+        await events.admission.need(len(call.prompts))
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes = await _tokenized(call, text, max_tokens)
@@ -164,15 +154,14 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             for ids in prompts
         ]
         _check_echoes(requests, echoes)
-        tokens = all_tokens(requests, has_length=call.max_new_tokens is not None)
-        await seat.add_tokens(tokens, call.length_field)
+        events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
     outputs = (
         ToolOutputs(events, requests, text, call.requested, call.stream)
         if call.requested.tools
         else TextOutputs(events, requests, text)
     )
-    return Submission(requests, outputs, echoes, seat.rates)
+    return Submission(requests, outputs, echoes, events.admission.rates)
 
 
 async def _tokenized(

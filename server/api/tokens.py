@@ -72,7 +72,7 @@ async def _read(
     The call counts as one request of the tenant, before its body is read.
     """
     service.check_ready()
-    seat = await service.limiter.admit(tenant.name)
+    admission = await service.admissions.admit(tenant.name)
     try:
         with ExitStack() as held:
             body = await read_json(request, kind, held)
@@ -81,4 +81,4 @@ async def _read(
             headers = version_headers(reference.name or BASE, record)
             yield body, await service.text.of(record, tenant.name), headers
     finally:
-        seat.release()
+        admission.release()

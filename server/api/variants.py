@@ -8,29 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
+from deltastore.errors import RegistryError, VariantNotFound
+from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.variants import VariantSummary
 from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
 from server.api.artifacts.publishing import Destination, publication_document
 from server.api.artifacts.sources import start_source
 from server.api.artifacts.uploads import receive_upload
 from server.api.bodies import JSON, json_body, media_type_of
-from server.api.json_replies import JsonReply, page_reply
+from server.api.json_replies import MAX_PAGE_BYTES, JsonReply, page_reply
 from server.api.schemas import TenantPageQuery, UploadQuery, VariantPatch, VersionQuery, VersionsQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
 from server.api.tenants.limits import counting_refusals, max_pinned
-from server.api.variant_lists import ListedVariant, list_one, list_page, show_page, version_document
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
 
 # How long a load, unload, pin or unpin waits for its outcome, so that a refusal is answered with its error.
 OUTCOME_S = 1.0
+# The newest versions of a variant that a list of variants shows beside its active one.
+NUM_NEWEST = 5
+# Records that are read together.
+READ_AHEAD = 20
 
 router = APIRouter(prefix="/variants")
 log = logging.getLogger(__name__)
@@ -54,7 +63,7 @@ async def list_variants(
 ) -> Response:
     """List the tenant's variants by name, each with its newest versions, a page at a time."""
     listed, has_more = await service.volume.run_list(
-        partial(list_page, service.registry, tenant.name, query.after or "", query.limit), tenant.name
+        partial(_list_page, service.registry, tenant.name, query.after or "", query.limit), tenant.name
     )
     documents = zip((each.name for each in listed), await _documents(service, listed), strict=True)
     return page_reply("variants", documents, has_more=has_more)
@@ -66,7 +75,7 @@ async def show_variant(
 ) -> Response:
     """Show one variant: its versions with their reports and the level of each, a page at a time."""
     shown = await service.volume.run_list(
-        partial(show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
+        partial(_show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
     )
     (document,) = await _documents(service, [shown])
     versions = document.pop("versions")
@@ -89,7 +98,7 @@ async def change_variant(
             partial(changes.set_visibility, name, body.visibility), changes.tenant.name
         )
     listed = await service.volume.run_long(
-        partial(list_one, service.registry, changes.tenant.name, name), changes.tenant.name
+        partial(_list_one, service.registry, changes.tenant.name, name), changes.tenant.name
     )
     (document,) = await _documents(service, [listed])
     return document
@@ -139,7 +148,7 @@ async def pin(
 async def unpin(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
-    """Allow eviction of a pinned version again, unless another variant of the same bytes is pinned."""
+    """Allow eviction of a pinned version again."""
     record = await _resolve(service, changes.tenant, name, query)
     return await _status_after(service, record, "unpin", partial(changes.note, "unpin", record))
 
@@ -185,8 +194,8 @@ async def _status_after(
             outcome.result()
     else:
         _log_failure(outcome, action, record)
-    (state,) = await service.engine.residency_of((record,))
-    return {"name": record.name, **version_document(record), **_state_document(state)}
+    (state,) = await service.engine.residency_of((record.label,))
+    return {"name": record.name, **_version_document(record), **_state_document(state)}
 
 
 async def _noted(
@@ -208,13 +217,9 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
 
 
 async def _documents(service: Service, listed: Sequence[ListedVariant]) -> list[dict[str, Any]]:
-    """Return the documents of variants, with the state of each version that is shown.
-
-    Versions of the same bytes share a slot, also across tenants. Level, pins and requests are those of each
-    version alone.
-    """
-    refs = [ref for variant in listed for ref in variant.refs]
-    states = iter(await service.engine.residency_of(refs))
+    """Return the documents of variants, with the state of each version that is shown."""
+    labels = [label for variant in listed for label in variant.labels]
+    states = iter(await service.engine.residency_of(labels))
     return [
         {
             **variant.document,
@@ -226,3 +231,117 @@ async def _documents(service: Service, listed: Sequence[ListedVariant]) -> list[
 
 def _state_document(state: DeltaState) -> dict[str, Any]:
     return {"level": state.level, "pinned": state.is_pinned, "num_requests": state.num_requests}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedVariant:
+    """A variant as documents show it, without the state of its versions in memory.
+
+    It refers to no record, which has a digest of each 4 MiB of its artifact.
+
+    Attributes:
+        document: the fields beside `versions`.
+        versions: the documents of the versions that are shown, the oldest first.
+        labels: names these versions to the engine.
+        has_more: the variant has versions behind the last one that is shown.
+    """
+
+    name: str
+    document: dict[str, Any]
+    versions: list[dict[str, Any]]
+    labels: list[str]
+    has_more: bool
+
+
+def _list_page(registry: Registry, tenant: str, after: str, limit: int) -> tuple[list[ListedVariant], bool]:
+    """Return up to `limit` of a tenant's variants whose names come after one, and whether there may be more."""
+    found = registry.names(tenant)
+    listed: list[ListedVariant] = []
+    for index in range(bisect_right(found, after), len(found)):
+        if len(listed) == limit:
+            return listed, True
+        try:
+            listed.append(_list_one(registry, tenant, found[index]))
+        except VariantNotFound:
+            # It was deleted meanwhile.
+            continue
+        except RegistryError as error:
+            log.error("variant %s/%s is left out: %s", tenant, found[index], error)
+    return listed, False
+
+
+def _list_one(registry: Registry, tenant: str, name: str) -> ListedVariant:
+    """Return a variant with its active version and its newest ones, without their reports.
+
+    Raises:
+        VariantNotFound: it has no live version.
+    """
+    variant = registry.summary(tenant, name)
+    newest = variant.numbers[-NUM_NEWEST:]
+    records = registry.versions(tenant, name, after=newest[0] - 1, limit=NUM_NEWEST)
+    active = variant.active_record
+    if active is not None and active.version < newest[0]:
+        records = [active, *records]
+    return _listed(variant, records, [_version_document(record) for record in records])
+
+
+def _show_page(registry: Registry, tenant: str, name: str, after: int, limit: int) -> ListedVariant:
+    """Return a variant with up to `limit` versions after a number, and the report of each.
+
+    They are fewer if their reports are more than a page holds.
+
+    Raises:
+        VariantNotFound: it has no live version.
+    """
+    variant = registry.summary(tenant, name)
+    records: list[VersionRecord] = []
+    documents: list[dict[str, Any]] = []
+    num_bytes = 0
+    for record in _versions(registry, tenant, name, after, limit):
+        shown = registry.report(record)
+        num_bytes += len(shown)
+        if records and num_bytes > MAX_PAGE_BYTES:
+            break
+        records.append(record)
+        documents.append({**_version_document(record), "fidelity": msgspec.Raw(shown)})
+    return _listed(variant, records, documents)
+
+
+def _versions(registry: Registry, tenant: str, name: str, after: int, limit: int) -> Iterator[VersionRecord]:
+    """Yield up to `limit` live versions after a number, and read few that are not asked for."""
+    while limit > 0:
+        found = registry.versions(tenant, name, after=after, limit=min(limit, READ_AHEAD))
+        yield from found
+        if len(found) < READ_AHEAD:
+            return
+        after, limit = found[-1].version, limit - len(found)
+
+
+def _version_document(record: VersionRecord) -> dict[str, Any]:
+    """Return a version without its report and its state in memory."""
+    return {
+        "version": record.version,
+        "digest": f"sha256:{record.digest}",
+        "size_bytes": record.size_bytes,
+        "device_bytes": record.device_bytes,
+        "method": record.method,
+        "agreement": record.agreement,
+        "kl": record.kl,
+        "created_at": record.created_at,
+    }
+
+
+def _listed(
+    variant: VariantSummary, records: list[VersionRecord], documents: list[dict[str, Any]]
+) -> ListedVariant:
+    document = {
+        "name": variant.name,
+        "owner": variant.tenant,
+        "visibility": variant.visibility,
+        "active": variant.active,
+        "previous": variant.previous,
+        "num_versions": variant.num_versions,
+    }
+    labels = [record.label for record in records]
+    has_more = bool(records) and records[-1].version < variant.numbers[-1]
+    return ListedVariant(variant.name, document, documents, labels, has_more)

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from deltastore.errors import (
-    ArtifactError,
-    ArtifactTooLarge,
-    CorruptObject,
-    RegistryError,
-    RegistryUnavailable,
-    VariantNotFound,
-    VariantQuarantined,
-)
+from deltastore.errors import ArtifactTooLarge
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
-from deltastore.loader import Loader, LoadReport, ObjectSource
+from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from deltastore.registry.storage import is_replaced
 from deltastore.thread_priority import lower_thread_priority
+from deltastore.verified_object import ObjectSource, read_verified
 from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 
-QUARANTINED = "its stored object is corrupt and was quarantined: upload it again"
-# Readings of one object that end because its file was moved or replaced.
-MAX_READINGS = 5
 # Simultaneous downloads; each has several parts under way.
 NUM_DOWNLOADS = 4
-
-
-class _Moved(RegistryError):
-    """The object was missing and is there again, or another file has taken its place."""
 
 
 class _Load(NamedTuple):
@@ -66,7 +49,7 @@ class Fetcher:
     def fetch(self, record: VersionRecord, slot: Slot) -> Future[tuple[ResidentDelta, LoadReport]]:
         """Start to fill a slot that no batch reads. The delta is complete and verified when the future has it.
 
-        The future raises, without the name of the version, because others may wait for the same bytes:
+        The future raises, without the name of the version:
             VariantQuarantined: the stored object is corrupt; it was quarantined.
             VariantNotFound: the stored object is gone.
             ArtifactTooLarge: the delta does not fit the slot.
@@ -74,7 +57,7 @@ class Fetcher:
             MemoryError, RuntimeError: no memory is left for the delta's factors or a read buffer.
         """
         load = _Load(record, slot, Future())
-        threads = self._host if self.cache.holds(record.digest) else self._disk
+        threads = self._host if self.cache.holds(record.label) else self._disk
         self._submit(threads, self._run, load)
         return load.ended
 
@@ -103,7 +86,7 @@ class Fetcher:
         """Do a load from this machine's memory or files; leave a download to the threads for it, once."""
         record, begun_s = load.record, load.begun_s
         if begun_s is None:
-            if not self.cache.holds(record.digest) and not self._registry.is_local(record):
+            if not self.cache.holds(record.label) and not self._registry.is_local(record):
                 self._submit(self._store, self._download, load)
                 return
             load.ended.set_result(self._fetch(record, load.slot))
@@ -123,37 +106,22 @@ class Fetcher:
             self._run(begun)
 
     def _fetch(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
-        with self.cache.copy_of(record.digest) as copy:
+        with self.cache.copy_of(record.label) as copy:
             if copy is not None:
                 report = self._loader.copy(copy.memory, slot.memory)
                 return ResidentDelta.in_slot(copy.layout, slot), report
-        for _ in range(MAX_READINGS - 1):
-            # A corrupt object that could not be quarantined was replaced by an upload meanwhile.
-            with suppress(CorruptObject, _Moved):
-                return self._read_into(record, slot)
-        return self._read_into(record, slot)
-
-    def _read_into(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
-        layout, report = self._read(record, slot)
+        layout, report = read_verified(self._registry, record, lambda: self._read(record, slot))
         return ResidentDelta.in_slot(layout, slot), report
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
-        path = self._registry.object_path(record)
-        source = ObjectSource(
-            path,
-            record.digest,
-            record.size_bytes,
-            record.data_start,
-            record.device_bytes,
-            record.chunk_sha256,
-        )
+        source = ObjectSource.of(self._registry, record)
         if record.device_bytes > len(slot.memory):
             raise ArtifactTooLarge(
                 f"it needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}: compress it "
                 "with a smaller --budget, or raise the server's --slot-headroom"
             )
-        with self._explained(record, path), self.cache.buffer(record.device_bytes) as buffer:
+        with self.cache.buffer(record.device_bytes) as buffer:
             memory = slot.memory if buffer is None else buffer.memory
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
@@ -165,26 +133,3 @@ class Fetcher:
             if buffer is not None:
                 self.cache.keep(buffer, record, layout)
         return layout, report
-
-    @contextmanager
-    def _explained(self, record: VersionRecord, path: Path) -> Iterator[None]:
-        """Turn a failed read into its cause: quarantine a corrupt object, report a deleted one as missing."""
-        try:
-            yield
-        except (RegistryError, RegistryUnavailable, ArtifactError) as error:
-            if isinstance(error, CorruptObject):
-                self._quarantine(record, error)
-            if path.exists():
-                if is_replaced(error):
-                    raise _Moved(str(error)) from error
-                raise
-            if self._registry.is_quarantined(record):
-                raise VariantQuarantined(QUARANTINED) from error
-            if self._registry.recover(record):
-                raise _Moved(str(error)) from error
-            raise VariantNotFound("its object is no longer in the registry: upload it again") from error
-
-    def _quarantine(self, record: VersionRecord, found: CorruptObject) -> None:
-        """Quarantine the file that was read; do nothing if it is no longer the object. Raises VariantQuarantined."""
-        if self._registry.quarantine(record, str(found), found.found_in):
-            raise VariantQuarantined(QUARANTINED) from found

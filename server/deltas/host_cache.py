@@ -89,33 +89,33 @@ class HostCache:
         self._pool = _allocate(size, device)
         self._pinned = device.type == "cuda"
         self._free = FreeList(size)
-        self._kept: OrderedDict[str, HostBuffer] = OrderedDict()  # by digest, least recently used first
+        self._kept: OrderedDict[str, HostBuffer] = OrderedDict()  # by version, least recently used first
         self._num_kept_bytes = 0
         self._changed = threading.Condition()
         self._metrics = metrics
 
-    def holds(self, digest: str) -> bool:
+    def holds(self, version: str) -> bool:
         """Return whether there is a copy of a delta now. Takes no lock."""
-        return digest in self._kept
+        return version in self._kept
 
     def records(self) -> list[VersionRecord]:
         """Return a version of each delta that has a copy, the least recently used first."""
         with self._changed:
             return [buffer.copy.record for buffer in self._kept.values() if buffer.copy is not None]
 
-    def touch(self, digest: str) -> None:
+    def touch(self, version: str) -> None:
         """Mark a copy, if there is one, as most recently used."""
         with self._changed:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
+            if version in self._kept:
+                self._kept.move_to_end(version)
 
     @contextmanager
-    def copy_of(self, digest: str) -> Iterator[HostCopy | None]:
+    def copy_of(self, version: str) -> Iterator[HostCopy | None]:
         """Yield the copy of a delta, or None; it is not freed inside the block. Counts as a use."""
         with self._changed:
-            if (buffer := self._kept.get(digest)) is not None:
+            if (buffer := self._kept.get(version)) is not None:
                 buffer.num_users += 1
-                self._kept.move_to_end(digest)
+                self._kept.move_to_end(version)
                 copy = buffer.copy
         if buffer is None:
             yield None
@@ -154,19 +154,19 @@ class HostCache:
                 if not self._evict_idle():
                     return
             buffer.copy = HostCopy(record, layout, buffer.memory)
-            self._kept[record.digest] = buffer
+            self._kept[record.label] = buffer
             self._num_kept_bytes += buffer.num_bytes
-            self._metrics.arrived(record.digest, "host")
+            self._metrics.arrived(record, "host")
             self._publish()
 
-    def drop(self, digest: str, reason: str) -> None:
+    def drop(self, version: str, reason: str) -> None:
         """Drop a copy, if there is one. A load that copies from it now continues."""
         with self._changed:
-            if (buffer := self._kept.pop(digest, None)) is None:
+            if (buffer := self._kept.pop(version, None)) is None:
                 return
             assert buffer.copy is not None
             self._num_kept_bytes -= buffer.num_bytes
-            self._metrics.evicted(digest, "host", reason)
+            self._metrics.evicted(buffer.copy.record, "host", reason)
             self._publish()
             buffer.copy = None
             self._free_if_unused(buffer)
@@ -194,7 +194,7 @@ class HostCache:
 
     def _evict_idle(self) -> bool:
         """Evict the least recently used copy without users. Return False if there is none."""
-        idle = next((digest for digest, buffer in self._kept.items() if not buffer.num_users), None)
+        idle = next((version for version, buffer in self._kept.items() if not buffer.num_users), None)
         if idle is None:
             return False
         self.drop(idle, "capacity")

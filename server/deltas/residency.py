@@ -1,8 +1,7 @@
-"""The deltas in slots: load, use, evict. Knows digests and bytes; no HTTP, tenants or prompts.
+"""The deltas in slots: load, use, evict.
 
-Versions with the same bytes share one slot. Pins are of versions: a slot is pinned while any version pins it. A version
-wants its delta from its first call or request until its `unload`, or until the delta has left memory. A delta is freed
-on demand when the last version that wants it unloads it.
+A delta is named by the label of its version, `tenant/name@N`. All users of a public variant share its slot; versions of
+different tenants share none, also with the same bytes, so that no tenant sees, times or keeps another's.
 
 The engine thread owns this object and never waits for a file in it. Loads run on other threads, into slots that no
 batch reads. The engine calls `poll_loads` between steps to make finished loads visible, so a delta never appears in the
@@ -12,17 +11,16 @@ middle of a step.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
 from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import Fetcher
-from server.deltas.residency_metrics import ResidencyMetrics, WantingVersion
+from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import ResidentDelta, Slot
-from server.deltas.wanted import WantedDeltas
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.messages import Level
 
@@ -32,7 +30,7 @@ MAX_LOADS = 4
 
 @dataclass(slots=True)
 class _SlotEntry:
-    """A slot in use: the delta in it, a version that has this delta, and how many users keep it there."""
+    """A slot in use: the delta in it, its version, and how many users keep it there."""
 
     record: VersionRecord
     tenant: str  # that the load began for
@@ -40,12 +38,12 @@ class _SlotEntry:
     fetch: Future[tuple[ResidentDelta, LoadReport]]
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
-    pins: dict[str, VersionRecord] = field(default_factory=dict)  # by the label of the version
+    is_pinned: bool = False
 
 
 @dataclass(slots=True)
 class _RetainedRecord:
-    """The record of a delta that may be asked for, and how many requests and calls may ask."""
+    """The record of a version that may be asked for, and how many requests and calls may ask."""
 
     record: VersionRecord
     num_users: int = 0
@@ -53,9 +51,9 @@ class _RetainedRecord:
 
 @dataclass(frozen=True, slots=True)
 class FinishedLoad:
-    """The end of one load: the delta is resident, or `error` is the reason why not, without the name of a version."""
+    """The end of one load: the delta is resident, or `error` is the reason why not, behind the version's name."""
 
-    digest: str
+    version: str
     error: PeraxisError | None
 
 
@@ -72,78 +70,75 @@ class Residency:
         """`on_load_ended` is called on a loader thread when `poll_loads` has something to return."""
         self.slot_bytes = slots[0].memory.numel()
         self._free = list(reversed(slots))
-        self._entries: OrderedDict[str, _SlotEntry] = OrderedDict()  # by digest, least recently used first
+        self._entries: OrderedDict[str, _SlotEntry] = OrderedDict()  # by version, least recently used first
         self._records: dict[str, _RetainedRecord] = {}
-        self._wanted = WantedDeltas(metrics)
         self._fetcher = fetcher
         self._cache = fetcher.cache
         self._metrics = metrics
         self._resident: frozenset[str] = frozenset()
         self._pinned: frozenset[str] = frozenset()
         self._num_loading: Counter[str] = Counter()  # by tenant
-        self._num_pins: Counter[str] = Counter()  # versions by tenant
+        self._num_pins: Counter[str] = Counter()  # by tenant
         self._pin_changes: list[tuple[VersionRecord, bool]] = []
         self._on_load_ended = on_load_ended
 
     def retain(self, record: VersionRecord) -> None:
         """Keep a version's record, from which `load` reads its delta, until `forget` has been called as often as this.
 
-        The scheduler asks for deltas by digest alone. Each request and each call for a delta retains its record while
-        it waits or runs. The bytes of the delta are not kept by this. From now on the version wants its delta.
+        The scheduler asks for deltas by label alone. Each request and each call for a delta retains its record while
+        it waits or runs. The bytes of the delta are not kept by this.
         """
-        self._wanted.add(record)
-        self._records.setdefault(record.digest, _RetainedRecord(record)).num_users += 1
+        self._records.setdefault(record.label, _RetainedRecord(record)).num_users += 1
 
-    def forget(self, digest: str) -> None:
+    def forget(self, version: str) -> None:
         """Undo one `retain`. A delta in a slot stays there."""
-        retained = self._records[digest]
+        retained = self._records[version]
         retained.num_users -= 1
         if not retained.num_users:
-            del self._records[digest]
-            self._forget_absent(digest)
+            del self._records[version]
 
-    def is_resident(self, digest: str) -> bool:
+    def is_resident(self, version: str) -> bool:
         """Return whether the delta can be used now."""
-        entry = self._entries.get(digest)
+        entry = self._entries.get(version)
         return entry is not None and entry.delta is not None
 
-    def is_loading(self, digest: str) -> bool:
-        entry = self._entries.get(digest)
+    def is_loading(self, version: str) -> bool:
+        entry = self._entries.get(version)
         return entry is not None and entry.delta is None
 
-    def find(self, digest: str) -> ResidentDelta | None:
+    def find(self, version: str) -> ResidentDelta | None:
         """Return the delta if it is resident, else None. Counts as a use."""
-        if not self.is_resident(digest):
+        if not self.is_resident(version):
             return None
-        self._entries.move_to_end(digest)
-        return self._entries[digest].delta
+        self._entries.move_to_end(version)
+        return self._entries[version].delta
 
-    def acquire(self, digest: str) -> None:
+    def acquire(self, version: str) -> None:
         """Keep a resident delta in its slot until `release` has been called as often as this. Counts as a use."""
-        self._entries[digest].num_users += 1
-        self._entries.move_to_end(digest)
+        self._entries[version].num_users += 1
+        self._entries.move_to_end(version)
 
-    def release(self, digest: str) -> None:
+    def release(self, version: str) -> None:
         """Undo one `acquire`. Counts as a use."""
-        entry = self._entries[digest]
+        entry = self._entries[version]
         entry.num_users -= 1
-        self._entries.move_to_end(digest)
+        self._entries.move_to_end(version)
 
     def may_load(self, tenant: str) -> bool:
         """Return whether `load` may begin one more load for a tenant."""
         return self._num_loading[tenant] < MAX_LOADS
 
-    def load(self, digest: str, tenant: str) -> bool:
+    def load(self, version: str, tenant: str) -> bool:
         """Start to load a retained record's delta, unless it has a slot.
 
         Return False if no slot can be freed, or if `MAX_LOADS` loads of the tenant are under way.
         """
-        if digest in self._entries:
+        if version in self._entries:
             return True
         if not self.may_load(tenant) or (slot := self._take_slot()) is None:
             return False
-        record = self._records[digest].record
-        entry = self._entries[digest] = _SlotEntry(record, tenant, slot, self._fetcher.fetch(record, slot))
+        record = self._records[version].record
+        entry = self._entries[version] = _SlotEntry(record, tenant, slot, self._fetcher.fetch(record, slot))
         self._num_loading[tenant] += 1
         entry.fetch.add_done_callback(lambda _: self._on_load_ended())
         self._publish()
@@ -152,10 +147,6 @@ class Residency:
     def poll_loads(self) -> Iterator[FinishedLoad]:
         """Make finished loads resident, free the slots of failed ones, and yield both."""
         ended = [e for e in self._entries.values() if e.delta is None and e.fetch.done()]
-        if ended:
-            # A load drives other deltas out of slots and, on its thread, out of the host cache.
-            for digest in self._wanted.digests():
-                self._forget_absent(digest)
         for entry in ended:
             self._num_loading[entry.tenant] -= 1
             if not self._num_loading[entry.tenant]:
@@ -171,53 +162,44 @@ class Residency:
                     what = f"{type(error).__name__}: {error}"
                     error = EngineFailed(f"it could not be loaded: {what}")
                 self._metrics.load_failed(error)
-            yield FinishedLoad(entry.record.digest, error)
+                error = error.about(entry.record.label)
+            yield FinishedLoad(entry.record.label, error)
 
-    def evict(self, digest: str, reason: str) -> bool:
+    def evict(self, version: str, reason: str) -> bool:
         """Free the slot and the host copy of an idle delta. Return False if it is in use or loading."""
-        entry = self._entries.get(digest)
+        entry = self._entries.get(version)
         if entry is not None:
             if entry.delta is None or entry.num_users:
                 return False
             self._evict_from_slot(entry, reason)
-        self._cache.drop(digest, reason)
+        self._cache.drop(version, reason)
         return True
 
-    def unload(self, record: VersionRecord) -> bool:
-        """Note that a version no longer wants its delta, and evict the delta unless another version wants it.
-
-        Return False if the delta is in use, loading or waited for, and nothing was changed: call again.
-        """
-        if self._wanted.is_wanted_besides(record.digest, record.label):
-            self._wanted.remove(record.digest, record.label)
-            return True
-        if record.digest in self._records or not self.evict(record.digest, "unload"):
-            return False
-        self._wanted.forget(record.digest)
-        return True
+    def unload(self, version: str) -> bool:
+        """Evict a delta. Return False if it is in use, loading or waited for, and nothing was changed: call again."""
+        return version not in self._records and self.evict(version, "unload")
 
     def pin(self, record: VersionRecord) -> None:
-        """Never evict a version's resident delta until `unpin` of the same version.
+        """Never evict a version's resident delta until `unpin`.
 
         Raises:
             InvalidRequest: all other slots are pinned already.
         """
-        entry = self._entries[record.digest]
-        others = sum(bool(other.pins) for other in self._entries.values() if other is not entry)
-        if others + 1 >= self.num_slots:
+        entry = self._entries[record.label]
+        if entry.is_pinned:
+            return
+        if len(self._pinned) + 1 >= self.num_slots:
             raise InvalidRequest(
                 "all slots that may be pinned are pinned already: unpin another variant first"
             )
-        if record.label not in entry.pins:
-            entry.pins[record.label] = record
-            self._note_pin(record, is_pinned=True)
+        self._set_pin(entry, is_pinned=True)
         self._publish()
 
-    def unpin(self, record: VersionRecord) -> None:
-        """Remove a version's pin, if it has one. The pins of other versions with the same bytes stay."""
-        entry = self._entries.get(record.digest)
-        if entry is not None and (pinned := entry.pins.pop(record.label, None)) is not None:
-            self._note_pin(pinned, is_pinned=False)
+    def unpin(self, version: str) -> None:
+        """Remove a version's pin, if it has one."""
+        entry = self._entries.get(version)
+        if entry is not None and entry.is_pinned:
+            self._set_pin(entry, is_pinned=False)
             self._publish()
 
     def num_pinned_by(self, tenant: str) -> int:
@@ -233,72 +215,56 @@ class Residency:
     def num_slots(self) -> int:
         return len(self._free) + len(self._entries)
 
-    def level_of(self, digest: str) -> Level:
+    def level_of(self, version: str) -> Level:
         """Return where a delta is now. Any thread may call this; takes no lock."""
-        if digest in self._resident:
+        if version in self._resident:
             return "device"
-        return "host" if self._cache.holds(digest) else "disk"
+        return "host" if self._cache.holds(version) else "disk"
 
-    def is_pinned(self, digest: str) -> bool:
-        """Return whether any version pins a delta. Any thread may call this; takes no lock."""
-        return digest in self._pinned
-
-    def is_wanted(self, digest: str, label: str) -> bool:
-        """Return whether the version of this label wants its delta."""
-        return self._wanted.is_wanted_by(digest, label)
-
-    def has_pin(self, digest: str, label: str) -> bool:
-        """Return whether the version of this label pins its delta."""
-        entry = self._entries.get(digest)
-        return entry is not None and label in entry.pins
+    def is_pinned(self, version: str) -> bool:
+        """Return whether a delta is pinned. Any thread may call this; takes no lock."""
+        return version in self._pinned
 
     def records(self) -> tuple[VersionRecord, ...]:
-        """Return a version of each delta in memory, the least recently used first, those in slots last."""
+        """Return the version of each delta in memory, the least recently used first, those in slots last."""
         resident = [entry.record for entry in self._entries.values() if entry.delta is not None]
-        copies = [record for record in self._cache.records() if record.digest not in self._resident]
+        copies = [record for record in self._cache.records() if record.label not in self._resident]
         return (*copies, *resident)
 
-    def wanting(self, digest: str) -> Mapping[str, WantingVersion]:
-        """Return versions that want a delta, by label: one if any does, and others within a bound over all deltas."""
-        return self._wanted.listed(digest)
-
     def pinned_records(self) -> tuple[VersionRecord, ...]:
-        """Return every version that pins its delta, in the order of the deltas' last use."""
-        return tuple(record for entry in self._entries.values() for record in entry.pins.values())
+        """Return every pinned version, in the order of the deltas' last use."""
+        return tuple(entry.record for entry in self._entries.values() if entry.is_pinned)
 
     def close(self) -> None:
         """Wait for running loads, then free their threads and memory."""
         self._fetcher.close()
 
-    def _forget_absent(self, digest: str) -> None:
-        """Forget which versions want a delta that has left memory and that nothing waits for."""
-        if digest not in self._entries and digest not in self._records and not self._cache.holds(digest):
-            self._wanted.forget(digest)
-
-    def _note_pin(self, record: VersionRecord, *, is_pinned: bool) -> None:
-        self._num_pins[record.tenant] += 1 if is_pinned else -1
-        if not self._num_pins[record.tenant]:
-            del self._num_pins[record.tenant]
-        self._pin_changes.append((record, is_pinned))
+    def _set_pin(self, entry: _SlotEntry, *, is_pinned: bool) -> None:
+        entry.is_pinned = is_pinned
+        tenant = entry.record.tenant
+        self._num_pins[tenant] += 1 if is_pinned else -1
+        if not self._num_pins[tenant]:
+            del self._num_pins[tenant]
+        self._pin_changes.append((entry.record, is_pinned))
 
     def _take_slot(self) -> Slot | None:
         if not self._free:
-            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.pins)
+            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.is_pinned)
             if (oldest := next(idle, None)) is None:
                 return None
             self._evict_from_slot(oldest, "capacity")
             # It was used more recently than any delta that is only in host memory.
-            self._cache.touch(oldest.record.digest)
+            self._cache.touch(oldest.record.label)
         return self._free.pop()
 
     def _evict_from_slot(self, entry: _SlotEntry, reason: str) -> None:
         self._free_slot(entry)
-        self._metrics.evicted(entry.record.digest, "device", reason)
+        self._metrics.evicted(entry.record, "device", reason)
 
     def _free_slot(self, entry: _SlotEntry) -> None:
-        del self._entries[entry.record.digest]
-        for record in entry.pins.values():
-            self._note_pin(record, is_pinned=False)
+        del self._entries[entry.record.label]
+        if entry.is_pinned:
+            self._set_pin(entry, is_pinned=False)
         # Views of the slot are refused from now on.
         entry.slot.generation += 1
         self._free.append(entry.slot)
@@ -307,10 +273,8 @@ class Residency:
     def _publish(self) -> None:
         """Replace the sets that other threads read."""
         self._resident = frozenset(
-            digest for digest, entry in self._entries.items() if entry.delta is not None
+            version for version, entry in self._entries.items() if entry.delta is not None
         )
-        self._pinned = frozenset(digest for digest, entry in self._entries.items() if entry.pins)
+        self._pinned = frozenset(version for version, entry in self._entries.items() if entry.is_pinned)
         self._metrics.slots(len(self._entries), len(self._pinned), len(self._resident))
-        self._metrics.pinned(
-            (digest, record.name) for digest, entry in self._entries.items() for record in entry.pins.values()
-        )
+        self._metrics.pinned(self._pinned)

@@ -1,7 +1,4 @@
-"""Build an engine from settings: load the base, divide the memory, connect the parts.
-
-This file knows every part of the engine and their order. It knows no request and no HTTP.
-"""
+"""Build an engine from settings: load the base, divide the memory, connect the parts."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ from server.deltas.host_cache import HostCache
 from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import Slot, arena
-from server.engine.core import EngineCore
+from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
 from server.engine.engine_socket import EngineSocket
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
 from server.engine.model_runner import ModelRunner
-from server.engine.requests.request_limits import RequestLimits
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry

@@ -1,13 +1,15 @@
 """The engine's step: take requests in, schedule, run the model, sample, send tokens out.
 
-Called by the engine thread alone; nothing here blocks. Knows no threads, no sockets and no text.
+Called by the engine thread alone; nothing here blocks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,25 +18,23 @@ from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.model_runner import Batch, ModelRunner, ScheduledSequence
-from server.engine.requests.failing_alone import step_failed, too_long
-from server.engine.requests.open_requests import OpenRequests, overloaded
-from server.engine.requests.request_limits import RequestLimits
+from server.engine.requests.open_requests import OpenRequests, overloaded, step_failed
 from server.engine.requests.request_state import OnEvent, RequestState
 from server.engine.requests.waiting_requests import WaitingRequests
 from server.engine.residency_calls import ResidencyCalls, load_timeout
 from server.engine.sampling.held_logits import HeldLogits, mask_timeout, masked
-from server.engine.sampling.next_tokens import NextTokens
-from server.engine.sampling.sampler import score
+from server.engine.sampling.sampler import LastLogits, score
 from server.engine.scheduling.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
 from server.errors import EngineFailed, InvalidRequest
-from server.protocol.events import ErrorEvent, FinishReason
+from server.protocol.events import ErrorEvent
 from server.protocol.masks import check_first_mask
 from server.protocol.messages import Level, Mask
 from server.protocol.request import Request
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -58,7 +58,6 @@ class EngineCore:
         self._waiting = WaitingRequests(residency, limits.load_timeout_s)
         self._held = HeldLogits(limits.mask_timeout_s)
         self._requests = OpenRequests(scheduler, residency, telemetry, self._waiting, self._held)
-        self._next_tokens = NextTokens(runner, self._requests, scheduler.kv_cache, telemetry)
 
     def add_request(
         self, request: Request, on_event: OnEvent, submitted_at: float, first_mask: bytes | None = None
@@ -77,7 +76,7 @@ class EngineCore:
             self._telemetry.rejected(request, error)
             on_event(ErrorEvent(error))
             return
-        lookup: Level = "device" if request.digest is None else self._residency.level_of(request.digest)
+        lookup: Level = "device" if request.version is None else self._residency.level_of(request.version)
         self._requests.add(RequestState(request, on_event, lookup, submitted_at, first_mask))
 
     def cancel(self, request_id: str) -> None:
@@ -85,11 +84,11 @@ class EngineCore:
         if (state := self._requests.find(request_id)) is not None:
             self._requests.cancel(state)
 
-    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
+    def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence as its client asks; unknown ids are ignored."""
         if (state := self._requests.find(request_id)) is not None:
             with self._requests.failing_alone(state):
-                self._requests.stop_sequence(state, index, reason)
+                self._requests.stop_sequence(state, index)
 
     def set_mask(self, mask: Mask) -> None:
         """Take a mask for a constrained sequence; unknown ids are ignored."""
@@ -114,7 +113,7 @@ class EngineCore:
             if (state := self._requests.find(output.sequence.request_id)) is not None:
                 with self._requests.failing_alone(state):
                     self._held.keep_copy(output)
-        self._next_tokens.sample_each([(held.output.sequence, held) for held in ready], masked)
+        self._sample_each([(held.output.sequence, held) for held in ready], masked)
         return bool(ready)
 
     def step(self) -> bool:
@@ -158,15 +157,13 @@ class EngineCore:
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""
         for load in self._residency.poll_loads():
-            digest, error = load.digest, load.error
-            self._scheduler.load_ended(digest, now)
-            self._waiting.load_ended(digest, now)
+            version, error = load.version, load.error
+            self._scheduler.load_ended(version, now)
+            self._waiting.load_ended(version, now)
             if error is not None:
-                for state in self._requests.of_digest(digest):
-                    assert state.request.record is not None
-                    # Versions of several tenants may wait for the same bytes; each is told its own name alone.
-                    self._requests.fail(state, error.about(state.request.record.label))
-                self.residency_calls.fail_prefetches(digest, error)
+                for state in self._requests.of_version(version):
+                    self._requests.fail(state, error)
+                self.residency_calls.fail_prefetches(version, error)
 
     def _fail_late(self, now: float) -> None:
         """Fail requests whose delta was not loaded, or whose masks have not come, in time."""
@@ -199,7 +196,7 @@ class EngineCore:
             self._advance(computed, logits)
         self._scheduler.charge(plan, time.monotonic())
         num_requests = len({item.sequence.request_id for item in batch})
-        num_variants = len({item.sequence.digest for item in batch if item.delta is not None})
+        num_variants = len({item.sequence.version for item in batch if item.delta is not None})
         self._telemetry.step(time.monotonic() - began, num_requests, num_variants)
 
     def _batch(self, plan: StepPlan) -> Batch:
@@ -207,16 +204,14 @@ class EngineCore:
         deltas: dict[str | None, ResidentDelta | None] = {None: None}
         batch: Batch = []
         for sequence, num_tokens in plan.batch.items():
-            state, digest = self._requests.find(sequence.request_id), sequence.digest
+            state, version = self._requests.find(sequence.request_id), sequence.version
             if state is None:
                 continue
-            if digest is not None and digest not in deltas:
-                deltas[digest] = self._residency.find(digest)
-            delta = deltas[digest]
-            if digest is not None and delta is None:
-                self._requests.fail(
-                    state, EngineFailed(f"delta {digest[:12]} was scheduled and is not resident")
-                )
+            if version is not None and version not in deltas:
+                deltas[version] = self._residency.find(version)
+            delta = deltas[version]
+            if version is not None and delta is None:
+                self._requests.fail(state, EngineFailed(f"{version} was scheduled and is not resident"))
             else:
                 batch.append(ScheduledSequence(sequence, num_tokens, delta))
         batch.sort(key=lambda item: -1 if item.delta is None else item.delta.slot.index)
@@ -277,9 +272,7 @@ class EngineCore:
             else:
                 ready.append((sequence, row - 1))
         # Usually every row belongs to a sequence that has all its tokens.
-        self._next_tokens.sample_each(
-            ready, lambda rows: logits if len(rows) == len(logits) else logits[rows]
-        )
+        self._sample_each(ready, lambda rows: logits if len(rows) == len(logits) else logits[rows])
 
     def _read_prompt_logprobs(self, state: RequestState, sequence: Sequence, logits: Tensor) -> None:
         """Score the prompt's tokens that follow those just computed; `logits` is ``[tokens, vocab]``."""
@@ -289,3 +282,68 @@ class EngineCore:
         assert num_top is not None
         scored = score(logits[: len(following)], following, num_top)
         state.outputs[sequence.index].add_prompt_logprobs(scored)
+
+    def _sample_each(self, ready: list[tuple[Sequence, T]], gather: Callable[[list[T]], Tensor]) -> None:
+        """Sample the next token of each sequence from its row of `gather`; if that fails, of each one alone.
+
+        Args:
+            ready: sequences, each with what `gather` needs to know of it.
+            gather: returns logits ``[sequences, vocab]``.
+
+        Raises:
+            Exception: the model's own, if the device does not work any more.
+        """
+        if not ready:
+            return
+        try:
+            last = LastLogits(gather([item for _, item in ready]))
+        except Exception as error:
+            log.exception("no logits to sample %s from", [sequence.id for sequence, _ in ready])
+            if not self._runner.is_usable():
+                raise
+            if len(ready) > 1:
+                for one in ready:
+                    self._sample_each([one], gather)
+            elif (failed := self._requests.find(ready[0][0].request_id)) is not None:
+                self._requests.fail(failed, step_failed(error))
+            return
+        for row, (sequence, _) in enumerate(ready):
+            # Its request may have failed just now with another of its sequences.
+            if (state := self._requests.find(sequence.request_id)) is not None:
+                with self._requests.failing_alone(state):
+                    self._sample(state, sequence, last, row)
+
+    def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
+        """Sample a sequence's next token and send it; start the request's second sequence behind the first token."""
+        output = state.outputs[sequence.index]
+        token = last.sample(row, state.request.num_embeddings, output.sampler)
+        self._kv_cache.cache_full_pages(sequence)
+        now = time.monotonic()
+        reason = output.add_token(token)
+        if state.first_token_at is None:
+            state.first_token_at = now
+            self._telemetry.first_token(state.request, state.lookup, state.timings(now))
+        self._telemetry.tokens(state.request, "generation", 1)
+        if output.last_token_at is not None:
+            self._telemetry.next_token(now - output.last_token_at)
+        output.last_token_at = now
+        self._requests.start_next(state, sequence)
+        if reason is not None:
+            self._requests.finish_sequence(state, output, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds on requests."""
+
+    max_open: int  # requests that run or wait
+    max_model_len: int  # tokens of prompt and output together
+    load_timeout_s: float
+    mask_timeout_s: float  # for which a constrained sequence waits for its mask
+
+
+def too_long(max_tokens: int) -> InvalidRequest:
+    """Return the error of a request with a sequence that the whole KV cache cannot hold."""
+    return InvalidRequest(
+        f"the key-value cache holds {max_tokens} tokens, and more are needed: shorten the prompt"
+    )

@@ -1,7 +1,6 @@
 """The engine's loop: receive messages, step, send what came of it. Owns the thread that owns the model.
 
-Clients reach it through `engine_socket.py` alone, from other processes or from threads of the same one. A step is
-`core.py`. Knows no HTTP and no text.
+Clients reach it through `engine_socket.py` alone, from other processes or from threads of the same one.
 """
 
 from __future__ import annotations
@@ -9,19 +8,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 
 from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.engine.clients import Clients
 from server.engine.core import EngineCore
-from server.engine.delta_states import residents, states_of
 from server.engine.engine_socket import EngineSocket
 from server.engine.residency_calls import Prefetch, Unload
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics.engine import EngineMetrics
-from server.metrics.snapshot import take_snapshot
 from server.protocol.codec import decode_client_message
 from server.protocol.events import ErrorEvent
 from server.protocol.messages import (
@@ -31,6 +31,7 @@ from server.protocol.messages import (
     Cancel,
     ClientGone,
     ClientMessage,
+    DeltaState,
     EngineFacts,
     ForgetVariants,
     Hello,
@@ -42,6 +43,7 @@ from server.protocol.messages import (
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
+    Resident,
     ResidentsAnswer,
     ResidentsQuery,
     StopSequence,
@@ -52,6 +54,8 @@ from server.protocol.messages import (
 SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long
 IDLE_S = 0.2  # between checks for work when nothing arrives
 BEAT_S = 0.5
+# Deltas in one answer.
+MAX_RESIDENTS = 4096
 
 
 class Engine:
@@ -140,8 +144,8 @@ class Engine:
                 core.add_request(request, on_event, submitted_at, first_mask)
             case Cancel(request_id):
                 core.cancel(request_id)
-            case StopSequence(request_id, index, reason):
-                core.stop_sequence(request_id, index, reason)
+            case StopSequence(request_id, index):
+                core.stop_sequence(request_id, index)
             case Mask():
                 core.set_mask(message)
             case LoadCall():
@@ -150,7 +154,7 @@ class Engine:
                 states = states_of(self._residency, core.versions_in_use(), versions)
                 clients.send(identity, ResidencyAnswer(call_id, states))
             case MetricsQuery(call_id):
-                clients.send(identity, MetricsAnswer(call_id, take_snapshot(self._metrics.registry)))
+                clients.send(identity, MetricsAnswer(call_id, self._metrics.snapshot()))
             case ResidentsQuery(call_id):
                 found = residents(self._residency, core.versions_in_use())
                 clients.send(identity, ResidentsAnswer(call_id, found))
@@ -180,7 +184,7 @@ class Engine:
         calls = self._core.residency_calls
         try:
             if call.action == "unpin":
-                self._residency.unpin(call.record)
+                self._residency.unpin(call.record.label)
                 future.set_result(None)
             elif call.action == "unload":
                 calls.add_unload(Unload(call.record, future))
@@ -197,3 +201,32 @@ class Engine:
 def _error_of(done: Future[None]) -> PeraxisError | None:
     error = done.exception()
     return error if error is None or isinstance(error, PeraxisError) else EngineFailed(str(error))
+
+
+def states_of(
+    residency: Residency, in_use: Iterable[VersionRecord], versions: tuple[str, ...]
+) -> tuple[DeltaState, ...]:
+    """Return the level of each version's delta, whether it is pinned, and its number of requests.
+
+    Args:
+        in_use: the version of each admitted request.
+        versions: labels of versions.
+    """
+    counts = Counter(record.label for record in in_use)
+    return tuple(
+        DeltaState(residency.level_of(version), residency.is_pinned(version), counts[version])
+        for version in versions
+    )
+
+
+def residents(residency: Residency, in_use: Iterable[VersionRecord]) -> tuple[Resident, ...]:
+    """Return the versions of the deltas in memory, the least recently used first.
+
+    Of more than `MAX_RESIDENTS` deltas, those that were used last, so that the answer delays a step by a bounded time.
+    """
+    records = residency.records()[-MAX_RESIDENTS:]
+    states = states_of(residency, in_use, tuple(record.label for record in records))
+    return tuple(
+        Resident(record.tenant, record.name, record.version, record.digest, record.device_bytes, state)
+        for record, state in zip(records, states, strict=True)
+    )

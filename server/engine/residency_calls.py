@@ -30,7 +30,7 @@ class Prefetch:
 
 @dataclass(slots=True, eq=False)
 class Unload:
-    """A call to unpin a version and to free its slot once no request runs on it, unless another version wants it."""
+    """A call to unpin a version and to free its slot once no request runs on it."""
 
     record: VersionRecord
     future: Future[None]
@@ -78,9 +78,9 @@ class ResidencyCalls:
         Raises:
             QueueFull: too many calls of its tenant wait.
         """
-        self._residency.unpin(call.record)
+        self._residency.unpin(call.record.label)
         same = [pending for pending in self._unloads if pending.record.label == call.record.label]
-        if not same and self._residency.unload(call.record):
+        if not same and self._residency.unload(call.record.label):
             call.future.set_result(None)
             return
         self._count(call.record.tenant, call.future)
@@ -91,18 +91,18 @@ class ResidencyCalls:
 
     def serve(self, now: float) -> None:
         """Start loads, evict unused deltas, and answer the calls that are done or late."""
-        for unload in [u for u in self._unloads if self._residency.unload(u.record)]:
+        for unload in [u for u in self._unloads if self._residency.unload(u.record.label)]:
             self._unloads.remove(unload)
             unload.future.set_result(None)
         for prefetch in list(self._prefetches):
             self._end_if_over(prefetch, now)
         self._begin_loads()
 
-    def fail_prefetches(self, digest: str, error: PeraxisError) -> None:
+    def fail_prefetches(self, version: str, error: PeraxisError) -> None:
         """Answer the calls to load a delta whose load has failed."""
-        for prefetch in [prefetch for prefetch in self._prefetches if prefetch.record.digest == digest]:
+        for prefetch in [prefetch for prefetch in self._prefetches if prefetch.record.label == version]:
             self._end_prefetch(prefetch)
-            prefetch.future.set_exception(error.about(prefetch.record.label))
+            prefetch.future.set_exception(error)
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every pending call with an error: the engine stops."""
@@ -120,14 +120,14 @@ class ResidencyCalls:
         """Begin a load of each tenant in turn, until no slot can be freed."""
         waiting: dict[str, deque[Prefetch]] = {}
         for prefetch in self._prefetches:
-            if not self._residency.is_loading(prefetch.record.digest):
+            if not self._residency.is_loading(prefetch.record.label):
                 waiting.setdefault(prefetch.record.tenant, deque()).append(prefetch)
         tenants = deque(tenant for tenant in self._turns if tenant in waiting)
         while tenants:
             tenant = tenants.popleft()
             if not self._residency.may_load(tenant):
                 continue
-            if not self._residency.load(waiting[tenant].popleft().record.digest, tenant):
+            if not self._residency.load(waiting[tenant].popleft().record.label, tenant):
                 return
             del self._turns[tenant]
             self._turns[tenant] = None
@@ -136,8 +136,7 @@ class ResidencyCalls:
 
     def _end_if_over(self, prefetch: Prefetch, now: float) -> None:
         """Answer a call whose delta is resident, that may not pin, or that is late."""
-        digest = prefetch.record.digest
-        resident, refusal = self._residency.is_resident(digest), self._refusal_of_pin(prefetch)
+        resident, refusal = self._residency.is_resident(prefetch.record.label), self._refusal_of_pin(prefetch)
         if refusal is None and not resident and now - prefetch.called_at <= self._load_timeout_s:
             return
         self._end_prefetch(prefetch)
@@ -158,7 +157,7 @@ class ResidencyCalls:
             return None
         record = prefetch.record
         num_pinned = self._residency.num_pinned_by(record.tenant)
-        if num_pinned - self._residency.has_pin(record.digest, record.label) < prefetch.max_pinned:
+        if num_pinned - self._residency.is_pinned(record.label) < prefetch.max_pinned:
             return None
         return RateLimited(
             f"tenant {record.tenant!r} may pin {prefetch.max_pinned} versions and has pinned {num_pinned}: "
@@ -170,7 +169,7 @@ class ResidencyCalls:
         self._prefetches.remove(prefetch)
         if all(other.record.tenant != prefetch.record.tenant for other in self._prefetches):
             del self._turns[prefetch.record.tenant]
-        self._residency.forget(prefetch.record.digest)
+        self._residency.forget(prefetch.record.label)
 
 
 def _follow(first: Future[None], later: Future[None]) -> None:

@@ -36,6 +36,7 @@ class Sequence:
         self.id = f"{request.id}/{index}"
         self.tenant = request.tenant
         self.digest = request.digest
+        self.version = request.version
         self.prompt_ids = request.prompt_ids
         self.generated_ids: list[int] = []
         self.num_prompt_tokens = len(request.prompt_ids)
@@ -74,7 +75,7 @@ class Sequence:
     def has_progressed(self) -> bool:
         """True once it has generated a token since it was admitted; preempting earlier wastes the prefill.
 
-        A sequence that waits for its mask counts as progressed, so that it keeps no other from a seat or a slot.
+        A sequence that waits for its mask counts as progressed, so that it keeps no other from a row or a slot.
         """
         return self.num_tokens > self.num_tokens_at_admission or self.awaits_mask
 
@@ -108,7 +109,7 @@ class TenantQueue:
     variants: LeastServed[str | None, VariantQueue] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.variants = LeastServed(lambda digest: VariantQueue(self, digest, is_open=digest is None))
+        self.variants = LeastServed(lambda version: VariantQueue(self, version, is_open=version is None))
 
     @property
     def is_ready(self) -> bool:
@@ -124,7 +125,7 @@ class VariantQueue:
     """The waiting sequences of one tenant for one variant, admitted only while it is open."""
 
     tenant: TenantQueue
-    digest: str | None  # None is the base
+    version: str | None  # None is the base
     is_open: bool
     counter: float = 0.0  # tokens served
     num_running: int = 0

@@ -21,7 +21,7 @@ from server.errors import EngineRestarted, QueueFull
 from server.frontend.engine_link import OnEvent
 from server.metrics.snapshot import Snapshot
 from server.protocol.codec import decode_engine_message, encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishReason
+from server.protocol.events import DoneEvent, ErrorEvent, Event
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -49,7 +49,6 @@ from server.protocol.messages import (
     ResidentsQuery,
     StopSequence,
     Submit,
-    VersionRef,
     Welcome,
 )
 from server.protocol.request import Request
@@ -164,10 +163,10 @@ class EngineClient:
         if self._requests.pop(request_id, None) is not None:
             self._send_surely(Cancel(request_id))
 
-    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
-        """End one sequence, by default because its text holds a stop string. Tokens already computed may still come."""
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
         if request_id in self._requests:
-            self._send_surely(StopSequence(request_id, index, reason))
+            self._send_surely(StopSequence(request_id, index))
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
@@ -194,16 +193,15 @@ class EngineClient:
         """
         return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned))
 
-    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
-        """Return the state of each version; without a ready engine all are on disk."""
-        if not records or not self._is_welcomed:
-            return (DeltaState("disk", False, 0),) * len(records)
-        versions = tuple(VersionRef(record.label, record.digest) for record in records)
+    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk."""
+        if not versions or not self._is_welcomed:
+            return (DeltaState("disk", False, 0),) * len(versions)
         states: list[DeltaState] = []
         for start in range(0, len(versions), MAX_ASKED):
             async with self._asking:
                 states += await self._call(
-                    partial(ResidencyQuery, versions=versions[start : start + MAX_ASKED])
+                    partial(ResidencyQuery, versions=tuple(versions[start : start + MAX_ASKED]))
                 )
         return tuple(states)
 

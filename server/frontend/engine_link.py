@@ -12,8 +12,8 @@ from typing import Protocol
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.protocol.events import Event, FinishReason
-from server.protocol.messages import DeltaState, EngineFacts, LoadAction, VersionRef
+from server.protocol.events import Event
+from server.protocol.messages import DeltaState, EngineFacts, LoadAction
 from server.protocol.request import Request
 
 OnEvent = Callable[[Event], None]
@@ -57,8 +57,8 @@ class EngineLink(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone. Its events are dropped from now on."""
 
-    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
-        """End one sequence, by default because its text holds a stop string. Tokens already computed may still come."""
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
@@ -68,5 +68,5 @@ class EngineLink(Protocol):
     ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened."""
 
-    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
-        """Return the state of each version; without a ready engine all are on disk."""
+    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk."""

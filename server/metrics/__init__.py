@@ -1,5 +1,5 @@
-"""Metrics of the service: counted in every process, added up and rendered in one.
+"""Metrics of the service: counted in every process, added up in one, rendered where a scrape is answered.
 
-`EngineMetrics` and `FrontendMetrics` count. `take_snapshot` makes a plain value of a process's metrics, which can be
-sent to another process. `Aggregator` adds up the snapshots of all processes, and `scrape` renders them.
+`EngineMetrics` and `FrontendMetrics` count in plain values. Their snapshots are sent to the process with the shared
+state, where `Aggregator` adds them up; `compose` renders them.
 """

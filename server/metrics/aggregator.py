@@ -11,12 +11,11 @@ from collections.abc import Collection, Hashable
 from operator import add, sub
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.labels import BASE, MAX_LABEL_VALUES, OTHER, VariantLabels
-from server.metrics.snapshot import Family, Series, Snapshot, take_snapshot
+from server.metrics.snapshot import Family, Series, Snapshot
 
 # Gauges of which the service has the smallest of its processes' values; all others are added.
 SMALLEST = ("process_start_time_seconds", "process_max_fds")
@@ -42,7 +41,7 @@ class Aggregator:
         self._variants = VariantLabels()
         self.started(_ZERO)
         for kind in (EngineMetrics, FrontendMetrics):
-            self.received(_ZERO, take_snapshot(kind(CollectorRegistry()).registry))
+            self.received(_ZERO, kind().snapshot())
 
     def started(self, source: Hashable) -> None:
         """Add a process that has counted nothing yet."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
-
 from deltastore.errors import PeraxisError
 from server.errors import Draining, EngineRestarted, QueueFull, RateLimited
-from server.metrics.definitions import MetricSet
+from server.metrics.instruments import MetricSet
 from server.metrics.labels import BASE, FINISH_REASONS, OTHER, REJECTIONS, VariantLabels, variant_label
 
 # Values of the label `reason`; other errors count as "invalid".
@@ -27,20 +25,20 @@ class RequestMetrics(MetricSet):
     learns that the engine is gone.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry)
+    def __init__(self, *, process: bool = False) -> None:
+        super().__init__(process=process)
         self._labels = VariantLabels()
         self._lock = threading.Lock()
-        self.admission_rejections_total = self._counter(
+        self.admission_rejections_total = self.labelled_counter(
             "admission_rejections", "Requests that were refused", reason=REJECTIONS
         )
-        self.tenant_rejections_total = self._counter(
+        self.tenant_rejections_total = self.labelled_counter(
             "tenant_rejections", "Requests that were refused", tenant=(), reason=()
         )
-        self.variant_requests_total = self._counter(
+        self.variant_requests_total = self.labelled_counter(
             "variant_requests", "Finished requests", variant=(BASE,), finish_reason=FINISH_REASONS
         )
-        self.e2e_request_latency_seconds = self._histogram(
+        self.e2e_request_latency_seconds = self.histogram(
             "e2e_request_latency_seconds", "From admission to the last token"
         )
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.reports import Usage
-from server.metrics.definitions import PREFIX
+from server.metrics.instruments import PREFIX
 from server.metrics.labels import MAX_LABEL_VALUES, variant_label
 from server.metrics.snapshot import Family, Series
 

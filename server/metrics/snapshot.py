@@ -1,17 +1,8 @@
-"""Plain values of one process's metrics, which msgspec can encode, and how to take them.
-
-`take_snapshot` reads the values of prometheus_client's metrics directly, because `collect` makes an object per sample:
-5 ms for an engine with 200 variants, between two of whose steps a snapshot is taken.
-"""
+"""The metrics of a process or of the service as plain values, which msgspec can encode."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-Instrument = Counter | Gauge | Histogram
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -51,54 +42,3 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """The metrics of one process, or of the service, at one moment."""
 
     families: tuple[Family, ...]
-
-
-def take_snapshot(registry: CollectorRegistry) -> Snapshot:
-    """Read every metric of a registry. Thread-safe."""
-    families: list[Family] = []
-    for collector in tuple(registry._collector_to_names):
-        if isinstance(collector, Instrument):
-            families.append(_family(collector))
-        else:
-            # ProcessCollector, whose metrics have one series each and no labels.
-            families.extend(
-                Family(
-                    metric.name,
-                    metric.documentation,
-                    metric.type,
-                    (),
-                    tuple(Series((), sample.value) for sample in metric.samples),
-                )
-                for metric in collector.collect()
-            )
-    return Snapshot(tuple(families))
-
-
-def _family(metric: Instrument) -> Family:
-    label_names = tuple(metric._labelnames)
-    if label_names:
-        with metric._lock:
-            children: dict[Any, Any] = dict(metric._metrics)
-    else:
-        children = {(): metric}
-    arguments = (metric._name, metric._documentation, str(metric._type), label_names)
-    if isinstance(metric, Histogram):
-        return Family(*arguments, _histograms(children), tuple(metric._upper_bounds))
-    if isinstance(metric, Counter):
-        return Family(*arguments, _counters(children))
-    return Family(
-        *arguments, tuple([Series(labels, gauge._value.get()) for labels, gauge in children.items()])
-    )
-
-
-def _histograms(children: dict[Any, Any]) -> tuple[Series, ...]:
-    return tuple(
-        Series(labels, child._sum.get(), tuple([bucket.get() for bucket in child._buckets]), child._created)
-        for labels, child in children.items()
-    )
-
-
-def _counters(children: dict[Any, Any]) -> tuple[Series, ...]:
-    return tuple(
-        [Series(labels, child._value.get(), (), child._created) for labels, child in children.items()]
-    )

@@ -8,12 +8,11 @@ vLLM and of `docs/proposals/003-model-server-protocol` in the gateway API infere
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable, Mapping
 from operator import add
 
-from prometheus_client import CollectorRegistry, Gauge
-
-from server.metrics.definitions import PREFIX
+from server.metrics.instruments import PREFIX, MetricSet
 from server.metrics.labels import BASE
 from server.metrics.snapshot import Family, Series
 
@@ -59,24 +58,25 @@ class VllmMetrics:
     Each method replaces the label sets of the call before it, so that no router reads a state that is over.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.lora_adapter_loaded = Gauge(
+    def __init__(self, metrics: MetricSet) -> None:
+        self.lora_adapter_loaded = metrics.labelled_gauge(
             f"{VLLM_PREFIX}lora_adapter_loaded",
             "1 while the adapter is in memory",
-            (*COMMON_NAMES, "adapter_name", "level", "pinned", "rank"),
-            registry=registry,
+            **dict.fromkeys((*COMMON_NAMES, "adapter_name", "level", "pinned", "rank"), ()),
         )
-        self.lora_requests_info = Gauge(
+        self.lora_requests_info = metrics.labelled_gauge(
             f"{VLLM_PREFIX}lora_requests_info",
             "Time of the last change of adapters with requests",
-            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-            registry=registry,
+            max_lora=(),
+            running_lora_adapters=(),
+            waiting_lora_adapters=(),
         )
-        self.cache_config_info = Gauge(
+        self.cache_config_info = metrics.labelled_gauge(
             f"{VLLM_PREFIX}cache_config_info",
             "Always 1; the labels are the sizes of the KV cache",
-            ("block_size", "num_gpu_blocks", "engine"),
-            registry=registry,
+            block_size=(),
+            num_gpu_blocks=(),
+            engine=(),
         )
         self._lock = threading.Lock()
         self._max_lora = 0
@@ -95,7 +95,7 @@ class VllmMetrics:
         with self._lock:
             before, self._requests = self._requests, labels
             # Before the old series goes, so that a scrape always finds one.
-            self.lora_requests_info.labels(*labels).set_to_current_time()
+            self.lora_requests_info.labels(*labels).set(time.time())
             if before not in (None, labels):
                 self.lora_requests_info.remove(*before)
 

@@ -3,7 +3,7 @@
 A short text runs through the plain model in a wider dtype, with and without a delta (`reference.py`), and then through
 the delta-aware model, where each decoder layer takes the reference's input. So each layer, the embedding and the output
 head are compared separately. The allowed error comes from the reference in the model's own dtype: the check is as sharp
-for 80 layers of bfloat16 as for two of float32. Knows layers and tensors; no requests and no files.
+for 80 layers of bfloat16 as for two of float32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base.base import Base
+from deltastore.format.signs import pack_signs
 from deltastore.memory import is_out_of_memory
 from server.deltas.batch import BatchContext
-from server.deltas.resident import ResidentDelta
+from server.deltas.norm import is_norm
+from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
 from server.errors import NotServable
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 from server.model.hooks import kind
-from server.model.probe_delta import draw_delta
-from server.model.reference import ReferenceModel, own_norms
+from server.model.reference import RankOneDelta, ReferenceModel, own_norms
 
 # A prime that is no model's number of heads, so that token and head dimensions differ.
 NUM_TOKENS = 13
@@ -43,73 +44,15 @@ WINDOW = 5
 TOLERANCE = 3.0
 # Relative errors below this are always allowed. In 16-bit dtypes, the machine epsilon is larger and applies instead.
 MIN_ERROR = 1e-5
+# Size of the probe's delta, in units of each weight's standard deviation.
+DELTA_SHARE = 0.5
+# Standard deviation of the change of norm weights, which are around one, or around zero in ``1 + w`` forms.
+NORM_SHIFT = 0.25
+# Rows of a weight that its standard deviation is estimated from, and the value for a weight of zeros.
+STD_ROWS = 64
+ZERO_STD = 0.02
 # Errors of a model that cannot run in this way.
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trace:
-    """The hidden states and logits of one run."""
-
-    inputs: Sequence[Tensor]  # by decoder layer: [sequences, tokens, hidden]
-    outputs: Sequence[Tensor]  # by decoder layer: [sequences, tokens, hidden]
-    logits: Tensor  # [sequences, tokens, vocab]
-
-    def of_sequence(self, index: int) -> Trace:
-        """Return the trace of one sequence."""
-        own = slice(index, index + 1)
-        return Trace([x[own] for x in self.inputs], [x[own] for x in self.outputs], self.logits[own])
-
-    def of_tokens(self, own: slice) -> Trace:
-        """Return the trace of some positions."""
-        return Trace([x[:, own] for x in self.inputs], [x[:, own] for x in self.outputs], self.logits[:, own])
-
-    def then(self, later: Trace) -> Trace:
-        """Return this trace's tokens followed by those of `later`."""
-        return Trace(
-            [torch.cat(pair, 1) for pair in zip(self.inputs, later.inputs, strict=True)],
-            [torch.cat(pair, 1) for pair in zip(self.outputs, later.outputs, strict=True)],
-            torch.cat([self.logits, later.logits], 1),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """The errors of one run against the reference."""
-
-    # By part, [tokens]: norm of the error over the norm of what the part computes.
-    relative: Mapping[str, Tensor]
-    kl: float  # KL divergence of the predictions from the reference's, in nats per token
-
-    @classmethod
-    def of(cls, found: Trace, truth: Trace) -> Deviation:
-        """Compare a run of one sequence with the reference."""
-        relative = {"the embedding": _ratios(found.inputs[0], truth.inputs[0], truth.inputs[0])}
-        for index, output in enumerate(found.outputs):
-            # The residual stream passes through: a layer computes what it adds.
-            added = truth.outputs[index] - truth.inputs[index]
-            relative[f"layer {index}"] = _ratios(output, truth.outputs[index], added)
-        relative["the output head"] = _ratios(found.logits, truth.logits, truth.logits)
-        expected, reached = truth.logits.log_softmax(-1), found.logits.to(truth.logits.dtype).log_softmax(-1)
-        return cls(relative, float((expected.exp() * (expected - reached)).sum(-1).mean()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReferenceRun:
-    """A reference run, and the deviation that rounding to the model's dtype alone causes."""
-
-    truth: Trace
-    rounding: Deviation
-
-    @classmethod
-    def of(cls, truth: Trace, rounded: Trace) -> ReferenceRun:
-        return cls(truth, Deviation.of(rounded, truth))
-
-    @property
-    def is_finite(self) -> bool:
-        """True if neither run has NaN or infinite values."""
-        parts = self.rounding.relative.values()
-        return math.isfinite(self.rounding.kl) and all(bool(part.isfinite().all()) for part in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +154,71 @@ class Probe:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """The hidden states and logits of one run."""
+
+    inputs: Sequence[Tensor]  # by decoder layer: [sequences, tokens, hidden]
+    outputs: Sequence[Tensor]  # by decoder layer: [sequences, tokens, hidden]
+    logits: Tensor  # [sequences, tokens, vocab]
+
+    def of_sequence(self, index: int) -> Trace:
+        """Return the trace of one sequence."""
+        own = slice(index, index + 1)
+        return Trace([x[own] for x in self.inputs], [x[own] for x in self.outputs], self.logits[own])
+
+    def of_tokens(self, own: slice) -> Trace:
+        """Return the trace of some positions."""
+        return Trace([x[:, own] for x in self.inputs], [x[:, own] for x in self.outputs], self.logits[:, own])
+
+    def then(self, later: Trace) -> Trace:
+        """Return this trace's tokens followed by those of `later`."""
+        return Trace(
+            [torch.cat(pair, 1) for pair in zip(self.inputs, later.inputs, strict=True)],
+            [torch.cat(pair, 1) for pair in zip(self.outputs, later.outputs, strict=True)],
+            torch.cat([self.logits, later.logits], 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The errors of one run against the reference."""
+
+    # By part, [tokens]: norm of the error over the norm of what the part computes.
+    relative: Mapping[str, Tensor]
+    kl: float  # KL divergence of the predictions from the reference's, in nats per token
+
+    @classmethod
+    def of(cls, found: Trace, truth: Trace) -> Deviation:
+        """Compare a run of one sequence with the reference."""
+        relative = {"the embedding": _ratios(found.inputs[0], truth.inputs[0], truth.inputs[0])}
+        for index, output in enumerate(found.outputs):
+            # The residual stream passes through: a layer computes what it adds.
+            added = truth.outputs[index] - truth.inputs[index]
+            relative[f"layer {index}"] = _ratios(output, truth.outputs[index], added)
+        relative["the output head"] = _ratios(found.logits, truth.logits, truth.logits)
+        expected, reached = truth.logits.log_softmax(-1), found.logits.to(truth.logits.dtype).log_softmax(-1)
+        return cls(relative, float((expected.exp() * (expected - reached)).sum(-1).mean()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceRun:
+    """A reference run, and the deviation that rounding to the model's dtype alone causes."""
+
+    truth: Trace
+    rounding: Deviation
+
+    @classmethod
+    def of(cls, truth: Trace, rounded: Trace) -> ReferenceRun:
+        return cls(truth, Deviation.of(rounded, truth))
+
+    @property
+    def is_finite(self) -> bool:
+        """True if neither run has NaN or infinite values."""
+        parts = self.rounding.relative.values()
+        return math.isfinite(self.rounding.kl) and all(bool(part.isfinite().all()) for part in parts)
+
+
 @contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shorten the sliding windows of all layers to WINDOW tokens inside the block."""
@@ -281,3 +289,67 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise NotServable(f"{kind(model)}: its {count} decoder layers are in no list of modules")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeDelta:
+    """One random delta of a whole model, as layers and as the reference take it.
+
+    Its signs are outer products, so the reference applies it with two vectors per matrix.
+    """
+
+    resident: ResidentDelta
+    by_address: Mapping[int, RankOneDelta]  # by the address of the weight
+    norms: Mapping[nn.Module, Mapping[str, Tensor]]  # values of each norm's parameters, by name
+
+
+def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
+    """Draw a delta of every matrix and norm of a model without hooks, with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    output_head = model.get_output_embeddings()
+    matrices: dict[str, MatrixView] = {}
+    by_address: dict[int, RankOneDelta] = {}
+    norms: dict[nn.Module, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    signs: dict[torch.Size, _OuterSigns] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.data_ptr() not in by_address:
+            weight = module.weight
+            if weight.shape not in signs:
+                signs[weight.shape] = _OuterSigns.drawn(weight.shape, generator, weight.device)
+            stored = base.head or f"{name}.weight" if module is output_head else f"{name}.weight"
+            matrices[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(weight, generator)
+        elif is_norm(module):
+            norms[module] = {
+                key: value + NORM_SHIFT * torch.randn(value.shape, generator=generator).to(value)
+                for key, value in module.named_parameters(recurse=False)
+            }
+            whole |= {f"{name}.{key}": value for key, value in norms[module].items()}
+    slot = Slot(0, torch.empty(0, dtype=torch.uint8, device=model.device))
+    delta = ResidentDelta("", base.head is None, base.head or "", matrices, whole, slot, 0)
+    return ProbeDelta(delta, by_address, norms)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OuterSigns:
+    """Signs ``a_i b_j`` for all matrices of one shape, each with factors of its own."""
+
+    packed: Tensor  # [out, ceil(in / 8)] uint8
+    a: Tensor  # [out] float32, each -1 or 1
+    b: Tensor  # [in] float32, each -1 or 1
+
+    @classmethod
+    def drawn(cls, shape: torch.Size, generator: torch.Generator, device: torch.device) -> _OuterSigns:
+        a, b = (torch.rand(size, generator=generator) < 0.5 for size in shape)
+        rows = pack_signs(torch.stack([~b, b])).to(device)
+        return cls(rows[a.long().to(device)], *((2.0 * side.float() - 1).to(device) for side in (a, b)))
+
+    def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[MatrixView, RankOneDelta]:
+        """Return a delta of random factors in proportion to the weight, as layers and as the reference take it."""
+        std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
+        spread_out, spread_in = (
+            (0.5 + torch.rand(side.shape, generator=generator)).to(side) for side in (self.a, self.b)
+        )
+        factor_out = DELTA_SHARE * std * spread_out
+        plane = PlaneView(self.packed, factor_out, spread_in)
+        return MatrixView((plane,), None, None, None), RankOneDelta(factor_out * self.a, spread_in * self.b)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from server.metrics.snapshot import Snapshot
-from server.protocol.adapters import AdapterChange, LoadedAdapter
-from server.protocol.limits import LimitAnswer, LimitCall
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.protocol.shared_calls import AnyCall
 
 # Largest message in either direction; the metrics of all processes are the longest.
 MAX_MESSAGE_BYTES = 16 << 20
@@ -34,45 +31,15 @@ class MetricsWanted(Struct, frozen=True, tag=True):
     call_id: int
 
 
-class MetricsOfServer(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its MetricsOfServerWanted."""
+class SharedAnswer(Struct, frozen=True, tag=True):
+    """To an HTTP process: the answer to its SharedQuestion."""
 
     call_id: int
-    snapshot: Snapshot  # of all processes together
+    result: Raw = Raw(b"\xc0")  # MessagePack of the type that the call names
+    error: str | None = None  # of a QueueFull that the call raised
 
 
-class Adapters(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its AdaptersWanted."""
-
-    call_id: int
-    adapters: tuple[LoadedAdapter, ...]
-
-
-class StatsAnswer(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its StatsWanted."""
-
-    call_id: int
-    stats: ServerStats
-
-
-class SourceJobAnswer(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its PutSourceJob or SourceJobWanted; None if it was refused or not found."""
-
-    call_id: int
-    job: SourceJob | None
-
-
-SupervisorMessage = (
-    EngineStarted
-    | EngineLost
-    | Ping
-    | MetricsWanted
-    | MetricsOfServer
-    | Adapters
-    | StatsAnswer
-    | LimitAnswer
-    | SourceJobAnswer
-)
+SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | SharedAnswer
 
 
 class Serving(Struct, frozen=True, tag=True):
@@ -96,57 +63,11 @@ class MetricsOfProcess(Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-class MetricsOfServerWanted(Struct, frozen=True, tag=True):
-    """To the supervisor: answer with the metrics of all processes."""
+class SharedQuestion(Struct, frozen=True, tag=True):
+    """To the supervisor: a call to the shared state."""
 
     call_id: int
+    call: AnyCall
 
 
-class VariantsDeleted(Struct, frozen=True, tag=True):
-    """To the supervisor: variants that metrics show do not exist any more."""
-
-    labels: tuple[str, ...]
-
-
-class AdaptersWanted(Struct, frozen=True, tag=True):
-    """To the supervisor: change the server's record of loaded adapters, and answer with it."""
-
-    call_id: int
-    change: AdapterChange
-
-
-class StatsWanted(Struct, frozen=True, tag=True):
-    """To the supervisor: answer with the statistics of the whole server."""
-
-    call_id: int
-
-
-class PutSourceJob(Struct, frozen=True, tag=True):
-    """To the supervisor: keep the state of a job that this process runs."""
-
-    call_id: int
-    job: SourceJob
-
-
-class SourceJobWanted(Struct, frozen=True, tag=True):
-    """To the supervisor: answer with the last state of a job."""
-
-    call_id: int
-    tenant: str
-    name: str
-    job_id: str
-
-
-HttpProcessMessage = (
-    Serving
-    | CannotServe
-    | Pong
-    | MetricsOfProcess
-    | MetricsOfServerWanted
-    | VariantsDeleted
-    | AdaptersWanted
-    | StatsWanted
-    | LimitCall
-    | PutSourceJob
-    | SourceJobWanted
-)
+HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | SharedQuestion

@@ -14,7 +14,7 @@ from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.metrics.snapshot import Snapshot
-from server.protocol.events import Event, FinishReason
+from server.protocol.events import Event
 from server.protocol.request import Request
 
 # Processes of different versions do not talk to each other, as after an upgrade beneath a running server.
@@ -47,11 +47,10 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class StopSequence(Struct, frozen=True, tag=True):
-    """End one sequence of a request; unknown ids are ignored."""
+    """End one sequence of a request, whose text holds a stop string; unknown ids are ignored."""
 
     request_id: str
     index: int
-    reason: FinishReason = "stop"  # its text holds a stop string
 
 
 class Mask(Struct, frozen=True, tag=True):
@@ -73,18 +72,11 @@ class LoadCall(Struct, frozen=True, tag=True):
     max_pinned: int | None = None
 
 
-class VersionRef(Struct, frozen=True, array_like=True):
-    """One version: the label that names it, and the digest that versions of the same bytes share."""
-
-    label: str
-    digest: str
-
-
 class ResidencyQuery(Struct, frozen=True, tag=True):
     """Ask for the states of versions. Answered by a ResidencyAnswer."""
 
     call_id: int
-    versions: tuple[VersionRef, ...]
+    versions: tuple[str, ...]  # their labels
 
 
 class MetricsQuery(Struct, frozen=True, tag=True):
@@ -94,7 +86,7 @@ class MetricsQuery(Struct, frozen=True, tag=True):
 
 
 class ResidentsQuery(Struct, frozen=True, tag=True):
-    """Ask for the versions that want a delta in memory. Answered by a ResidentsAnswer."""
+    """Ask for the deltas in memory. Answered by a ResidentsAnswer."""
 
     call_id: int
 
@@ -163,7 +155,7 @@ class CallDone(Struct, frozen=True, tag=True):
 class DeltaState(Struct, frozen=True, array_like=True):
     """The level of a version's delta, and the version's pin and requests."""
 
-    level: Level  # of one version: "disk" unless that version wants its delta
+    level: Level
     is_pinned: bool
     num_requests: int  # admitted and not answered in full
 
@@ -176,7 +168,7 @@ class ResidencyAnswer(Struct, frozen=True, tag=True):
 
 
 class Resident(Struct, frozen=True, array_like=True):
-    """A version that wants its delta, which is in a slot or in the host cache; others may want the same one."""
+    """A version whose delta is in a slot or in the host cache."""
 
     tenant: str
     name: str
@@ -184,6 +176,11 @@ class Resident(Struct, frozen=True, array_like=True):
     digest: str
     device_bytes: int
     state: DeltaState
+
+    @property
+    def label(self) -> str:
+        """The name of the version, as that of a VersionRecord."""
+        return f"{self.tenant}/{self.name}@{self.version}"
 
 
 class ResidentsAnswer(Struct, frozen=True, tag=True):

@@ -27,7 +27,13 @@ class Request:
     traceparent: str | None = None  # of the HTTP request, as W3C's Trace Context has it
 
     @property
+    def version(self) -> str | None:
+        """The label of the version, whose delta has a slot; None is the base."""
+        return None if self.record is None else self.record.label
+
+    @property
     def digest(self) -> str | None:
+        """The SHA-256 of the delta's artifact; None is the base."""
         return None if self.record is None else self.record.digest
 
     @property

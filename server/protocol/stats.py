@@ -1,4 +1,4 @@
-"""The state of a whole server at one moment, as `GET /stats` shows it. Rates are averages over `interval_s` seconds."""
+"""The state of a whole server at one moment, as `GET /stats` shows it. Totals are since the server's start."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from msgspec import Struct
 
 
 class VariantStats(Struct, frozen=True, kw_only=True):
-    """A version that wants its delta, which is in device or host memory; versions of one digest share its bytes.
+    """A version whose delta is in device or host memory.
 
     `level` is ``device`` or ``host``; `num_requests` are admitted and not answered in full. `pinned` and
-    `num_requests` are the version's own, and the rates those of all versions of its variant.
+    `num_requests` are the version's own, and the totals those of all versions of its variant.
     """
 
     tenant: str
@@ -20,8 +20,8 @@ class VariantStats(Struct, frozen=True, kw_only=True):
     level: str
     pinned: bool
     num_requests: int
-    requests_per_s: float | None
-    tokens_per_s: float | None  # prompt and generated
+    finished: int  # requests
+    tokens: int  # prompt and generated
 
 
 class RequestStats(Struct, frozen=True, kw_only=True):
@@ -30,16 +30,16 @@ class RequestStats(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     waiting_for_load: int
-    finished_per_s: float | None
-    prompt_tokens_per_s: float | None
-    generation_tokens_per_s: float | None
+    finished: int
+    prompt_tokens: int
+    generation_tokens: int
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
     """The engine and its memory."""
 
-    steps_per_s: float | None
-    preemptions: int  # since the server's start
+    steps: int
+    preemptions: int
     kv_cache_usage: float  # share of the pages, 0 to 1
     device_memory_bytes: dict[str, int]  # by use: base, slots, kv, other
     slots: int
@@ -50,14 +50,13 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class UploadStats(Struct, frozen=True, kw_only=True):
-    """Uploads since the server's start, by outcome, and their bytes."""
+    """Uploads by outcome, and their bytes."""
 
     created: int
     duplicate: int
     rejected: int
     failed: int
     num_bytes: int
-    bytes_per_s: float | None
 
 
 class ServerStats(Struct, frozen=True, kw_only=True):
@@ -65,11 +64,9 @@ class ServerStats(Struct, frozen=True, kw_only=True):
 
     Attributes:
         at: in seconds since 1970.
-        interval_s: of the averages; None, as all rates then are, unless there was a snapshot in the minute before.
     """
 
     at: float
-    interval_s: float | None
     requests: RequestStats
     engine: EngineStats
     uploads: UploadStats

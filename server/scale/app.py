@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 from server.scale.autoscaling import autoscaling_config
 from server.scale.engines import EngineReplica
 from server.scale.ingress import Ingress
-from server.scale.shared import SharedState
+from server.scale.shared import SharedReplica
 
 # Between health checks, so that a killed replica is replaced soon.
 HEALTH_S = 2.0
@@ -51,7 +51,7 @@ def app(args: dict[str, Any]) -> Application:
     # No CPU of Ray's, so that as many engines fit on a machine as it has CPUs.
     life = {**_life(settings), "ray_actor_options": {"num_cpus": 0}}
     shared = serve.deployment(name="Shared", num_replicas=1, max_ongoing_requests=MAX_CALLS, **life)(
-        SharedState
+        SharedReplica
     )
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=settings.max_connections, **life)(Ingress)
     handle = engines.bind(settings)

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, ProcessCollector
 from ray import serve
 
 from deltastore.errors import PeraxisError
@@ -23,9 +22,9 @@ from server.engine.main import serve_engine
 from server.errors import EngineFailed
 from server.frontend.engine_client import EngineClient
 from server.log import configure_logging
-from server.metrics.definitions import PREFIX
 from server.metrics.engine import EngineMetrics
-from server.metrics.snapshot import Snapshot, take_snapshot
+from server.metrics.instruments import PREFIX
+from server.metrics.snapshot import Snapshot
 from server.protocol.codec import decode_client_message, encode
 from server.protocol.events import DoneEvent, ErrorEvent, Event
 from server.protocol.messages import (
@@ -76,10 +75,9 @@ class EngineReplica:
         configure_logging("engine", settings)
         self._name = serve.get_replica_context().replica_id.to_full_id_str()
         self._settings = settings
-        self._metrics = EngineMetrics(CollectorRegistry())
-        ProcessCollector(registry=self._metrics.registry)
+        self._metrics = EngineMetrics(process=True)
         self._stopping = threading.Event()
-        self._open: Counter[str] = Counter()  # open requests by digest
+        self._open: Counter[str] = Counter()  # open requests by version
         self._num_slots = 0  # until the engine has told it
         self._client = EngineClient("replica")
         arguments = (settings, ADDRESS, self._metrics, self._stopping)
@@ -103,9 +101,9 @@ class EngineReplica:
             events.append(event)
             arrived.set()
 
-        digest = request.digest
-        if digest is not None:
-            self._open[digest] += 1
+        version = request.version
+        if version is not None:
+            self._open[version] += 1
         try:
             try:
                 self._client.submit(request, on_event, message.first_mask)
@@ -120,8 +118,8 @@ class EngineReplica:
                 events.clear()
         finally:
             self._client.cancel(request.id)
-            if digest is not None:
-                self._open -= Counter({digest: 1})
+            if version is not None:
+                self._open -= Counter({version: 1})
 
     async def tell(self, messages: list[bytes], route: Route | None = None) -> bool:
         """Act on StopSequence, Mask and ForgetVariants messages, in their order.
@@ -134,8 +132,8 @@ class EngineReplica:
             return False
         for message in map(decode_client_message, messages):
             match message:
-                case StopSequence(request_id, index, reason):
-                    self._client.stop_sequence(request_id, index, reason)
+                case StopSequence(request_id, index):
+                    self._client.stop_sequence(request_id, index)
                 case Mask(request_id, index, position, bits):
                     self._client.send_mask(request_id, index, position, bits)
                 case ForgetVariants(labels):
@@ -169,13 +167,13 @@ class EngineReplica:
     async def metrics(self) -> ReplicaMetrics:
         """Return the metrics and the deltas in memory, the least recently used first."""
         residents = await self._client.residents()
-        return ReplicaMetrics(self._name, take_snapshot(self._metrics.registry), residents)
+        return ReplicaMetrics(self._name, self._metrics.snapshot(), residents)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return a ReplicaReport for the routers, which Serve collects."""
         residents = await self._client.residents()
-        on_device = {each.digest for each in residents if each.state.level == "device"}
-        in_host = {each.digest for each in residents if each.state.level == "host"}
+        on_device = {each.label for each in residents if each.state.level == "device"}
+        in_host = {each.label for each in residents if each.state.level == "host"}
         wanted = self._open.keys() - on_device
         report = ReplicaReport(
             replica=self._name,
@@ -190,7 +188,7 @@ class EngineReplica:
 
     def _slots(self) -> int:
         if not self._num_slots:
-            families = take_snapshot(self._metrics.registry).families
+            families = self._metrics.snapshot().families
             (slots,) = (family for family in families if family.name == PREFIX + "slots")
             self._num_slots = int(slots.series[0].value)
         return self._num_slots

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -19,7 +18,7 @@ from server.app import create_app
 from server.log import configure_logging
 from server.metrics.frontend import FrontendMetrics
 from server.scale.replica_link import WATCH_S, ReplicaLink
-from server.scale.shared_link import SharedLink
+from server.scale.shared_link import RaySharedLink
 from server.settings import Settings
 from server.tenants.limits.default_limits import with_default_limits
 from server.volume.opening import open_registry
@@ -33,7 +32,7 @@ class Ingress:
 
     Args:
         engines: a handle of the engine deployment.
-        shared: a handle of the deployment of `SharedState`.
+        shared: a handle of the deployment of `SharedReplica`.
     """
 
     def __init__(
@@ -41,14 +40,13 @@ class Ingress:
     ) -> None:
         configure_logging("ingress", settings)
         name = serve.get_replica_context().replica_id.to_full_id_str()
-        metrics = FrontendMetrics(CollectorRegistry())
-        ProcessCollector(registry=metrics.registry)
+        metrics = FrontendMetrics(process=True)
         self._engines = ReplicaLink(name, engines)
-        whole = SharedLink(name, shared, metrics.registry)
+        shared_link = RaySharedLink(name, shared, metrics)
         registry = open_registry(settings)
-        self._service = Service(with_default_limits(settings), registry, metrics, self._engines, whole)
+        self._service = Service(with_default_limits(settings), registry, metrics, self._engines, shared_link)
         self._tasks = [
-            asyncio.create_task(work) for work in (self._engines.watch(), whole.report(), self._start())
+            asyncio.create_task(work) for work in (self._engines.watch(), shared_link.report(), self._start())
         ]
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -23,7 +23,7 @@ from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, QueueFull, RateLimited
 from server.frontend.engine_link import OnEvent
 from server.protocol.codec import decode_engine_message, encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishReason
+from server.protocol.events import DoneEvent, ErrorEvent, Event
 from server.protocol.messages import (
     CallDone,
     DeltaState,
@@ -37,7 +37,6 @@ from server.protocol.messages import (
     ResidencyQuery,
     StopSequence,
     Submit,
-    VersionRef,
     Welcome,
 )
 from server.protocol.request import Request
@@ -129,7 +128,7 @@ class ReplicaLink:
         self.check_ready()
         # The replica's engine counts from its arrival there: machines' monotonic clocks differ.
         submit = encode(Submit(request, time.monotonic(), first_mask))
-        answering = asyncio.create_task(self._answer(request.id, submit, Route(request.digest)))
+        answering = asyncio.create_task(self._answer(request.id, submit, Route(request.version)))
         self._requests[request.id] = _OpenRequest(on_event, answering)
 
     def cancel(self, request_id: str) -> None:
@@ -138,9 +137,9 @@ class ReplicaLink:
         if request is not None:
             request.answering.cancel()
 
-    def stop_sequence(self, request_id: str, index: int, reason: FinishReason = "stop") -> None:
+    def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence. Tokens already computed may still come."""
-        self._tell(request_id, StopSequence(request_id, index, reason))
+        self._tell(request_id, StopSequence(request_id, index))
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
@@ -155,12 +154,11 @@ class ReplicaLink:
         """
         return asyncio.create_task(self._load(action, record, max_pinned))
 
-    async def residency_of(self, records: Sequence[VersionRecord | VersionRef]) -> tuple[DeltaState, ...]:
+    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
         """Return the state of each version, at the fastest level that a replica has it; all requests are added."""
-        versions = tuple(VersionRef(record.label, record.digest) for record in records)
         states = (DeltaState("disk", False, 0),) * len(versions)
         if versions and self._states:
-            for raw in await self._ask_all("call", encode(ResidencyQuery(0, versions))):
+            for raw in await self._ask_all("call", encode(ResidencyQuery(0, tuple(versions)))):
                 answer = decode_engine_message(raw)
                 assert isinstance(answer, ResidencyAnswer)
                 states = tuple(map(merged, states, answer.states))
@@ -208,7 +206,7 @@ class ReplicaLink:
             if action == "pin" and max_pinned is not None:
                 self._check_pins(record, max_pinned)
             try:
-                answers = [await self._engines.call.remote(call, route=Route(record.digest))]
+                answers = [await self._engines.call.remote(call, route=Route(record.label))]
             except BROKEN as error:
                 raise _restarted() from error
         for answer in map(decode_engine_message, answers):
@@ -256,7 +254,7 @@ class ReplicaLink:
             async for raw in stream:
                 request = self._requests[request_id]
                 if request.outbox is None:
-                    request.outbox = self._outbox(Route(route.digest, raw.decode()))
+                    request.outbox = self._outbox(Route(route.version, raw.decode()))
                     continue
                 message = decode_engine_message(raw)
                 assert isinstance(message, Outputs)

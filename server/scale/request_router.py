@@ -64,17 +64,17 @@ class VariantRequestRouter(RequestRouter):
         if route.pinned_replica is not None:
             return self._pinned(route.pinned_replica, by_name, pending_request)
         self._refresh(by_name)
-        ranked = [name for name in self.ranked(route.digest) if name in by_name]
+        ranked = [name for name in self.ranked(route.version) if name in by_name]
         unknown = sorted(by_name.keys() - set(ranked), key=lambda name: (self._open[name], name))
         order = [*ranked, *unknown]
-        self._watch(pending_request, order[0], route.digest)
+        self._watch(pending_request, order[0], route.version)
         if self._is_shadowed(pending_request):
             pending_request.future.set_result(by_name[order[0]])
         return [[by_name[name]] for name in order]
 
-    def ranked(self, digest: str | None) -> list[str]:
+    def ranked(self, version: str | None) -> list[str]:
         """Return the replicas that have reported, best first."""
-        return self._router.ranked(digest)
+        return self._router.ranked(version)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -140,28 +140,28 @@ class VariantRequestRouter(RequestRouter):
                 self._router.sent(name, None)
         now = time.monotonic()
         self._on_way[name] = {
-            digest: until for digest, until in self._on_way.get(name, {}).items() if until > now
+            version: until for version, until in self._on_way.get(name, {}).items() if until > now
         }
-        for digest in self._on_way[name]:
-            self._router.expect(name, digest)
+        for version in self._on_way[name]:
+            self._router.expect(name, version)
 
-    def _watch(self, pending: PendingRequest, first: str, digest: str | None) -> None:
+    def _watch(self, pending: PendingRequest, first: str, version: str | None) -> None:
         """Count a call where it will probably go, until Serve has sent it: Serve chooses for a whole burst at once."""
         if pending.future in self._watched:
             return
         self._watched.add(pending.future)
         self._open[first] += 1
-        self._router.sent(first, digest)
-        pending.future.add_done_callback(partial(self._assigned, first, digest))
+        self._router.sent(first, version)
+        pending.future.add_done_callback(partial(self._assigned, first, version))
 
-    def _assigned(self, first: str, digest: str | None, future: asyncio.Future[RunningReplica]) -> None:
+    def _assigned(self, first: str, version: str | None, future: asyncio.Future[RunningReplica]) -> None:
         self._watched.discard(future)
         self._end(first)
-        if digest is None or future.cancelled() or future.exception() is not None:
+        if version is None or future.cancelled() or future.exception() is not None:
             return
         name = future.result().replica_id.to_full_id_str()
-        self._on_way.setdefault(name, {})[digest] = time.monotonic() + ON_ITS_WAY_S
-        self._router.expect(name, digest)
+        self._on_way.setdefault(name, {})[version] = time.monotonic() + ON_ITS_WAY_S
+        self._router.expect(name, version)
 
     def _end(self, name: str) -> None:
         if self._open[name] > 0:

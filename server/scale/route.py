@@ -15,7 +15,7 @@ from server.scale.routing import ReplicaReport
 
 # Entries of a report that are counts; a replica without room for one sequence and one variant serves nothing.
 LEAST = {"capacity": 1, "num_slots": 1, "num_open": 0, "num_loads": 0}
-DIGESTS = ("resident", "in_host_cache")
+VERSIONS = ("resident", "in_host_cache")
 
 
 class InvalidReport(PeraxisError):
@@ -31,17 +31,17 @@ class Route:
     """The routing of one call.
 
     Args:
-        digest: of the variant's bytes; None is the base.
+        version: the label of the version; None is the base.
         pinned_replica: the full id string of the replica that the call must reach, for later messages of a request.
     """
 
-    digest: str | None = None
+    version: str | None = None
     pinned_replica: str | None = None
 
 
 def stats_from_report(report: ReplicaReport) -> dict[str, Any]:
-    """Return the entries of a report as JSON has them, digests sorted."""
-    return {**asdict(report), **{name: sorted(getattr(report, name)) for name in DIGESTS}}
+    """Return the entries of a report as JSON has them, versions sorted."""
+    return {**asdict(report), **{name: sorted(getattr(report, name)) for name in VERSIONS}}
 
 
 def report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport:
@@ -54,7 +54,7 @@ def report_from_stats(stats: Mapping[str, Any]) -> ReplicaReport:
     if not isinstance(replica, str) or not replica:
         raise InvalidReport(f"the routing statistics name no replica: {replica!r}")
     counts = {name: _count(stats, name, least) for name, least in LEAST.items()}
-    resident, in_host_cache = (_digests(stats, name) for name in DIGESTS)
+    resident, in_host_cache = (_versions(stats, name) for name in VERSIONS)
     return ReplicaReport(replica, **counts, resident=resident, in_host_cache=in_host_cache)
 
 
@@ -67,10 +67,10 @@ def _count(stats: Mapping[str, Any], name: str, least: int) -> int:
     return value
 
 
-def _digests(stats: Mapping[str, Any], name: str) -> frozenset[str]:
+def _versions(stats: Mapping[str, Any], name: str) -> frozenset[str]:
     value = stats.get(name)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise InvalidReport(
-            f"replica {stats['replica']!r}: {name} must be a list of digests, got {value!r:.100}"
+            f"replica {stats['replica']!r}: {name} must be a list of versions, got {value!r:.100}"
         )
     return frozenset(value)

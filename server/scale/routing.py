@@ -37,7 +37,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of one replica at one moment. Variants are named by the digest of their bytes."""
+    """The state of one replica at one moment. Variants are named by the labels of their versions."""
 
     replica: str
     capacity: int  # sequences that run at the same time
@@ -97,7 +97,7 @@ class VariantRouter:
         """Return all known replicas, the one with the least expected delay first.
 
         Args:
-            variant: the digest; None is the base, which every replica holds.
+            variant: the label of the version; None is the base, which every replica holds.
         """
         delays = self.delays(variant)
         return sorted(delays, key=delays.__getitem__)

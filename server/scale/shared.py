@@ -1,7 +1,6 @@
-"""The state that all ingress replicas share: limits, adapters, source jobs and metrics. One replica of a deployment.
+"""The one replica that has the state which all ingress replicas share.
 
-It is what the supervisor keeps in a server of one machine. Its state is lost with it: Serve starts another, which
-counts limits from zero. Knows no HTTP and no request.
+The state is lost with it: Serve starts another replica, which counts limits from zero.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,23 +17,19 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from server.errors import QueueFull
 from server.log import configure_logging
 from server.metrics.aggregator import Aggregator
 from server.metrics.snapshot import Snapshot
-from server.metrics.stats import Statistics
-from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
 from server.protocol.codec import encode
-from server.protocol.limits import LimitAnswer, LimitCall
 from server.protocol.messages import ForgetVariants, Resident
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.protocol.shared_calls import AnyCall
 from server.scale.engines import ReplicaMetrics
 from server.settings import Settings
-from server.sources.board import SourceBoard
+from server.shared_state import COLLECT_S, SharedState
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
 from server.volume.opening import open_registry
 from server.volume.probe import probe
@@ -42,8 +38,6 @@ log = logging.getLogger(__name__)
 
 # A replica that is not heard of for so long has ended: what it held is free, and its gauges are gone.
 SILENT_S = 10.0
-# An engine that has not answered by then counts with its last snapshot.
-COLLECT_S = 2.0
 
 
 class IngressReport(Struct, frozen=True):
@@ -54,7 +48,7 @@ class IngressReport(Struct, frozen=True):
     snapshot: Snapshot
 
 
-class SharedState:
+class SharedReplica:
     """The one replica of its deployment. Serve calls it on one event loop."""
 
     def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
@@ -62,27 +56,27 @@ class SharedState:
         self._engines = engines
         registry = open_registry(settings)
         settings = with_default_limits(settings)
-        self._calls = RegistryCalls(settings.registry, partial(probe, registry))
-        self._limits = LimitsDirectory(settings.registry, settings.default_limits, self._calls)
-        self._ledger = Ledger(self._limits.of)
-        self._adapters = LoadedAdapters()
-        self._board = SourceBoard()
-        self._aggregator = Aggregator()
-        self._statistics = Statistics()
+        calls = RegistryCalls(settings.registry, partial(probe, registry))
+        limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
+        self._state = SharedState(self, limits.of)
+        self._residents: list[Resident] = []
         self._heard_at: dict[str, float] = {}
         self._numbers: dict[str, int] = {}
-        # One collection at a time: an older snapshot must not follow a newer one.
-        self._lock = asyncio.Lock()
-        self._watching = [asyncio.create_task(self._sweep()), asyncio.create_task(self._calls.watch())]
+        self._watching = [asyncio.create_task(self._sweep()), asyncio.create_task(calls.watch())]
         if settings.auth == "keys":
             warn_without_keys(settings.registry)
-            self._watching.append(asyncio.create_task(self._limits.watch()))
+            self._watching.append(asyncio.create_task(limits.watch()))
 
-    async def count(self, ingress: str, calls: list[LimitCall]) -> list[LimitAnswer]:
-        """Do what an ingress asks of the ledger, in order; return the answers to the calls that have one."""
+    async def answer(self, ingress: str, calls: list[AnyCall]) -> list[Any]:
+        """Do what an ingress asks, in order; return the answers, and the QueueFull of a call that raised it."""
         self._heard(ingress)
-        answers = [await self._ledger.answer(ingress, call) for call in calls]
-        return [answer for answer in answers if answer is not None]
+        answers: list[Any] = []
+        for call in calls:
+            try:
+                answers.append(await self._state.answer(ingress, call))
+            except QueueFull as error:
+                answers.append(error)
+        return answers
 
     async def report(self, report: IngressReport) -> None:
         """Take in the metrics of an ingress, which is a sign of life, too."""
@@ -90,48 +84,23 @@ class SharedState:
         # Reports may overtake each other.
         if report.number > self._numbers.get(report.ingress, -1):
             self._numbers[report.ingress] = report.number
-            self._aggregator.received(report.ingress, report.snapshot)
+            self._state.aggregator.received(report.ingress, report.snapshot)
 
-    async def metrics(self, report: IngressReport) -> Snapshot:
-        """Return the metrics of all replicas together."""
-        await self.report(report)
-        async with self._lock:
-            await self._collect()
-            return self._aggregator.merged()
-
-    async def forget_variants(self, labels: list[str]) -> None:
-        """Remove deleted variants from the metrics of all replicas."""
-        self._aggregator.forget_variants(frozenset(labels))
-        await self._ask_engines("tell", [encode(ForgetVariants(tuple(labels)))])
-
-    async def stats(self, report: IngressReport) -> ServerStats:
-        """Return the statistics of all replicas. A delta in the memory of several is listed once for each."""
-        await self.report(report)
-        async with self._lock:
-            residents = await self._collect()
-            merged = self._aggregator.merged()
-        return self._statistics.make(merged, residents, time.monotonic(), time.time())
-
-    async def put_source_job(self, ingress: str, job: SourceJob) -> bool:
-        """Keep a state of a job that an ingress runs; False for a new one of a tenant that may have no more."""
-        self._heard(ingress)
-        return self._board.put(ingress, job)
-
-    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job; None if there is none."""
-        return self._board.find(tenant, name, job_id)
-
-    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Change the record of loaded adapters, and return it."""
-        return self._adapters.apply(change)
-
-    async def _collect(self) -> list[Resident]:
-        """Take in the metrics of the engines, and return the deltas in their memory."""
+    async def collect(self, aggregator: Aggregator) -> None:
+        """Take in the metrics of the engines; an ingress reports its own."""
         found: list[ReplicaMetrics] = await self._ask_engines("metrics")
         for metrics in found:
             self._heard(metrics.replica)
-            self._aggregator.received(metrics.replica, metrics.snapshot)
-        return [resident for metrics in found for resident in metrics.residents]
+            aggregator.received(metrics.replica, metrics.snapshot)
+        self._residents = [resident for metrics in found for resident in metrics.residents]
+
+    async def residents(self) -> Sequence[Resident]:
+        """Return the deltas in memory. One in the memory of several replicas is listed once for each."""
+        return self._residents
+
+    async def forget_variants(self, labels: tuple[str, ...]) -> None:
+        """Have the engines forget deleted variants."""
+        await self._ask_engines("tell", [encode(ForgetVariants(labels))])
 
     async def _ask_engines(self, method: str, *arguments: object) -> list[Any]:
         try:
@@ -144,23 +113,20 @@ class SharedState:
 
     def _heard(self, replica: str) -> None:
         if replica not in self._heard_at:
-            self._aggregator.started(replica)
+            self._state.aggregator.started(replica)
         self._heard_at[replica] = time.monotonic()
 
     async def _sweep(self) -> None:
         """Free what silent replicas held, until cancelled."""
         while True:
             await asyncio.sleep(SILENT_S / 2)
-            async with self._lock:
-                await self._collect()
+            await self._state.collect()
             now = time.monotonic()
             for replica in [name for name, at in self._heard_at.items() if now - at > SILENT_S]:
                 log.warning("replica %s has ended", replica)
                 del self._heard_at[replica]
                 self._numbers.pop(replica, None)
-                self._aggregator.ended(replica)
-                self._ledger.free(replica)
-                self._board.lost(replica)
+                self._state.lost(replica)
 
     async def __del__(self) -> None:
         for task in self._watching:

@@ -5,27 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deltastore.errors import PeraxisError
 from server.errors import QueueFull
-from server.metrics.snapshot import Snapshot, take_snapshot
-from server.protocol.adapters import AdapterChange, LoadedAdapter
-from server.protocol.limits import (
-    AddTokens,
-    GiveBack,
-    LimitAnswer,
-    LimitCall,
-    LimitQuestion,
-)
-from server.protocol.source_job import SourceJob
-from server.protocol.stats import ServerStats
+from server.metrics.frontend import FrontendMetrics
+from server.protocol.shared_calls import GetMetrics, GetStats, R, SharedCall, VariantsDeleted
 from server.scale.mailbox import Mailbox
 from server.scale.shared import SILENT_S, IngressReport
 
@@ -35,9 +25,12 @@ REPORT_S = SILENT_S / 5
 
 T = TypeVar("T")
 
+# A call, and the future of its answer if one is waited for.
+_Sent = tuple[SharedCall[Any], asyncio.Future[Any] | None]
 
-class SharedLink:
-    """The deployment of `SharedState` as a `WholeServer`.
+
+class RaySharedLink:
+    """The deployment of `SharedReplica` as a `SharedLink`.
 
     Args:
         ingress: the full id of this ingress replica.
@@ -45,13 +38,12 @@ class SharedLink:
         metrics: those of this ingress.
     """
 
-    def __init__(self, ingress: str, shared: DeploymentHandle[Any], metrics: CollectorRegistry) -> None:
+    def __init__(self, ingress: str, shared: DeploymentHandle[Any], metrics: FrontendMetrics) -> None:
         self._ingress = ingress
         self._shared = shared
         self._metrics = metrics
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[LimitAnswer]] = {}
-        self._outbox: Mailbox[LimitCall] = Mailbox(self._count)
+        self._outbox: Mailbox[_Sent] = Mailbox(self._send)
 
     async def report(self) -> None:
         """Report this replica's metrics until cancelled."""
@@ -62,56 +54,33 @@ class SharedLink:
                 log.warning("metrics were not reported: %s", error)
             await asyncio.sleep(REPORT_S)
 
-    async def metrics(self) -> Snapshot:
-        """Return the metrics of all replicas; raise QueueFull if nothing keeps them now."""
-        return await self._call(self._shared.metrics.remote(self._report()))
+    async def ask(self, call: SharedCall[R]) -> R:
+        """Return the answer to a call; raise QueueFull if nothing has the state now."""
+        if isinstance(call, GetMetrics | GetStats | VariantsDeleted):
+            # These wait for the engines, and other calls must not.
+            await self._call(self._shared.report.remote(self._report()))
+            (answer,) = await self._call(self._shared.answer.remote(self._ingress, [call]))
+        else:
+            asked = asyncio.get_running_loop().create_future()
+            self._outbox.put((call, asked))
+            answer = await asked
+        if isinstance(answer, QueueFull):
+            raise answer
+        result: R = answer
+        return result
 
-    async def forget_variants(self, labels: Collection[str]) -> None:
-        """Remove deleted variants from the metrics of all replicas; raise QueueFull if nothing keeps them now."""
-        await self._call(self._shared.forget_variants.remote(list(labels)))
-
-    async def stats(self) -> ServerStats:
-        """Return the statistics of all replicas; raise QueueFull if nothing keeps them now."""
-        return await self._call(self._shared.stats.remote(self._report()))
-
-    async def put_source_job(self, job: SourceJob) -> bool:
-        """Keep a state of a job of this replica; False for a new one of a tenant that may have no more."""
-        return await self._call(self._shared.put_source_job.remote(self._ingress, job))
-
-    async def find_source_job(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job; None if there is none."""
-        return await self._call(self._shared.find_source_job.remote(tenant, name, job_id))
-
-    async def adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
-        """Change the record of loaded adapters, and return it."""
-        return await self._call(self._shared.adapters.remote(change))
-
-    async def ask(self, call: LimitQuestion) -> LimitAnswer:
-        """Return the ledger's answer to a call; raise QueueFull if nothing counts now."""
-        answer = self._asked[call.call_id] = asyncio.get_running_loop().create_future()
-        self._outbox.put(call)
-        try:
-            found: LimitAnswer = await answer
-            return found
-        finally:
-            del self._asked[call.call_id]
-
-    def tell(self, call: AddTokens | GiveBack) -> None:
+    def tell(self, call: SharedCall[None]) -> None:
         """Send a call without waiting for an answer, behind all that were asked before."""
-        self._outbox.put(call)
+        self._outbox.put((call, None))
 
-    async def _count(self, calls: list[LimitCall]) -> None:
+    async def _send(self, calls: list[_Sent]) -> None:
         try:
-            answers: list[LimitAnswer] = await self._call(self._shared.count.remote(self._ingress, calls))
+            sent = [call for call, _ in calls]
+            answers: list[Any] = await self._call(self._shared.answer.remote(self._ingress, sent))
         except QueueFull as error:
-            for call in calls:
-                asked = self._asked.get(call.call_id)
-                if asked is not None and not asked.done():
-                    asked.set_exception(error)
-            return
-        for answer in answers:
-            asked = self._asked.get(answer.call_id)
-            # An answer to `tell`, or to what is not waited for any more, has no future.
+            answers = [error] * len(calls)
+        for (_, asked), answer in zip(calls, answers, strict=True):
+            # What is not waited for any more is cancelled.
             if asked is not None and not asked.done():
                 asked.set_result(answer)
 
@@ -125,4 +94,4 @@ class SharedLink:
             ) from error
 
     def _report(self) -> IngressReport:
-        return IngressReport(self._ingress, next(self._numbers), take_snapshot(self._metrics))
+        return IngressReport(self._ingress, next(self._numbers), self._metrics.snapshot())

@@ -1,52 +1,48 @@
-"""Keeps HTTP processes running, all on the same listening sockets, and talks to each over its link."""
+"""Keeps HTTP processes running, all on the same listening sockets, with the state that they share."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import Raw, msgpack
+
+from deltastore.errors import PeraxisError
 from server.control_link import ControlLink, supervisor_end
-from server.errors import LinkBroken, NotServable
+from server.errors import LinkBroken, NotServable, QueueFull
 from server.frontend.engine_client import EngineClient
+from server.metrics.aggregator import Aggregator
+from server.metrics.instruments import process_families
 from server.metrics.snapshot import Snapshot
-from server.protocol.adapters import LoadedAdapters
 from server.protocol.control import (
-    Adapters,
-    AdaptersWanted,
     CannotServe,
     EngineLost,
     EngineStarted,
     HttpProcessMessage,
     MetricsOfProcess,
-    MetricsOfServer,
-    MetricsOfServerWanted,
     MetricsWanted,
     Ping,
     Pong,
-    PutSourceJob,
     Serving,
-    SourceJobAnswer,
-    SourceJobWanted,
-    StatsAnswer,
-    StatsWanted,
+    SharedAnswer,
+    SharedQuestion,
     SupervisorMessage,
-    VariantsDeleted,
 )
-from server.protocol.limits import LimitCall
+from server.protocol.messages import Resident
 from server.protocol.processes import HttpProcessConfig
 from server.settings import Settings
-from server.sources.board import SourceBoard
+from server.shared_state import COLLECT_S, SharedState
 from server.supervisor.child_process import ChildProcess
-from server.supervisor.process_metrics import ProcessMetrics
 from server.supervisor.restarts import Restarts
-from server.tenants.limits.ledger import Ledger
+from server.tenants.limits.tenant_limits import TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +51,8 @@ PING_S = 5.0
 HUNG_S = 30.0
 # The same for the first answer, which waits for imports that a cold or busy disk delays.
 START_S = 180.0
+# Sources of metrics beside the HTTP processes.
+ENGINE, SUPERVISOR = "engine", "supervisor"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,42 +68,31 @@ class _HttpProcess:
     calls: dict[int, asyncio.Future[Snapshot]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedByHttp:
-    """The things that all HTTP processes of a server share.
-
-    Args:
-        sockets: listening sockets, the public port's first, then the admin port's if there is one.
-        scratch: holds a directory per process for its temporary files.
-        ledger: counts tenants' limits.
-    """
-
-    sockets: list[socket.socket]
-    scratch: Path
-    ledger: Ledger
-
-
 class HttpKeeper:
     """Runs `--http-workers` HTTP processes; starts a new one for each that dies.
 
     Args:
-        engine: is told of processes that have died.
-        metrics: is told of starts and ends, and answers scrapes.
+        sockets: listening sockets, the public port's first, then the admin port's if there is one.
+        scratch: holds a directory per process for its temporary files.
+        engine: is told of processes that have died, and asked for its metrics.
+        limits_of: returns a tenant's limits now; raises QueueFull if they are unknown.
         on_serving: called whenever a process serves for the first time.
     """
 
     def __init__(
         self,
         settings: Settings,
-        shared: SharedByHttp,
+        sockets: list[socket.socket],
+        scratch: Path,
         engine: EngineClient,
-        metrics: ProcessMetrics,
+        limits_of: Callable[[str], TenantLimits],
         on_serving: Callable[[], None],
     ) -> None:
+        self.shared = SharedState(self, limits_of)
         self._settings = settings
-        self._shared = shared
+        self._sockets = sockets
+        self._scratch = scratch
         self._engine = engine
-        self._metrics = metrics
         self._on_serving = on_serving
         self._restarts = Restarts("an HTTP process", settings.max_restarts)
         self._processes: dict[str, _HttpProcess] = {}
@@ -113,9 +100,8 @@ class HttpKeeper:
         self._call_ids = itertools.count()
         self._engine_address: str | None = None
         self._draining = False
-        self._adapters = LoadedAdapters()
-        self._board = SourceBoard()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.shared.aggregator.started(SUPERVISOR)
 
     @property
     def num_serving(self) -> int:
@@ -125,6 +111,10 @@ class HttpKeeper:
     def announce_engine(self, address: str | None) -> None:
         """Tell every process, now and later, where the engine is; None when it has died."""
         self._engine_address = address
+        if address is None:
+            self.shared.aggregator.ended(ENGINE)
+        else:
+            self.shared.aggregator.started(ENGINE)
         for process in self._processes.values():
             process.link.send(self._engine_message())
 
@@ -150,16 +140,33 @@ class HttpKeeper:
         for process in self._processes.values():
             process.process.terminate()
 
-    async def snapshots(self, timeout_s: float) -> dict[str, Snapshot]:
-        """Return the metrics of each process by its identity; those that do not answer in time are missing."""
+    async def collect(self, aggregator: Aggregator) -> None:
+        """Give the aggregator the snapshots that come in time."""
         asked = {name: self._ask_metrics(process) for name, process in self._processes.items()}
+        engine = asyncio.create_task(self._collect_engine(aggregator))
         if asked:
-            await asyncio.wait(asked.values(), timeout=timeout_s)
-        return {
-            name: answer.result()
-            for name, answer in asked.items()
-            if answer.done() and not answer.cancelled()
-        }
+            await asyncio.wait(asked.values(), timeout=COLLECT_S)
+        # To its end, so that its snapshot does not come during the next collection.
+        await engine
+        for name, answer in asked.items():
+            if answer.done() and not answer.cancelled():
+                aggregator.received(name, answer.result())
+        aggregator.received(SUPERVISOR, Snapshot(process_families()))
+
+    async def residents(self) -> Sequence[Resident]:
+        """Return the deltas in memory; without a ready engine, none."""
+        with contextlib.suppress(PeraxisError, TimeoutError):
+            return await asyncio.wait_for(self._engine.residents(), COLLECT_S)
+        return ()
+
+    async def forget_variants(self, labels: tuple[str, ...]) -> None:
+        """Have the engine forget deleted variants."""
+        self._engine.forget_variants(frozenset(labels))
+
+    async def _collect_engine(self, aggregator: Aggregator) -> None:
+        # While no engine is ready, the totals of the one before stand.
+        with contextlib.suppress(PeraxisError, TimeoutError):
+            aggregator.received(ENGINE, await asyncio.wait_for(self._engine.metrics(), COLLECT_S))
 
     def _ask_metrics(self, process: _HttpProcess) -> asyncio.Future[Snapshot]:
         call_id = next(self._call_ids)
@@ -177,10 +184,8 @@ class HttpKeeper:
                 del self._processes[running.identity]
                 running.process.kill()
                 await running.process.wait()
-                self._metrics.aggregator.ended(running.identity)
-                self._board.lost(running.identity)
+                self.shared.lost(running.identity)
                 self._engine.report_gone(running.identity.encode())
-                self._shared.ledger.free(running.identity)
                 await asyncio.to_thread(shutil.rmtree, self._scratch_of(running.identity), ignore_errors=True)
             if not self._draining:
                 self._restarts.count_death(code)
@@ -189,7 +194,7 @@ class HttpKeeper:
         ours, theirs = socket.socketpair()
         with theirs:
             identity = next(self._identities)
-            descriptors = [listening.fileno() for listening in self._shared.sockets]
+            descriptors = [listening.fileno() for listening in self._sockets]
             config = HttpProcessConfig(
                 self._settings.model_dump_json(), identity, os.getpid(), theirs.fileno(), descriptors
             )
@@ -203,7 +208,7 @@ class HttpKeeper:
             )
         running = _HttpProcess(identity, process, await supervisor_end(ours))
         self._processes[identity] = running
-        self._metrics.aggregator.started(identity)
+        self.shared.aggregator.started(identity)
         if self._draining:
             process.terminate()
         running.link.send(self._engine_message())
@@ -214,10 +219,7 @@ class HttpKeeper:
         pinging = asyncio.create_task(self._ping(running))
         try:
             while (message := await running.link.receive()) is not None:
-                if isinstance(message, LimitCall):
-                    await self._count(running, message)
-                else:
-                    self._handle(running, message)
+                self._handle(running, message)
             return await running.process.wait()
         except LinkBroken as error:
             log.error("%s sent %s: it is killed", running.identity, error)
@@ -226,11 +228,6 @@ class HttpKeeper:
         finally:
             pinging.cancel()
             await running.link.close()
-
-    async def _count(self, running: _HttpProcess, call: LimitCall) -> None:
-        answer = await self._shared.ledger.answer(running.identity, call)
-        if answer is not None:
-            running.link.send(answer)
 
     async def _ping(self, running: _HttpProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -253,34 +250,25 @@ class HttpKeeper:
                 answer = running.calls.pop(call_id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(snapshot)
-            case AdaptersWanted(call_id, change):
-                running.link.send(Adapters(call_id, self._adapters.apply(change)))
-            case MetricsOfServerWanted(call_id):
-                self._start_task(self._send_metrics(running, call_id))
-            case VariantsDeleted(labels):
-                self._metrics.forget_variants(frozenset(labels))
-            case PutSourceJob(call_id, job):
-                is_kept = self._board.put(running.identity, job)
-                running.link.send(SourceJobAnswer(call_id, job if is_kept else None))
-            case SourceJobWanted(call_id, tenant, name, job_id):
-                running.link.send(SourceJobAnswer(call_id, self._board.find(tenant, name, job_id)))
-            case StatsWanted(call_id):
-                self._start_task(self._send_stats(running, call_id))
+            case SharedQuestion():
+                # Tasks begin in the order in which they are made. One that nothing refers to may be collected.
+                task = asyncio.create_task(self._answer(running, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _send_metrics(self, running: _HttpProcess, call_id: int) -> None:
-        running.link.send(MetricsOfServer(call_id, await self._metrics.merged(self.snapshots)))
-
-    async def _send_stats(self, running: _HttpProcess, call_id: int) -> None:
-        running.link.send(StatsAnswer(call_id, await self._metrics.stats(self.snapshots)))
-
-    def _start_task(self, work: Coroutine[None, None, None]) -> None:
-        # A task that nothing refers to may be collected.
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _answer(self, running: _HttpProcess, question: SharedQuestion) -> None:
+        if running.identity not in self._processes:
+            # What a process that has ended asked last would never be released.
+            return
+        try:
+            result = await self.shared.answer(running.identity, question.call)
+        except QueueFull as error:
+            running.link.send(SharedAnswer(question.call_id, error=error.public))
+        else:
+            running.link.send(SharedAnswer(question.call_id, Raw(msgpack.encode(result))))
 
     def _scratch_of(self, identity: str) -> Path:
-        return self._shared.scratch / identity
+        return self._scratch / identity
 
     def _engine_message(self) -> SupervisorMessage:
         return EngineLost() if self._engine_address is None else EngineStarted(self._engine_address)

@@ -15,14 +15,12 @@ from server.frontend.listen import listening_sockets, url_of
 from server.log import configure_logging
 from server.settings import Settings
 from server.supervisor.engine_keeper import EngineKeeper
-from server.supervisor.http_keeper import HttpKeeper, SharedByHttp
-from server.supervisor.process_metrics import ENGINE, ProcessMetrics
+from server.supervisor.http_keeper import HttpKeeper
 from server.supervisor.runtime_directory import runtime_directory, scratch_directory
 from server.supervisor.signals import first_of, first_signal
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits.default_limits import with_default_limits
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.ledger import Ledger
 from server.volume.calls import RegistryCalls
 from server.volume.opening import open_registry
 from server.volume.probe import probe
@@ -79,10 +77,8 @@ class Supervisor:
         self._is_announced = False
         calls = RegistryCalls(settings.registry, partial(probe, registry))
         self._engine = EngineKeeper(settings, registry, calls, runtime, self._on_engine)
-        self._metrics = ProcessMetrics(self._engine.client)
         limits = LimitsDirectory(settings.registry, settings.default_limits, calls)
-        shared = SharedByHttp(sockets, scratch, Ledger(limits.of))
-        self._http = HttpKeeper(settings, shared, self._engine.client, self._metrics, self._on_serving)
+        self._http = HttpKeeper(settings, sockets, scratch, self._engine.client, limits.of, self._on_serving)
         self._watching = [asyncio.create_task(calls.watch())]
         if settings.auth == "keys":
             self._watching.append(asyncio.create_task(limits.watch()))
@@ -108,10 +104,6 @@ class Supervisor:
     def _on_engine(self, address: str | None) -> None:
         """Take note of a new engine's address, or of an engine's end."""
         self._http.announce_engine(address)
-        if address is None:
-            self._metrics.aggregator.ended(ENGINE)
-        else:
-            self._metrics.aggregator.started(ENGINE)
 
     def _on_serving(self) -> None:
         # The engine may have welcomed the HTTP processes and not yet the supervisor.

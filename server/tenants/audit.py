@@ -9,33 +9,25 @@ past days may be moved away at any time.
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from deltastore.errors import PeraxisError
-from deltastore.registry.directory.layout import check_present
-from deltastore.registry.place import is_bucket
 from deltastore.registry.records import Visibility
 from deltastore.registry.storage import Storage, explained
 from deltastore.registry.uploads import kernel_id
 from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.opening import open_files
 from server.tenants.tenant import Role
-
-if TYPE_CHECKING:
-    from server.tenants.bucket_files import BucketLines
 
 log = logging.getLogger(__name__)
 
 DIRECTORY = "audit"
-SUFFIX = ".jsonl"
-MODE = 0o600
 
 Action = Literal[
     "publish", "promote", "delete", "pin", "unpin", "visibility", "create_key", "revoke_key", "set_limits"
@@ -68,16 +60,9 @@ class AuditLog:
     def __init__(
         self, registry: Path | str, storage: Storage | None = None, *, must_exist: bool = False
     ) -> None:
-        self._root = Path(registry)
-        self._directory = self._root / DIRECTORY
-        self._storage = storage or Storage()
+        self._files = open_files(registry, storage)
+        self._directory = self._files.root / DIRECTORY
         self._must_exist = must_exist
-        self._objects: BucketLines | None = None
-        if is_bucket(str(registry)):
-            # Deferred: only a bucket needs obstore.
-            from server.tenants.bucket_files import BucketLines
-
-            self._objects = BucketLines(str(registry), DIRECTORY)
 
     def append(self, lines: bytes, day: str) -> None:
         """Append whole lines in one write that is durable on return.
@@ -85,17 +70,12 @@ class AuditLog:
         Raises:
             StorageFull, RegistryError: the disk or the bucket failed, or the registry is gone.
         """
-        name = f"audit-{day}-{kernel_id()}"
-        if self._objects is not None:
-            # In the order of their times; the token keeps two processes apart.
-            self._objects.add(f"{name}/{time.time_ns()}-{secrets.token_hex(4)}{SUFFIX}", lines)
-            return
         with explained(self._directory):
             if self._must_exist:
                 # The empty directory below a volume that was unmounted must not be written to.
-                check_present(self._root)
-            self._storage.make_dirs(self._directory)
-            self._storage.append(self._directory / f"{name}{SUFFIX}", lines, MODE)
+                self._files.check_present()
+            self._files.make_directory(self._directory)
+            self._files.append(self._directory / f"audit-{day}-{kernel_id()}.jsonl", lines)
 
 
 @dataclass(frozen=True, slots=True)

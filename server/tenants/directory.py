@@ -1,6 +1,7 @@
 """A directory of small JSON records, one file each, that every server on a registry reads again when it has changed.
 
-Owns reading and watching. Must not know what the records mean, nor if a directory or a bucket holds the files.
+Owns reading and watching. Must not know what the records mean. An operator may overwrite a file in place, which only
+its version tells.
 """
 
 from __future__ import annotations
@@ -11,16 +12,29 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from server.tenants.record_files import FileVersion, RecordFiles
+from deltastore.registry.files import FileVersion
+from deltastore.registry.place import is_bucket
+from deltastore.registry.storage import explained
+from server.tenants.opening import RecordFiles
 from server.volume.calls import RegistryCalls
 
 log = logging.getLogger(__name__)
 
+SUFFIX = ".json"
+# The age at which records are looked at again before they are used.
+FRESH_S = 0.5
+# Between two readings for records that are not known: unknown names must not keep the disk busy.
+REREAD_S = 0.05
+# The same in a bucket, where a reading is one call that the store's operator pays for.
+BUCKET_FRESH_S = 1.0
+BUCKET_REREAD_S = 0.25
 # The longest wait for a look at records that were read before.
 PATIENCE_S = 0.5
 # Clocks of file systems are coarse: a second change in the same tick leaves a file's times as they were. A file is
@@ -62,10 +76,12 @@ class RecordDirectory(Generic[R]):
         pattern: re.Pattern[str],
         calls: RegistryCalls | None = None,
     ) -> None:
-        self._files = files
+        self._files, self._path = files
+        bucket = is_bucket(self._files.location)
+        self._fresh_s, self._reread_s = (BUCKET_FRESH_S, BUCKET_REREAD_S) if bucket else (FRESH_S, REREAD_S)
         self._pattern = pattern
         self._must_exist = calls is not None
-        self._calls = calls or RegistryCalls(files.where, lambda: None)
+        self._calls = calls or RegistryCalls(self._files.location, lambda: None)
         self._decoder = msgspec.json.Decoder(kind)
         self._last: Reading[R] = Reading()
         # Readings may end in another order than they began.
@@ -80,7 +96,7 @@ class RecordDirectory(Generic[R]):
         return frozenset(self._last.versions.keys() - self._last.records.keys())
 
     async def current(self) -> Mapping[str, R]:
-        """Return all records with the changes by this object, and those by others that are older than `fresh_s`.
+        """Return all records with the changes by this object, and those by others that are older than `FRESH_S`.
 
         While the disk fails, hangs or is slow, the records that were read last stand. Event loop only.
         """
@@ -98,19 +114,19 @@ class RecordDirectory(Generic[R]):
     async def latest(self) -> Mapping[str, R]:
         """Return all records with every change made before the call. Waits until the files may be read again.
 
-        Event loop only; files are read at most once per `reread_s`.
+        Event loop only; files are read at most once per `REREAD_S`.
         """
         asked = time.monotonic()
         while self._last.begun < asked:
             if self._looking is None or self._looking.done():
-                await asyncio.sleep(max(0.0, self._looked_at + self._files.reread_s - time.monotonic()))
+                await asyncio.sleep(max(0.0, self._looked_at + self._reread_s - time.monotonic()))
             # Cancelling one of those that wait must not cancel the look.
             await asyncio.shield(self._look())
         return self._last.records
 
     def read(self) -> Mapping[str, R]:
         """Read the files that have changed, and return all records as they are now."""
-        with self._files.explained():
+        with self._explained():
             reading = self._read_changed(self._last)
         with self._keeping:
             if reading.begun > self._last.begun:
@@ -119,17 +135,18 @@ class RecordDirectory(Generic[R]):
 
     def write(self, name: str, record: R) -> None:
         """Write or replace a record in one atomic step that is durable on return."""
-        with self._files.explained():
+        with self._explained():
             # The directory below a volume that is gone must not be written to.
             self._check_present()
-            self._files.write(name, msgspec.json.encode(record))
+            self._files.make_directory(self._path)
+            self._files.replace(self._file(name), msgspec.json.encode(record))
         self._changed_at = time.monotonic()
 
     def remove(self, name: str) -> bool:
         """Remove a record, durably. Return False if there is none."""
-        with self._files.explained():
+        with self._explained():
             self._check_present()
-            is_removed = self._files.remove(name)
+            is_removed = self._files.delete(self._file(name))
         with self._keeping:
             # It must not stand until the next reading, which may fail.
             left = {other: record for other, record in self._last.records.items() if other != name}
@@ -138,9 +155,7 @@ class RecordDirectory(Generic[R]):
         return is_removed
 
     def _is_fresh(self) -> bool:
-        return (
-            self._looked_at > self._changed_at and time.monotonic() - self._looked_at <= self._files.fresh_s
-        )
+        return self._looked_at > self._changed_at and time.monotonic() - self._looked_at <= self._fresh_s
 
     def _look(self) -> asyncio.Task[None]:
         """Begin to read the files, or join the reading under way."""
@@ -159,35 +174,43 @@ class RecordDirectory(Generic[R]):
 
     def _check_present(self) -> None:
         if self._must_exist:
-            self._files.check_present()
+            self._files.check_present(is_fresh=True)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(self._files.root)
+
+    def _file(self, name: str) -> PurePath:
+        return self._path / f"{name}{SUFFIX}"
 
     def _read_changed(self, last: Reading[R]) -> Reading[R]:
         begun, settled_before_ns = time.monotonic(), time.time_ns() - SETTLED_NS
-        versions = self._scan()
-        records = {}
-        for name, version in versions.items():
-            is_known = version == last.versions.get(name)
-            record = last.records.get(name) if is_known and name in last.settled else None
-            # A file that could not be read is tried again, and logged once.
-            record = record or self._read_file(name, is_logged=is_known)
-            if record is not None:
-                records[name] = record
+        versions = self._versions()
+        same = {name for name, version in versions.items() if version == last.versions.get(name)}
+        records = {name: last.records[name] for name in same & last.settled & last.records.keys()}
+        unread = [name for name in versions if name not in records]
+        # A file that could not be read is tried again, and logged once.
+        found = self._files.each(
+            lambda name: self._read_file(name, versions[name].size_bytes, is_logged=name in same), unread
+        )
+        records |= {name: record for name, record in zip(unread, found, strict=True) if record is not None}
         # Files that vanished meanwhile may have vanished with their volume.
         self._check_present()
         settled = (name for name, version in versions.items() if version.changed_ns < settled_before_ns)
         return Reading(begun, records, versions, frozenset(settled))
 
-    def _scan(self) -> Mapping[str, FileVersion]:
-        try:
-            return self._files.scan(self._pattern)
-        except FileNotFoundError:
-            return {}
+    def _versions(self) -> dict[str, FileVersion]:
+        """Return the version of every file whose name is a record's by the name of the record."""
+        found = {}
+        for file_name, version in self._files.versions(self._path).items():
+            name = file_name.removesuffix(SUFFIX)
+            if name != file_name and self._pattern.fullmatch(name):
+                found[name] = version
+        return found
 
-    def _read_file(self, name: str, *, is_logged: bool) -> R | None:
-        path = self._files.path(name)
+    def _read_file(self, name: str, size_bytes: int, *, is_logged: bool) -> R | None:
+        path = self._file(name)
         try:
-            raw = self._files.read(name, MAX_BYTES + 1)
-            if len(raw) > MAX_BYTES:
+            if size_bytes > MAX_BYTES or len(raw := self._files.read(path)) > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES} bytes")
             return self._decoder.decode(raw)
         except FileNotFoundError:

@@ -1,28 +1,45 @@
-"""Opens the files of records of a registry: in its directory or its bucket. Must not know what they mean."""
+"""Opens the small files of a registry in its directory or its bucket, without the registry. Makes no call."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
+from deltastore.registry.directory.files import DirectoryFiles
+from deltastore.registry.files import SmallFiles
 from deltastore.registry.place import is_bucket
 from deltastore.registry.storage import Storage
-from server.tenants.record_files import DirectoryRecordFiles, RecordFiles
+
+DIRECTORY = "tenants"
 
 
-def record_files(registry: str | Path, kind: str, storage: Storage | None = None) -> RecordFiles:
-    """Return the files of one kind of record of a registry. Makes no call.
+class RecordFiles(NamedTuple):
+    """The files of one kind of record."""
+
+    files: SmallFiles
+    directory: PurePath
+
+
+def open_files(registry: str | Path, storage: Storage | None = None) -> SmallFiles:
+    """Return the small files of a registry.
 
     Args:
         registry: its directory, or `s3://BUCKET/PREFIX`.
-        kind: the directory's name in `ROOT/tenants`.
         storage: changes the files of a directory.
 
     Raises:
         UsageError: the location is malformed.
     """
-    if isinstance(registry, str) and is_bucket(registry):
-        # Deferred: only a bucket needs obstore.
-        from server.tenants.bucket_files import BucketRecordFiles
+    if not is_bucket(str(registry)):
+        return DirectoryFiles(Path(registry).absolute(), storage or Storage())
+    # Deferred: only a bucket needs obstore.
+    from deltastore.registry.bucket.client import Bucket
+    from deltastore.registry.bucket.files import BucketFiles
 
-        return BucketRecordFiles(registry, kind)
-    return DirectoryRecordFiles(Path(registry).absolute(), kind, storage or Storage())
+    return BucketFiles(Bucket.open(str(registry)))
+
+
+def record_files(registry: str | Path, kind: str, storage: Storage | None = None) -> RecordFiles:
+    """Return the files of one kind of record, `tenants/KIND/*.json`; arguments and errors are those of `open_files`."""
+    files = open_files(registry, storage)
+    return RecordFiles(files, files.root / DIRECTORY / kind)

@@ -5,8 +5,11 @@ Event loop only. Imports no torch.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from deltastore.errors import ArtifactError
 from deltastore.registry import Registry
@@ -15,7 +18,6 @@ from server.errors import NotServable
 from server.text.generation_config import base_generation, read_generation
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer
-from server.text.single_flight import SingleFlight
 from server.text.staging import StagedVersion, Staging
 from server.text.variant_text import TextFacts, VariantText
 from server.text.variant_work import WORK_LIMITS, VariantWork
@@ -29,11 +31,6 @@ CACHE_BYTES = 64 << 20
 FACTS_BYTES = 16 << 10
 TOKEN_ID_BYTES = 64
 MAX_WORKS = 4096
-
-
-def text_pool(num_workers: int, several_tenants: bool = False) -> WorkerPool:
-    """Return a pool of workers for a `TextService`; its owner closes it."""
-    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES, several_tenants=several_tenants)
 
 
 class TextService:
@@ -72,7 +69,7 @@ class TextService:
         self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_template)
         self._staging = Staging(base_dir, registry, calls, several_tenants)
         self._facts: OrderedDict[str, TextFacts] = OrderedDict()
-        self._reading: SingleFlight[TextFacts] = SingleFlight()
+        self._reading = SingleFlight()
         self._works: OrderedDict[tuple[str, str], VariantWork] = OrderedDict()
 
     async def of(self, record: VersionRecord | None, tenant: str) -> VariantText:
@@ -137,6 +134,44 @@ class TextService:
         self._facts[digest] = facts
         while len(self._facts) > 1 and sum(map(_num_bytes, self._facts.values())) > CACHE_BYTES:
             self._facts.popitem(last=False)
+
+
+def text_pool(num_workers: int, several_tenants: bool = False) -> WorkerPool:
+    """Return a pool of workers for a `TextService`; its owner closes it."""
+    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES, several_tenants=several_tenants)
+
+
+class SingleFlight:
+    """Facts that are read now, by tenant and version, each once for all that wait for them.
+
+    A task is cancelled when all callers that wait for it were cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[str, str], asyncio.Task[TextFacts]] = {}
+        self._num_waiting: dict[tuple[str, str], int] = {}
+
+    async def run(
+        self, key: tuple[str, str], start: Callable[[], Coroutine[Any, Any, TextFacts]]
+    ) -> TextFacts:
+        """Return the result of the task of `key`; start it if none is under way. Its exception reaches every caller."""
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.create_task(start())
+            self._num_waiting[key] = 0
+        task = self._tasks[key]
+        self._num_waiting[key] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._leave(key, task)
+
+    def _leave(self, key: tuple[str, str], task: asyncio.Task[TextFacts]) -> None:
+        if self._tasks.get(key) is not task:
+            return
+        self._num_waiting[key] -= 1
+        if task.done() or not self._num_waiting[key]:
+            task.cancel()
+            del self._tasks[key], self._num_waiting[key]
 
 
 def _num_bytes(facts: TextFacts) -> int:

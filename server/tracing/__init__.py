@@ -1,1 +1,1 @@
-"""OpenTelemetry's spans and histograms of requests. Only `exporting.py` and `request_spans.py` import its packages."""
+"""OpenTelemetry's spans and histograms of requests. Only `request_spans.py` imports its packages."""

@@ -1,4 +1,4 @@
-"""Spans and histograms of one request for tokens, made when it has ended. Knows no exporter.
+"""Spans and histograms of one request for tokens, made when it has ended, and their way to a collector over OTLP.
 
 Names, attributes and buckets are those of OpenTelemetry's semantic conventions for generative AI. The engine measures
 the phases; a span is made from their durations afterwards, so that tracing costs a step nothing.
@@ -7,10 +7,18 @@ the phases; a span is made from their durations afterwards, so that tracing cost
 from __future__ import annotations
 
 import time
+from importlib.metadata import version
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import Histogram, MeterProvider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, set_span_in_context
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import Histogram
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from server.protocol.events import Timings
@@ -23,12 +31,15 @@ FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+# Of one request to the collector. A server that ends does not wait longer for a collector that is gone.
+TIMEOUT_S = 5.0
 
 
 class RequestSpans:
-    """Makes a span per request, with a child per phase, and counts its durations. Thread-safe."""
+    """Makes a span per request, with a child per phase, and counts its durations. Thread-safe; closes its providers."""
 
     def __init__(self, tracers: TracerProvider, meters: MeterProvider) -> None:
+        self._tracers, self._meters = tracers, meters
         self._tracer = tracers.get_tracer(SCOPE)
         self._propagator = TraceContextTextMapPropagator()
         meter = meters.get_meter(SCOPE)
@@ -86,6 +97,11 @@ class RequestSpans:
         self._end(span, traced, total_s)
         self._duration.record(total_s, attributes)
 
+    def close(self) -> None:
+        """Send what is left, and end the threads. Blocks for up to a few timeouts."""
+        self._tracers.shutdown()
+        self._meters.shutdown()
+
     def _start(self, traced: TracedRequest, attributes: dict[str, str]) -> Span:
         request = traced.request
         carrier = {} if request.traceparent is None else {"traceparent": request.traceparent}
@@ -106,6 +122,25 @@ class RequestSpans:
     def _phase(self, name: str, within: Context, began: float, ended: float) -> None:
         span = self._tracer.start_span(name, within, start_time=_nanoseconds(began))
         span.end(_nanoseconds(ended))
+
+
+def open_spans(endpoint: str, instance: str) -> RequestSpans:
+    """Return spans and histograms that are sent to a collector, from threads of the SDK's own.
+
+    Args:
+        endpoint: the collector's URL without a path, such as http://localhost:4318.
+        instance: the process, which tells its histograms from those of others.
+    """
+    resource = Resource.create(
+        {"service.name": "peraxis", "service.version": version("peraxis"), "service.instance.id": instance}
+    )
+    base = endpoint.rstrip("/")
+    tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
+    spans = OTLPSpanExporter(f"{base}/v1/traces", timeout=TIMEOUT_S)
+    tracers.add_span_processor(BatchSpanProcessor(spans))
+    metrics = OTLPMetricExporter(f"{base}/v1/metrics", timeout=TIMEOUT_S)
+    reader = PeriodicExportingMetricReader(metrics)
+    return RequestSpans(tracers, MeterProvider([reader], resource=resource, shutdown_on_exit=False))
 
 
 def _attributes(traced: TracedRequest) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A call that is late fails alone, since it may be one tenant's. Only a probe, which asks for nothing that a tenant owns,
 tells that a volume hangs, such as an NFS mount whose server is away: then all calls fail at once until a probe is
-answered. Threads of calls are divided among tenants. Must not know what the calls do.
+answered. Threads of calls are divided among tenants.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryUnavailable, RegistryUnwritable
 from deltastore.registry.place import is_bucket
 from server.errors import QueueFull
 from server.fair_budget import FairBudget
 from server.fair_limiter import FairLimiter
-from server.volume.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 # A call that takes longer is late.
@@ -46,79 +51,6 @@ NUM_PROBES = 8
 NEW_PROBE_S = 10.0
 # The share of the server's own calls. No tenant has this name.
 SERVER = ""
-
-
-class _Threads:
-    """The threads for calls of one kind, of which each tenant has a share. Event loop only."""
-
-    def __init__(self, name: str, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.permits = FairLimiter(NUM_CALLS, NUM_CALLS // 2, MAX_WAITING)
-        self._held = FairBudget(NUM_CALLS + MAX_LATE, "calls of its registry that are late")
-        self._threads = DaemonThreads(NUM_CALLS + MAX_LATE, name)
-
-    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
-        """Call a function on a thread, which counts for the tenant until the function returns.
-
-        Raises:
-            QueueFull: the tenant holds too many threads by calls that have not returned.
-        """
-        self._held.take(tenant, 1)
-        try:
-            call = asyncio.wrap_future(self._threads.submit(function))
-        except BaseException:
-            self._held.give_back(tenant, 1)
-            raise
-        call.add_done_callback(_retrieved)
-        call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
-        return call
-
-
-class _PacedThreads(_Threads):
-    """Threads that each tenant uses one after the other, with rests of the processor time that its last call took.
-
-    So a tenant that calls all the time takes at most half of one processor, which it would else take from the engine.
-
-    Args:
-        name: of the threads.
-        deadline_s: of a call, and of its turn before that.
-        clock: the processor time of a call's thread, or the time that stands for it where a call has several threads.
-    """
-
-    def __init__(self, name: str, deadline_s: float, clock: Callable[[], float]) -> None:
-        super().__init__(name, deadline_s)
-        self._clock = clock
-        self._turns = FairLimiter(sys.maxsize, 1, MAX_WAITING)
-        self._running: dict[str, asyncio.Future[Any]] = {}
-        self._rested_at: dict[str, float] = {}  # of tenants that have called
-
-    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
-        def timed() -> R:
-            begin = self._clock()
-            try:
-                return function()
-            finally:
-                self._rested_at[tenant] = time.monotonic() + self._clock() - begin
-
-        call = self._running[tenant] = super().submit(timed, tenant)
-        call.add_done_callback(lambda _: self._running.pop(tenant))
-        return call
-
-    @contextlib.asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the tenant's calls before, for those that are late too, and a rest; hold the turn inside the block.
-
-        Raises:
-            TimeoutError: they take too long.
-            QueueFull: too many wait.
-        """
-        async with contextlib.AsyncExitStack() as held:
-            async with asyncio.timeout(self.deadline_s):
-                await held.enter_async_context(self._turns.permit(tenant))
-                if tenant in self._running:
-                    await asyncio.wait({self._running[tenant]})
-                await asyncio.sleep(self._rested_at.get(tenant, 0.0) - time.monotonic())
-            yield
 
 
 class RegistryCalls:
@@ -359,6 +291,140 @@ class RegistryCalls:
         elif error is None and self._unwritable is not None:
             log.warning("the registry can be written again: %s", self._where)
         self._unwritable = error
+
+
+class _Threads:
+    """The threads for calls of one kind, of which each tenant has a share. Event loop only."""
+
+    def __init__(self, name: str, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.permits = FairLimiter(NUM_CALLS, NUM_CALLS // 2, MAX_WAITING)
+        self._held = FairBudget(NUM_CALLS + MAX_LATE, "calls of its registry that are late")
+        self._threads = DaemonThreads(NUM_CALLS + MAX_LATE, name)
+
+    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
+        """Call a function on a thread, which counts for the tenant until the function returns.
+
+        Raises:
+            QueueFull: the tenant holds too many threads by calls that have not returned.
+        """
+        self._held.take(tenant, 1)
+        try:
+            call = asyncio.wrap_future(self._threads.submit(function))
+        except BaseException:
+            self._held.give_back(tenant, 1)
+            raise
+        call.add_done_callback(_retrieved)
+        call.add_done_callback(lambda _: self._held.give_back(tenant, 1))
+        return call
+
+
+class _PacedThreads(_Threads):
+    """Threads that each tenant uses one after the other, with rests of the processor time that its last call took.
+
+    So a tenant that calls all the time takes at most half of one processor, which it would else take from the engine.
+
+    Args:
+        name: of the threads.
+        deadline_s: of a call, and of its turn before that.
+        clock: the processor time of a call's thread, or the time that stands for it where a call has several threads.
+    """
+
+    def __init__(self, name: str, deadline_s: float, clock: Callable[[], float]) -> None:
+        super().__init__(name, deadline_s)
+        self._clock = clock
+        self._turns = FairLimiter(sys.maxsize, 1, MAX_WAITING)
+        self._running: dict[str, asyncio.Future[Any]] = {}
+        self._rested_at: dict[str, float] = {}  # of tenants that have called
+
+    def submit(self, function: Callable[[], R], tenant: str) -> asyncio.Future[R]:
+        def timed() -> R:
+            begin = self._clock()
+            try:
+                return function()
+            finally:
+                self._rested_at[tenant] = time.monotonic() + self._clock() - begin
+
+        call = self._running[tenant] = super().submit(timed, tenant)
+        call.add_done_callback(lambda _: self._running.pop(tenant))
+        return call
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for the tenant's calls before, for those that are late too, and a rest; hold the turn inside the block.
+
+        Raises:
+            TimeoutError: they take too long.
+            QueueFull: too many wait.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            async with asyncio.timeout(self.deadline_s):
+                await held.enter_async_context(self._turns.permit(tenant))
+                if tenant in self._running:
+                    await asyncio.wait({self._running[tenant]})
+                await asyncio.sleep(self._rested_at.get(tenant, 0.0) - time.monotonic())
+            yield
+
+
+class DaemonThreads:
+    """At most `num_threads` threads for calls that may never return, each started when a call finds none idle.
+
+    They are daemons, unlike those of `concurrent.futures` and anyio: the end of a process must not wait for a call that
+    hangs.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_unfinished = 0  # calls, those in the queue included
+
+    def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Call a function on a thread. The future of a call that has not begun can be cancelled."""
+        future: Future[R] = Future()
+        # The thread's log lines name the caller's request.
+        context = copy_context()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            with _ErrorsTo(future):
+                future.set_result(context.run(function, *args, **kwargs))
+
+        with self._lock:
+            self._num_unfinished += 1
+            must_start = self._num_started < min(self._num_unfinished, self._num_threads)
+            self._num_started += must_start
+        self._works.put(call)
+        if must_start:
+            name = f"{self._name}-{self._num_started}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call = self._works.get()
+            call()
+            # No reference to what was called while the thread is idle.
+            del call
+            with self._lock:
+                self._num_unfinished -= 1
+
+
+class _ErrorsTo(contextlib.AbstractContextManager[None], Generic[R]):
+    """Gives an exception of its block to a future, as `concurrent.futures` does."""
+
+    def __init__(self, future: Future[R]) -> None:
+        self._future = future
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self._future.set_exception(error)
+        return True
 
 
 def _retrieved(done: asyncio.Future[R]) -> None:

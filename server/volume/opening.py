@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltastore.registry import Registry
-from deltastore.registry.backend import open_backend
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.place import is_bucket
 from deltastore.user_cache import user_cache_dir
@@ -26,10 +25,10 @@ def open_registry(settings: Settings, *, make: bool = True) -> Registry:
         UsageError: the location is malformed.
         RegistryError: the registry or the cache cannot be opened.
     """
-    if not is_bucket(settings.registry):
-        return Registry(Path(settings.registry), make=make)
-    cache = ObjectCache(_cache(settings), settings.registry_cache_bytes)
-    return Registry(open_backend(settings.registry, cache, is_made=True), make=make)
+    cache = None
+    if is_bucket(settings.registry):
+        cache = ObjectCache(_cache(settings), settings.registry_cache_bytes)
+    return Registry.open(settings.registry, cache, make=make)
 
 
 def _cache(settings: Settings) -> Path:

@@ -83,7 +83,7 @@ class WorkerProcess:
             async with asyncio.timeout(START_S):
                 await self._receive()
         except TimeoutError as error:
-            raise WorkerKilled(f"a worker process was not ready after {START_S:g} s: try again") from error
+            raise WorkerKilled(f"a worker process was not ready after {START_S:g} s") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise WorkerKilled(f"a worker process did not start: it {await self._end()}") from error
 

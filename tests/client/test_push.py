@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from client import publishing
-from client.artifact_file import ArtifactFile
+from client import push
+from client.push import MAX_ATTEMPTS, ArtifactFile
 from deltastore import progress
 from deltastore.errors import ArtifactError
 from peraxis.cli import run
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "FIRST_WAIT_S", 0)
+    monkeypatch.setattr(push, "FIRST_WAIT_S", 0)
 
 
 def pushed(file: Path, *reactions: Reaction, args: tuple[str, ...] = ()) -> tuple[int, ScriptedServer]:
@@ -226,9 +226,9 @@ def test_a_server_that_asks_for_an_hour_is_not_waited_for(file: Path, capsys: Ou
 
 
 def test_the_last_attempt_gives_the_error(file: Path, capsys: Output) -> None:
-    reactions = [ABSENT, break_off(after_bytes=0)] * publishing.MAX_ATTEMPTS
+    reactions = [ABSENT, break_off(after_bytes=0)] * MAX_ATTEMPTS
     code, server = pushed(file, *reactions, args=("--json",))
-    assert (code, len(server.calls)) == (1, 2 * publishing.MAX_ATTEMPTS)
+    assert (code, len(server.calls)) == (1, 2 * MAX_ATTEMPTS)
     error = error_of(capsys)
     assert error["type"] == "NoAnswer"
     assert "broke off" in error["message"]
@@ -246,7 +246,7 @@ def test_a_server_that_never_answered_is_not_tried_again(file: Path, capsys: Out
 def test_a_server_that_went_away_during_a_push_is_tried_again(
     file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(push, "MAX_ATTEMPTS", 3)
     code, server = pushed(file, ABSENT, stop)
     assert (code, len(server.calls)) == (1, 2)
     lines = capsys.readouterr().err.splitlines()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from deltastore.errors import ArtifactError, CorruptObject, RegistryError, UsageError
-from deltastore.loader import Loader, LoadReport, ObjectSource
+from deltastore.loader import Loader, LoadReport
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
+from deltastore.verified_object import ObjectSource
 
 SLOT_BYTES = 3 * CHUNK_BYTES
 UNTOUCHED = 0xA5

@@ -16,6 +16,7 @@ from server.supervisor.child_process import KILL_S
 from server.supervisor.supervisor import LAST_BYTES_S
 from tests.docker.test_dockerfile import image_environment
 from tests.helpers.debian import missing
+from tests.monitoring.helpers.files import DASHBOARDS
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 
@@ -142,9 +143,9 @@ def test_promtool_takes_the_configuration_with_its_rules(services: dict[str, Any
     assert "1 rule files found" in checked.stdout
 
 
-def test_grafana_is_provisioned_with_every_generated_dashboard(services: dict[str, Any]) -> None:
+def test_grafana_is_provisioned_with_every_dashboard(services: dict[str, Any]) -> None:
     path = loaded(DOCKER / "grafana/dashboards.yaml")["providers"][0]["options"]["path"]
 
     mounted = Path(mounts_of(services["grafana"])[path])
 
-    assert len(list(mounted.glob("*.json"))) > 0
+    assert {each.name for each in mounted.glob("*.json")} == set(DASHBOARDS)

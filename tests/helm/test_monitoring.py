@@ -1,4 +1,4 @@
-"""The chart embeds the alerts and dashboards of `monitoring/`, with the operator's thresholds."""
+"""The chart embeds alerts and dashboards, with the operator's thresholds."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from monitoring.check import problems
-from monitoring.files import expressions
-from monitoring.known import known_series
+from tests.monitoring.helpers.check import known_series, problems
+from tests.monitoring.helpers.files import expressions
 
 KNOWN = known_series()
 

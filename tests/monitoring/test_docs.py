@@ -7,19 +7,19 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from typer.main import get_group
 
 from docs.reference import reference
-from monitoring.alerts.definitions import ALERTS
-from monitoring.alerts.rules import number
-from monitoring.alerts.thresholds import THRESHOLDS
-from monitoring.files import ROOT
-from monitoring.known import known_series
 from peraxis.cli import COMMANDS
+from tests.monitoring.helpers.check import known_series
+from tests.monitoring.helpers.files import ALERTS, ROOT, THRESHOLDS
 
 DOCS = ROOT / "docs" / "deploy"
 RUNBOOK, MONITORING = ((DOCS / name).read_text() for name in ("runbook.md", "monitoring.md"))
 PARTS = ("Meaning", "Impact", "First checks", "Remedies")
+# Meaning, name and default.
+DEFAULTS = re.findall(r"^# (.+)\n(\w+): (.+)$", THRESHOLDS.read_text(), re.MULTILINE)
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE))
 
 
@@ -47,7 +47,7 @@ def command_lines() -> Iterator[list[str]]:
 
 
 def test_the_runbook_has_a_section_for_each_alert_and_no_other() -> None:
-    assert list(SECTIONS) == [alert.full_name for alert in ALERTS]
+    assert list(SECTIONS) == list(ALERTS)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -66,7 +66,7 @@ def test_every_command_exists_and_takes_its_options() -> None:
 def test_every_flag_metric_and_threshold_exists() -> None:
     flags = set(re.findall(r"`(--[a-z-]+)`", reference()))
     series = {name.removesuffix("_count") for name in known_series()} | set(known_series())
-    thresholds = {threshold.name for threshold in THRESHOLDS}
+    thresholds = {name for _, name, _ in DEFAULTS}
     for text in (RUNBOOK, MONITORING):
         pieces = code(text)
         assert {piece for piece in pieces if re.fullmatch(r"--[a-z-]+", piece)} <= flags | {"--previous"}
@@ -75,17 +75,17 @@ def test_every_flag_metric_and_threshold_exists() -> None:
 
 
 def test_links_lead_to_sections_and_files() -> None:
-    anchors = {alert.anchor for alert in ALERTS}
+    anchors = {name.lower() for name in ALERTS}
     assert set(re.findall(r"\(#([a-z]+)\)", RUNBOOK)) <= anchors
     for text in (RUNBOOK, MONITORING):
         for path in re.findall(r"\]\(([^)#]+)", text):
             assert (DOCS / path).exists(), path
 
 
-def test_the_tables_of_alerts_and_thresholds_are_those_of_the_source() -> None:
+def test_the_tables_of_alerts_and_thresholds_are_those_of_the_files() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", MONITORING, re.MULTILINE)
-    alerts = {alert.full_name: alert.severity for alert in ALERTS}
-    thresholds = {each.name: number(each.default) for each in THRESHOLDS}
-    assert dict(rows) == {**alerts, **thresholds}
-    for each in THRESHOLDS:
-        assert f"| `{each.name}` | {number(each.default)} | {each.meaning} |" in MONITORING
+    alerts = {name: rule["labels"]["severity"] for name, rule in ALERTS.items()}
+    assert len(DEFAULTS) == len(yaml.safe_load(THRESHOLDS.read_text()))
+    assert dict(rows) == {**alerts, **{name: default for _, name, default in DEFAULTS}}
+    for meaning, name, default in DEFAULTS:
+        assert f"| `{name}` | {default} | {meaning} |" in MONITORING

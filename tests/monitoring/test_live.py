@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltastore.registry import Registry
-from monitoring.alerts.alert import fill
-from monitoring.alerts.definitions import ALERTS
-from monitoring.alerts.rules import DEFAULT_VALUES
-from monitoring.check import without_variables
-from monitoring.files import DASHBOARDS, GENERATED, ROOT, panel_expressions
 from server.tenants.tenant import DEFAULT_TENANT
 from tests.helpers.debian import debian_tool
+from tests.monitoring.helpers.check import without_variables
+from tests.monitoring.helpers.files import (
+    ALERTS,
+    RULES,
+    compared_values,
+    label_variables,
+    panel_expressions,
+)
 from tests.monitoring.helpers.prometheus import Prometheus, running_prometheus
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 
@@ -52,14 +54,18 @@ def test_every_panel_alert_and_variable_has_an_answer_after_real_load(
         target = server.url.removeprefix("http://")
         # Before the first scrape, because the registry's objects are counted once a minute.
         ask_a_damaged_variant(server, artifacts)
-        with running_prometheus(tmp_path, target, ROOT / GENERATED / "rules.yaml") as prometheus:
+        with running_prometheus(tmp_path, target, RULES) as prometheus:
             cause_events(server, artifacts)
             prometheus.await_scrapes(2)
             assert server.client.patch("/variants/plain", json={"active": 1}).is_success
             prometheus.await_scrapes(2)
             assert [series for series in CAUSED if not sum(prometheus.query(series))] == []
             assert dict(unanswered(prometheus)) == {}
-            without = {name for name, series in variables() if not prometheus.label_values(name, series)}
+            without = {
+                label
+                for label, series in label_variables()
+                if not prometheus.label_values(label, without_variables(series, VALUES))
+            }
             # Only Kubernetes' service discovery gives targets a namespace.
             assert without == {"namespace"}
             assert {rule["health"] for rule in prometheus.rules()} == {"ok"}
@@ -124,20 +130,8 @@ def level(server: LiveServer, name: str) -> str:
 
 def unanswered(prometheus: Prometheus) -> Iterator[tuple[str, list[float]]]:
     """Yield the expressions without a series, or with a value that is no finite number."""
-    alerts = [
-        (alert.full_name, fill(comparison.value, DEFAULT_VALUES.__getitem__))
-        for alert in ALERTS
-        for case in alert.cases
-        for comparison in case
-    ]
+    alerts = [(name, value) for name, rule in ALERTS.items() for value in compared_values(rule["expr"])]
     for name, expression in (*panel_expressions(), *alerts):
         values = prometheus.query(without_variables(expression, VALUES))
         if not values or not all(map(math.isfinite, values)):
             yield f"{name}: {expression}", values
-
-
-def variables() -> Iterator[tuple[str, str]]:
-    """Yield each variable that a label's values make up, with the series that has the label."""
-    for page in DASHBOARDS.values():
-        for found in re.finditer(r"\"label_values\((.*), (\w+)\)\"", page.text()):
-            yield found[2], without_variables(found[1].replace('\\"', '"'), VALUES)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.replay.asking import Asker
+from tests.replay.asking import OCTETS, Asker
 from tests.replay.calls import ask_answers, ask_refusals, ask_roles
 from tests.replay.commands import run_commands
 from tests.replay.faults import ask_faults, ask_full_disk, ask_pages
@@ -28,7 +28,6 @@ from tests.replay.world import World
 from tests.server.helpers.live_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-OCTETS = {"Content-Type": "application/octet-stream"}
 
 
 def main() -> None:
@@ -153,17 +152,9 @@ def _served(
     """Serve the base; yield the URL and the process, and keep what the server prints before it is ready."""
     log = world.directory / f"{name}.log"
     usual = (
-        "--base",
-        world.inputs.artifacts.base,
-        "--registry",
-        registry,
-        "--port",
-        0,
-        "--dtype",
-        "float32",
-        "--kv-cache-gb",
-        0.05,
-    )
+        "--base", world.inputs.artifacts.base, "--registry", registry, "--port", 0, "--dtype", "float32",
+        "--kv-cache-gb", 0.05,
+    )  # fmt: skip
     with world.source.serving(log, *usual, *options) as (process, lines):
         world.transcript.add(f"{name}: printed at the start", "".join(lines))
         yield lines[-1].split()[-1], process

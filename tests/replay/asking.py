@@ -13,6 +13,7 @@ from tests.replay.transcript import Transcript, steady
 # Headers whose values change with times and with sizes of documents that hold times.
 VARIABLE_HEADERS = {"content-length", "date", "last-modified", "retry-after", "x-request-id"}
 CALL_S = 180.0
+OCTETS = {"Content-Type": "application/octet-stream"}
 
 
 class Asker:

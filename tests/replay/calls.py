@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from tests.replay.asking import Asker
+from tests.replay.asking import OCTETS, Asker
 from tests.replay.world import World
 
 ALL = ("", "wrong", "inference", "metrics", "publish", "admin")
-OCTETS = {"Content-Type": "application/octet-stream"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4}
 PROMPT = {"prompt": "hello", "temperature": 0, "max_tokens": 4}
 GENERATE = {"prompt": "hello", "temperature": 0, "max_new_tokens": 4}
@@ -68,18 +68,36 @@ def ask_roles(world: World, public: Asker, admin: Asker) -> None:
         ("GET", "/tenants", {}),
         ("PUT", "/tenants/other", {"json": {"max_running": 3}}),
         ("GET", "/v1/models", {}),
+        ("GET", "/v1/models/plain", {}),
         ("GET", "/me", {}),
         ("GET", "/health", {}),
         ("GET", "/ready", {}),
         ("GET", "/openapi.json", {}),
         ("GET", "/docs", {}),
+        ("GET", "/docs/swagger-ui.css", {}),
     ]
     for port, asker, calls in (("public", public, on_public), ("admin", admin, on_admin)):
+        _check_whole(asker, [(method, path.partition("?")[0]) for method, path, _ in calls])
         for method, path, options in calls:
             for role in ALL:
                 is_shown = path != "/metrics" or role not in {"metrics", "admin"}
                 if is_shown:
                     asker.ask(f"{port} port", role, method, path, **options)
+
+
+def _check_whole(asker: Asker, asked: list[tuple[str, str]]) -> None:
+    """Raise AssertionError if a call of the port's OpenAPI document is not among those that are asked."""
+    described = asker.send("", "GET", "/openapi.json").json()["paths"]
+    missing = [
+        (method, template)
+        for template, methods in described.items()
+        for method in methods
+        if not any(
+            method.upper() == other and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), path)
+            for other, path in asked
+        )
+    ]
+    assert not missing, missing
 
 
 def ask_answers(world: World, public: Asker) -> None:
@@ -196,7 +214,7 @@ def ask_refusals(world: World, public: Asker, admin: Asker) -> None:
         public.ask(title, "inference", "POST", "/generate", content=content)
     public.ask("two keys", "inference", "GET", "/me", {"X-API-Key": "other"})
     public.ask("key in the other header", "", "GET", "/me", {"X-API-Key": public.keys["admin"]})
-    public.ask("large head", "admin", "GET", "/me", {f"X-{number}": "x" for number in range(300)})
+    public.ask("many header fields", "admin", "GET", "/me", {f"X-{number}": "x" for number in range(300)})
     public.ask("given id", "admin", "GET", "/health", {"X-Request-Id": "mine"})
     for page in ("limit=0", "limit=1", "limit=1&after=own~chatty", "after=nobody", "nonsense=1"):
         public.ask(f"models with {page}", "admin", "GET", f"/v1/models?{page}")

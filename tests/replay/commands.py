@@ -33,18 +33,8 @@ def _of_deltas(world: World) -> None:
     delta, card = world.directory / "delta.safetensors", world.directory / "card"
     small = ("--samples", 20, "--distill-epochs", 1, "--no-progress", "--json")
     world.command("plan", "compress", *pair, "--out", delta, "--plan", "--samples", 20)
-    world.command(
-        "compress",
-        "compress",
-        *pair,
-        "--out",
-        delta,
-        *small,
-        "--calibration",
-        world.inputs.text,
-        "--report",
-        card,
-    )
+    fitted = (*small, "--calibration", world.inputs.text, "--report", card)
+    world.command("compress", "compress", *pair, "--out", delta, *fitted)
     world.transcript.add("bytes of the delta", f"{delta.stat().st_size}")
     world.command("compress onto a file that exists", "compress", *pair, "--out", delta, *small)
     for path, name in (
@@ -61,15 +51,8 @@ def _of_deltas(world: World) -> None:
     world.command("eval", "eval", *evaluated, "--samples", 8, "--no-progress", "--json")
     merged = world.directory / "merged"
     merging = (
-        "merge",
-        "--base",
-        artifacts.base,
-        "--delta",
-        artifacts.plain,
-        "--out",
-        merged,
-        "--no-progress",
-    )
+        "merge", "--base", artifacts.base, "--delta", artifacts.plain, "--out", merged, "--no-progress"
+    )  # fmt: skip
     world.command("merge", *merging, "--json")
     world.command("merge again", *merging, "--json")
     world.transcript.add(
@@ -89,46 +72,19 @@ def _of_settings(world: World) -> None:
     world.command("misspelt setting of the environment", *serve, "--print-config", PERAXIS_MAX_QUEU="7")
     world.command("serve beyond this machine without keys", *serve, "--host", "0.0.0.0")
     world.command("serve no base", "serve", "--base", world.directory / "absent", "--registry", registry)
-    world.command(
-        "serve plain http bucket",
-        "serve",
-        "--base",
-        base,
-        "--registry",
-        "s3://b",
-        AWS_ENDPOINT_URL="http://127.0.0.1:9",
-    )
+    bucket = ("serve", "--base", base, "--registry", "s3://bucket/prefix")
+    world.command("serve a bucket over plain HTTP", *bucket, AWS_ENDPOINT_URL="http://127.0.0.1:9")
     world.command("serve with too few slots", *serve, "--max-gpu-deltas", 1)
-    world.command(
-        "push without a server",
-        "push",
-        world.inputs.artifacts.plain,
-        "--name",
-        "x",
-        "--url",
-        "http://127.0.0.1:9",
-        "--json",
-        "--no-progress",
-    )
+    push = ("push", world.inputs.artifacts.plain, "--name", "x", "--json", "--no-progress")
+    world.command("push without a server", *push, "--url", "http://127.0.0.1:9")
 
 
 def _of_registry(world: World) -> None:
     registry = world.directory / "commands"
     at = ("--registry", registry)
     world.command("ls of no registry", "registry", "ls", *at, "--json")
-    made = world.command(
-        "make a key",
-        "keys",
-        "create",
-        *at,
-        "--tenant",
-        "acme",
-        "--role",
-        "publish",
-        "--expires-in",
-        "30d",
-        "--json",
-    ).document()
+    create = ("keys", "create", *at, "--tenant", "acme", "--role", "publish", "--expires-in", "30d", "--json")
+    made = world.command("make a key", *create).document()
     world.transcript.secrets |= {made["key"]: "KEY", made["id"]: "KEY-ID"}
     # What was kept before the key was known is named alike.
     title = "make a key: peraxis"

@@ -7,19 +7,17 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
-from tests.replay.asking import Asker
+from tests.replay.asking import OCTETS, Asker
 from tests.replay.world import World
+from tests.server.helpers.live_server import WAIT_S, connection, eventually
 
-WAIT_S = 120.0
 # Greedy sequences may end at once.
 LONG: dict[str, Any] = {"prompt": "hello", "temperature": 2.0, "seed": 1, "n": 16, "max_new_tokens": 4000}
 SHORT: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 1}
@@ -71,13 +69,8 @@ def ask_faults(world: World, process: subprocess.Popen[str], asker: Asker, regis
     asker.ask("registry gone", "", "GET", "/ready")
     ask("registry gone, in memory")
     ask("registry gone, not in memory", "nobody")
-    asker.ask(
-        "registry gone",
-        "publish",
-        "POST",
-        "/variants?name=late",
-        content=world.inputs.artifacts.plain.read_bytes(),
-    )
+    late = world.inputs.artifacts.plain.read_bytes()
+    asker.ask("registry gone", "publish", "POST", "/variants?name=late", OCTETS, content=late)
     aside.rename(registry)
     wait(lambda: asker.send("publish", "GET", "/variants").status_code == 200)
     with _running(asker, "plain") as lines:
@@ -108,54 +101,36 @@ def ask_pages(asker: Asker) -> None:
 
 def ask_full_disk(asker: Asker, content: bytes) -> None:
     """Upload to a registry whose disk is smaller than the file."""
-    asker.ask(
-        "full disk",
-        "",
-        "POST",
-        "/variants?name=x",
-        {"Content-Type": "application/octet-stream"},
-        content=content,
-    )
+    asker.ask("full disk", "", "POST", "/variants?name=x", OCTETS, content=content)
 
 
 def wait(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)
+    if not eventually(is_so):
+        raise TimeoutError
 
 
-class _running(ExitStack):
-    """A stream that goes on until the block ends; yields its lines."""
-
-    def __init__(self, asker: Asker, variant: str) -> None:
-        super().__init__()
-        self._asker, self._variant = asker, variant
-
-    def __enter__(self) -> Any:
-        headers = self._asker.headers("inference")
-        client = self.enter_context(httpx.Client(base_url=self._asker.url, timeout=WAIT_S))
-        body = {**LONG, "stream": True}
-        stream = client.stream("POST", f"/generate?variant={self._variant}", headers=headers, json=body)
-        # An iterator that is dropped ends its stream.
-        self.lines = self.enter_context(stream).iter_lines()
-        next(self.lines)
-        return self.lines
+@contextmanager
+def _running(asker: Asker, variant: str) -> Iterator[Iterator[str]]:
+    """Yield the lines of a stream that goes on until the block ends."""
+    path, headers = f"/generate?variant={variant}", asker.headers("inference")
+    with asker.client.stream("POST", path, headers=headers, json={**LONG, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        yield lines
 
 
 def _request(asker: Asker, target: str, body: str) -> socket.socket:
     """Send a request on a connection of its own, whose reply is not read."""
     headers = {"Host": "localhost", "Content-Type": "application/json", **asker.headers("inference")}
     head = [f"POST {target} HTTP/1.1", *map(": ".join, headers.items())]
-    client = _connection(asker)
+    client = connection(asker.url)
     client.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", body]).encode())
     return client
 
 
 def _half_a_request(asker: Asker) -> Callable[[], str]:
     """Send half a head; return how to read the answer to it."""
-    client = _connection(asker)
+    client = connection(asker.url)
     client.sendall(b"GET /health HTTP/1.1\r\nHost: local")
 
     def answer() -> str:
@@ -164,11 +139,6 @@ def _half_a_request(asker: Asker) -> Callable[[], str]:
         return f"{head.splitlines()[0].decode()}\n{body.decode()}"
 
     return answer
-
-
-def _connection(asker: Asker) -> socket.socket:
-    url = httpx.URL(asker.url)
-    return socket.create_connection((url.host, url.port), timeout=WAIT_S)
 
 
 def _version(asker: Asker, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 COUNTED = re.compile(
@@ -12,10 +13,14 @@ COUNTED = re.compile(
 
 
 def steady_metrics(text: str) -> str:
-    """Return an exposition with the values of time, memory and steps left out."""
-    lines = []
-    for line in text.splitlines():
-        series = line.rpartition(" ")[0]
-        is_kept = line.startswith("#") or (COUNTED.match(line) is not None and "_created" not in line)
-        lines.append(line if is_kept else f"{series} ...")
+    """Return an exposition with the values of time, memory and steps left out, and the series of a metric sorted."""
+    lines: list[str] = []
+    for is_comment, group in itertools.groupby(text.splitlines(), lambda line: line.startswith("#")):
+        samples = map(str if is_comment else _steady_sample, group)
+        lines += samples if is_comment else sorted(samples)
     return "\n".join(lines) + "\n"
+
+
+def _steady_sample(line: str) -> str:
+    is_kept = COUNTED.match(line) is not None and "_created" not in line
+    return line if is_kept else f"{line.rpartition(' ')[0]} ..."

@@ -6,9 +6,9 @@ import hashlib
 from base64 import b64encode
 from typing import Any
 
-from tests.replay.asking import Asker
-from tests.replay.calls import OCTETS
+from tests.replay.asking import OCTETS, Asker
 from tests.replay.world import World
+from tests.server.helpers.live_server import eventually
 
 
 def ask_artifacts(world: World, admin: Asker) -> None:
@@ -88,8 +88,7 @@ def _publish_source(admin: Asker, title: str, source: str) -> None:
         return
     job = reply.headers["location"]
     admin.transcript.secrets[job.rpartition("/")[2]] = "JOB"
-    while admin.send("publish", "GET", job).json()["status"] == "running":
-        pass
+    assert eventually(lambda: admin.send("publish", "GET", job).json()["status"] != "running")
     admin.transcript.add(f"source: {title}, done", admin.send("publish", "GET", job).json())
 
 

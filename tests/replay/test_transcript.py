@@ -66,5 +66,5 @@ def test_metrics_keep_every_series_and_the_values_of_what_was_asked() -> None:
         '# HELP a b\npEraxis 3.0\nperaxis_uploads_total{result="created"} 2.0\nperaxis_step_seconds_sum 0.5\n'
     )
     assert steady_metrics(text) == (
-        '# HELP a b\npEraxis ...\nperaxis_uploads_total{result="created"} 2.0\nperaxis_step_seconds_sum ...\n'
+        '# HELP a b\npEraxis ...\nperaxis_step_seconds_sum ...\nperaxis_uploads_total{result="created"} 2.0\n'
     )

@@ -11,7 +11,7 @@ from typing import Any
 # Fields of times, machines and processes, and hashes of records that hold times.
 VARIABLE = re.compile(
     r"(?:^|_)(?:at|created|s|seconds|ms|pid|time|free_bytes)$"
-    r"|^(?:host_cache_limit_bytes|tokens_last_minute|secret_sha256|after|change)$"
+    r"|^(?:host_cache_limit_bytes|peak_memory_bytes|tokens_last_minute|secret_sha256|after|change)$"
 )
 PATTERNS: Mapping[str, str] = {
     r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)?": "TIME",
@@ -24,6 +24,7 @@ PATTERNS: Mapping[str, str] = {
     r"\bport \d+": "port PORT",
     r"\b\d+(?:\.\d+)? (?:ms|s)\b": "N s",
     r"\bpid \d+": "pid N",
+    r"\S+ are free": "N are free",
 }
 
 

@@ -49,15 +49,15 @@ class World:
 
     def keep_files(self, title: str, directory: Path) -> None:
         """Keep the names and sizes of a registry's files, and the text of its records."""
-        lines = []
-        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-            lines.append(f"{path.relative_to(directory)}: {_content(path)}")
-        self.transcript.add(title, "\n".join(lines) + "\n")
+        files = (path for path in directory.rglob("*") if path.is_file())
+        lines = (f"{path.relative_to(directory)}: {_content(path)}" for path in files)
+        # Some names begin with ids.
+        self.transcript.add(title, "\n".join(sorted(map(self.transcript.steady_text, lines))) + "\n")
 
 
 def _content(path: Path) -> str:
     content = path.read_bytes()
-    if len(content) > 1 << 16 or path.parent.name == "objects":
+    if len(content) >= 1 << 16 or path.parent.name == "objects":
         return f"{len(content)} bytes"
     try:
         documents = [steady(json.loads(line)) for line in content.decode().splitlines()]

@@ -104,7 +104,8 @@ def test_an_empty_variable_is_ignored(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         ({"auth": "tokens"}, "auth (from --auth): input should be 'none' or 'keys', got 'tokens'"),
         ({"host": "0.0.0.0"}, "host 0.0.0.0 may be reached from other machines and auth is none"),
-        ({"admin_host": "0.0.0.0", "admin_port": 1}, "host 0.0.0.0 may be reached from other machines"),
+        ({"admin_host": "0.0.0.0", "admin_port": 1}, "admin_host 0.0.0.0 may be reached from other machines"),
+        ({"admin_host": "::", "admin_port": 1}, "take --auth keys or --admin-host 127.0.0.1, or"),
         (
             {"admin_host": "127.0.0.1"},
             "admin_host is 127.0.0.1 and there is no admin port: give --admin-port",

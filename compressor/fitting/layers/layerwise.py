@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from compressor.blockwise.decoder import BlockLinear, Decoder
 from compressor.blockwise.weights import Overlay, Weights
 from compressor.codec import Method, code_matrix
-from compressor.fitted_matrix import FittedMatrix
 from compressor.fitting.weights import weight_with_delta
+from compressor.io.checkpoint_store import FittedMatrix
 from compressor.io.pairs import TensorPair
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane

@@ -1,7 +1,5 @@
 """The quadratic problem of one layer's delta, and the Cholesky factor that solves such problems.
 
-Works on moments and matrices; independent of models, files and of how signs and scales are chosen.
-
 With student inputs X ``[n, in]``, residual targets R = Y - X W_b', H = X'X and G = R'X, a delta costs
 ``||R - X delta'||^2 = ||R||^2 - 2 <G, delta> + <delta H, delta>``.
 """
@@ -71,18 +69,6 @@ class Problem:
         if scale_out is None:
             return self.difference.new_ones(num_rows)
         return scale_out[rows].float() if scale_out.numel() > 1 else scale_out.float().expand(num_rows)
-
-
-def layer_loss(
-    problem: Problem,
-    delta: Tensor,  # [out, in] float32
-) -> float:
-    """``||R - X delta'||^2 - ||R||^2``: below 0 where the layer with `delta` is nearer its target than the base's."""
-    gram, total = problem.gram.float(), 0.0
-    for rows in problem.chunks():
-        part = delta[rows]
-        total += float(((part @ gram).sub_(problem.cross[rows], alpha=2).mul_(part)).sum(dtype=torch.float64))
-    return total
 
 
 def cholesky(matrix: Tensor, ridge: float) -> Tensor:  # lower, [in, in]

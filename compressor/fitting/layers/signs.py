@@ -1,7 +1,7 @@
 """Signs of one matrix for given scales: error feedback over columns (GPTQ), then single flips.
 
-Works on the layer's `Problem` for any scales. Given the scales, rows are independent. A
-ridge draws the delta toward the difference, which decides where the inputs do not.
+Given the scales, rows are independent. A ridge draws the delta toward the difference, which decides where the inputs do
+not.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
@@ -149,6 +150,11 @@ def _check_endpoint() -> None:
             raise UsageError(
                 f"the endpoint {endpoint} of {name} has no TLS: set AWS_ALLOW_HTTP=true to send credentials and "
                 "artifacts in plain text, or give an https:// endpoint"
+            )
+        parts = urlsplit(endpoint)
+        if endpoint and (parts.scheme.lower() not in ("http", "https") or not parts.hostname):
+            raise UsageError(
+                f"the endpoint {endpoint} of {name} is no URL: give https://HOST or https://HOST:PORT"
             )
 
 

@@ -11,6 +11,7 @@ from deltastore.registry.bucket.objects import INTENTS, STORED, BucketObjects, i
 from deltastore.registry.checker import leftovers, listed_reports, records_in_use
 from deltastore.registry.claims import Claims
 from deltastore.registry.reports import GcReport
+from deltastore.registry.uploads import Uploads
 from deltastore.registry.variants import DIRECTORY, directories
 
 ABANDONED_AFTER = timedelta(days=1)
@@ -18,21 +19,13 @@ ABANDONED_AFTER = timedelta(days=1)
 CLOCK = "clock"
 
 
-def collect(
-    files: BucketFiles, objects: BucketObjects, num_partials: int, partial_bytes: int, *, dry_run: bool
-) -> GcReport:
-    """Remove garbage, or with `dry_run` only report it.
-
-    Args:
-        files: The small files.
-        objects: The objects.
-        num_partials: Abandoned uploads on this machine that were removed.
-        partial_bytes: Their bytes.
-        dry_run: Remove nothing.
+def collect(files: BucketFiles, objects: BucketObjects, uploads: Uploads, *, dry_run: bool) -> GcReport:
+    """Remove garbage, and abandoned uploads on this machine, or with `dry_run` only report it.
 
     Raises:
         RegistryError: A record or state is damaged, so the objects in use are unknown; nothing was removed.
     """
+    num_partials, partial_bytes = uploads.remove_abandoned(dry_run=dry_run)
     # In this order: reports and objects, intents, records.
     reports = listed_reports(files)
     stored = objects.stored()

@@ -7,7 +7,9 @@ read before costs one listing.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,8 @@ from obstore.exceptions import AlreadyExistsError
 
 from deltastore.errors import RegistryError, RegistryUnavailable, StorageFull
 from deltastore.registry.bucket.client import Bucket
+from deltastore.registry.files import FileVersion
+from deltastore.registry.place import FORMAT_FILE
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -32,6 +36,8 @@ MAX_CACHED_BYTES = 256 << 20
 PAGE = 1000
 NUM_READERS = 16
 MAX_CREATIONS = 5
+# The registry is looked for once in this time: `is_live` asks often.
+PRESENT_FOR_S = 1.0
 
 
 class FileCache:
@@ -91,9 +97,20 @@ class BucketFiles:
         listed: Mapping[PurePosixPath, Mapping[PurePosixPath, frozenset[str]]] | None = None,
     ) -> None:
         self.root = bucket.root
+        self.location = bucket.location
         self._bucket = bucket
         self._cache = cache or FileCache()
         self._listed = listed or {}
+        self._found_at = float("-inf")
+
+    def check_present(self, *, is_fresh: bool = False) -> None:
+        begun = time.monotonic()
+        if is_fresh or begun - self._found_at > PRESENT_FOR_S:
+            try:
+                self.status(self.root / FORMAT_FILE)
+            except FileNotFoundError as error:
+                raise self._bucket.gone() from error
+            self._found_at = begun
 
     def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
         key = self._key(path)
@@ -184,7 +201,6 @@ class BucketFiles:
         return self.add(path, data)
 
     def replace(self, path: PurePath, data: bytes) -> None:
-        """Write a file that may exist, in one atomic step that is durable on return."""
         key = self._key(path)
         with self._bucket.calls():
             put = obstore.put(self._bucket.small, key, data, use_multipart=False)
@@ -205,14 +221,32 @@ class BucketFiles:
             for key in keys:
                 self._cache.drop(key)
 
-    def delete(self, path: PurePath) -> None:
-        """Remove a file, durably, and report a failure; one that is missing is removed."""
+    def append(self, path: PurePath, lines: bytes) -> None:
+        # In the order of their times; the token keeps two processes apart.
+        name = f"{time.time_ns()}-{secrets.token_hex(4)}{path.suffix}"
+        self.add(path.with_suffix("") / name, lines)
+
+    def delete(self, path: PurePath) -> bool:
+        try:
+            self.status(path)
+        except FileNotFoundError:
+            return False
         key = self._key(path)
         try:
             with contextlib.suppress(FileNotFoundError), self._bucket.calls():
                 obstore.delete(self._bucket.small, key)
         finally:
             self._cache.drop(key)
+        return True
+
+    def versions(self, directory: PurePath) -> dict[str, FileVersion]:
+        # An ETag tells the contents, so no change goes unseen.
+        paths = ((self.root / meta["path"], meta) for meta in self.below(PurePosixPath(directory)))
+        return {
+            path.name: FileVersion((meta["e_tag"], meta["size"]), meta["size"], 0)
+            for path, meta in paths
+            if path.parent == directory
+        }
 
     def status(self, path: PurePath) -> ObjectMeta:
         """Return the size, ETag and time of a file. Raises FileNotFoundError."""

@@ -14,7 +14,6 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from deltastore.registry.bucket.client import Bucket
 from deltastore.registry.bucket.files import BucketFiles
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.reports import Usage
 from deltastore.registry.transfer import fetch_object
 from deltastore.registry.uploads import ChunkedDigest, SealedUpload, hash_file
 
@@ -47,7 +47,7 @@ class BucketObjects:
     """The objects, their intents and marks. For any thread."""
 
     def __init__(self, bucket: Bucket, files: BucketFiles, cache: ObjectCache) -> None:
-        self.cache = cache
+        self._cache = cache
         self._bucket = bucket
         self._files = files
         self._marks: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class BucketObjects:
         """Make the file of a published upload this machine's copy of the object."""
         # The publication is done; without the copy, the object is fetched when it is used.
         with contextlib.suppress(PeraxisError, OSError):
-            self.cache.adopt(sealed.digest, sealed.path)
+            self._cache.adopt(sealed.digest, sealed.path)
 
     def heal(self, record: VersionRecord, sealed: SealedUpload) -> None:
         """Put the bytes of a live version again if its object is quarantined or missing."""
@@ -100,22 +100,25 @@ class BucketObjects:
                 fetch_object(self._bucket.large, f"{OBJECTS}/{stored_name(record)}", record.size_bytes, fd)
 
         try:
-            return self.cache.path(record.digest, record.size_bytes, fetch)
+            return self._cache.path(record.digest, record.size_bytes, fetch)
         except FileNotFoundError:
-            return self.cache.directory / "missing" / record.digest
+            return self._cache.directory / "missing" / record.digest
         except CorruptObject as error:
             # The store has another size than the record: its bytes cannot be right.
             self._mark(record, str(error), self.identity(record))
-            return self.cache.directory / "missing" / record.digest
+            return self._cache.directory / "missing" / record.digest
+
+    def is_local(self, record: VersionRecord) -> bool:
+        return self._cache.holds(record.digest)
 
     def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
         """Mark an object as corrupt. With `found_in`, a copy of it, only if the store's bytes are corrupt, too."""
         if found_in is None:
             self._mark(record, reason, self.identity(record))
-            self.cache.discard(record.digest)
+            self._cache.discard(record.digest)
             return True
         # The copy may be damaged by this machine's disk or by the transfer.
-        self.cache.discard(record.digest, found_in)
+        self._cache.discard(record.digest, found_in)
         before = self.identity(record)
         path = self.local_path(record)
         try:
@@ -124,11 +127,14 @@ class BucketObjects:
             return self.is_quarantined(record, is_fresh=True)
         if found.chunk_digests() == record.chunk_sha256 and found.num_bytes == record.size_bytes:
             return False
-        self.cache.discard(record.digest)
+        self._cache.discard(record.digest)
         if self.identity(record) != before:
             return False
         self._mark(record, reason, before)
         return True
+
+    def recover(self, record: VersionRecord) -> bool:
+        return self.identity(record) is not None and not self.is_quarantined(record)
 
     def is_quarantined(self, record: VersionRecord, *, is_fresh: bool = False) -> bool:
         """True if a mark names the object that is stored now."""
@@ -148,6 +154,12 @@ class BucketObjects:
             if mark := self._read_mark(stored_name(record)):
                 return str(mark.get("reason"))
         return "its mark cannot be read"
+
+    def usage(self) -> Usage:
+        stored, marks = self.stored(), self.marks()
+        identities = {name: identity_of(meta) for name, meta in stored.items()}
+        num_quarantined = sum(identities.get(name) == identity for name, identity in marks.items())
+        return Usage(len(stored), sum(meta["size"] for meta in stored.values()), None, num_quarantined)
 
     def identity(self, record: VersionRecord) -> str | None:
         """Return a value that changes when an object is put again; None if there is none."""
@@ -265,16 +277,6 @@ class BucketWriter:
         """Raise RegistryError if gc may soon take the publication for abandoned."""
         if _since_boot_s() - announced_s > GIVE_UP_AFTER_S:
             raise RegistryError("the upload took more than twelve hours to store: upload the artifact again")
-
-
-@contextlib.contextmanager
-def writing(objects: BucketObjects, sealed: SealedUpload) -> Iterator[BucketWriter]:
-    """Store a sealed upload for the records that are made in the block."""
-    writer = BucketWriter(objects, sealed)
-    try:
-        yield writer
-    finally:
-        writer.end()
 
 
 def stored_name(record: VersionRecord) -> str:

@@ -17,17 +17,17 @@ from deltastore.registry.checker import Checker
 from deltastore.registry.claims import INDEX
 from deltastore.registry.directory.collect import temporaries
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.layout import FORMAT_FILE, LAYOUT, OF_SERVERS
-from deltastore.registry.directory.objects import ASIDE, DIGEST, MARK, Objects, digest_of
+from deltastore.registry.directory.objects import ASIDE, DIGEST, MARK, DirectoryObjects, digest_of
 from deltastore.registry.directory.reserve import DIRECTORY, FILE
+from deltastore.registry.place import FORMAT_FILE, LAYOUT, OF_SERVERS
 from deltastore.registry.records import REPORT, is_name
 from deltastore.registry.reports import CheckReport
 from deltastore.registry.storage import TEMPORARY
-from deltastore.registry.uploads import PARTIAL, ChunkedDigest, abandoned, hash_file
+from deltastore.registry.uploads import NAME as PARTIAL_FILE
+from deltastore.registry.uploads import ChunkedDigest, Uploads, abandoned, hash_file
 from deltastore.registry.variants import RECORD, REPORTS, STATE, directories
 
 DRAFT = rf"\..*{re.escape(TEMPORARY)}"
-PARTIAL_FILE = re.compile(rf".*{re.escape(PARTIAL)}")
 QUARANTINE_FILE = re.compile(rf"{DRAFT}|{DIGEST.pattern}({re.escape(MARK)})?")
 RESERVE_FILE = re.compile(rf"{DRAFT}|{FILE}")
 OBJECT_FILE = re.compile(rf"{DIGEST.pattern}|{ASIDE.pattern}")
@@ -40,9 +40,9 @@ VARIANT_FILE = re.compile(rf"{DRAFT}|{RECORD.pattern}|{STATE}{NUMBERED}")
 FOREIGN = re.compile(r"lost\+found|\.nfs[0-9a-f]+|\.snapshot")
 
 
-def check(files: DirectoryFiles, objects: Objects) -> CheckReport:
+def check(files: DirectoryFiles, objects: DirectoryObjects, uploads: Uploads) -> CheckReport:
     """Read and check every file of a registry. Takes seconds per gigabyte."""
-    checker = _DirectoryChecker(files, objects)
+    checker = _DirectoryChecker(files, objects, uploads)
     checker.check_names()
     checker.check_variants()
     checker.check_claims()
@@ -54,10 +54,11 @@ def check(files: DirectoryFiles, objects: Objects) -> CheckReport:
 
 
 class _DirectoryChecker(Checker):
-    def __init__(self, files: DirectoryFiles, objects: Objects) -> None:
+    def __init__(self, files: DirectoryFiles, objects: DirectoryObjects, uploads: Uploads) -> None:
         super().__init__(files)
         self._root = files.root
         self._objects = objects
+        self._uploads = uploads
         self._seen: set[str] = set()
 
     def check_names(self) -> None:
@@ -76,7 +77,7 @@ class _DirectoryChecker(Checker):
         for tenant in self._files.subdirectories(root / REPORTS):
             self._check_folder(root / REPORTS / tenant, lambda entry: _is_file(entry, REPORT_FILE))
         self._check_folder(self._objects.directory, lambda entry: _is_file(entry, OBJECT_FILE))
-        self._check_folder(root / "uploads", lambda entry: _is_file(entry, PARTIAL_FILE))
+        self._check_folder(self._uploads.directory, lambda entry: _is_file(entry, PARTIAL_FILE))
         self._check_folder(self._objects.quarantine_directory, lambda entry: _is_file(entry, QUARANTINE_FILE))
         if (root / DIRECTORY).is_dir():
             self._check_folder(root / DIRECTORY, lambda entry: _is_file(entry, RESERVE_FILE))
@@ -102,8 +103,8 @@ class _DirectoryChecker(Checker):
             if record.digest in self._seen:
                 continue
             path = directory.record_path(record.version)
-            if self._objects.is_quarantined(record.digest):
-                self._note(path, f"quarantined ({self._objects.reason(record.digest)}): upload it again")
+            if self._objects.is_quarantined(record):
+                self._note(path, f"quarantined ({self._objects.reason(record)}): upload it again")
             elif self._objects.aside(record.digest):
                 self._note(path, "its object was about to be removed: the next use or gc puts it back")
             elif not self._objects.path(record.digest).exists() and self._is_live(directory, record.version):
@@ -111,7 +112,7 @@ class _DirectoryChecker(Checker):
 
     def check_leftovers(self) -> None:
         """Note the files that crashes left behind, because they take space."""
-        for partial in sorted((self._root / "uploads").glob(f"*{PARTIAL}")):
+        for partial in self._uploads.partials():
             with contextlib.suppress(FileNotFoundError), abandoned(partial, time.time()) as is_abandoned:
                 if is_abandoned:
                     self._note(partial, "an abandoned upload: gc removes it")
@@ -130,7 +131,7 @@ class _DirectoryChecker(Checker):
             if self._objects.path(digest_of(aside)).exists():
                 self._note(aside, "a second name of an object, left by a crash: gc removes it")
         for digest in self._objects.evidence():
-            if not self._objects.is_quarantined(digest):
+            if self._objects.path(digest).exists() or not self._objects.mark_path(digest).exists():
                 self._note(self._objects.evidence_path(digest), "its object was healed: gc removes it")
 
     def _check_folder(self, folder: Path, is_known: Callable[[os.DirEntry[str]], bool]) -> None:

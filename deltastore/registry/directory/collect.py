@@ -14,11 +14,11 @@ from deltastore.errors import RegistryError
 from deltastore.registry.checker import leftovers, listed_reports, records_in_use
 from deltastore.registry.claims import Claims
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.objects import Objects, digest_of
+from deltastore.registry.directory.objects import DirectoryObjects, digest_of
 from deltastore.registry.directory.reserve import DIRECTORY
 from deltastore.registry.reports import GcReport
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, file_time_s
-from deltastore.registry.uploads import PARTIAL, abandoned, sealed_digests
+from deltastore.registry.uploads import Uploads
 from deltastore.registry.variants import directories
 
 # Temporary files get their final names in milliseconds.
@@ -28,10 +28,13 @@ LEFT_AFTER_S = 60
 class Collector:
     """Removes the garbage of a registry."""
 
-    def __init__(self, files: DirectoryFiles, objects: Objects, storage: Storage) -> None:
+    def __init__(
+        self, files: DirectoryFiles, objects: DirectoryObjects, uploads: Uploads, storage: Storage
+    ) -> None:
         self._root = files.root
         self._files = files
         self._objects = objects
+        self._uploads = uploads
         self._storage = storage
 
     def collect(self, *, dry_run: bool) -> GcReport:
@@ -53,10 +56,12 @@ class Collector:
         leftovers = [*evidence, *self._leftovers()]
         freed = sum(sizes[digest] for digest in removed) + _size(leftovers)
         if not dry_run:
-            _unlink(leftovers, self._storage)
+            for path in leftovers:
+                with contextlib.suppress(FileNotFoundError):
+                    self._storage.unlink(path)
             for digest in marked:
                 self._objects.drop_mark(digest)
-        num_partials, partial_bytes = collect_partials(self._root / "uploads", self._storage, dry_run=dry_run)
+        num_partials, partial_bytes = self._uploads.remove_abandoned(dry_run=dry_run)
         return GcReport(tuple(sorted(removed)), num_partials, len(leftovers), freed + partial_bytes, dry_run)
 
     def withdraw(self, digest: str, upload: Path) -> None:
@@ -75,7 +80,7 @@ class Collector:
         """Remove the objects of some digests that are really not in use, and return these digests."""
         try:
             for digest in digests:
-                self._objects.set_aside(digest, self._files.reserve)
+                self._objects.set_aside(digest)
             # Those of a gc that died, too. They are listed before the versions are read.
             asides = self._objects.aside()
             needed = self._in_use(except_for)
@@ -102,7 +107,7 @@ class Collector:
         Raises:
             RegistryError: A record or state is damaged, so some are unknown.
         """
-        needed = sealed_digests(self._root / "uploads", self._storage, except_for)
+        needed = self._uploads.sealed_digests(except_for)
         return needed | {record.digest for record in records_in_use(self._files)}
 
     def _size_of(self, digest: str) -> int:
@@ -120,7 +125,7 @@ class Collector:
         """Return temporary files, entries that newer ones replace, and what deletions and publications left."""
         reports = listed_reports(self._files)
         # After the reports were listed.
-        under_way = sealed_digests(self._root / "uploads", self._storage)
+        under_way = self._uploads.sealed_digests()
         claims = Claims(self._files)
         variants = list(directories(self._files))
         folders = [
@@ -131,26 +136,13 @@ class Collector:
             *(Path(directory.path) for directory in variants),
             *{Path(directory.reports) for directory in variants},
         ]
-        now_s = self._storage.touch(self._root / "uploads")
+        now_s = self._storage.touch(self._uploads.directory)
         found = [path for folder in folders for path in temporaries(folder, now_s)]
         for name in claims.names():
             found += map(Path, claims.entries(name).superseded())
         for directory in variants:
             found += map(Path, directory.entries.superseded())
         return [*found, *map(Path, leftovers(self._files, reports, under_way))]
-
-
-def collect_partials(directory: Path, storage: Storage, *, dry_run: bool) -> tuple[int, int]:
-    """Remove abandoned uploads, or with `dry_run` only count them. Return their number and bytes."""
-    count = num_bytes = 0
-    paths = sorted(directory.glob(f"*{PARTIAL}"))
-    now_s = storage.touch(directory) if paths else 0.0
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError), abandoned(path, now_s) as is_abandoned:
-            if is_abandoned:
-                count, num_bytes = count + 1, num_bytes + _size([path])
-                _unlink([] if dry_run else [path], storage)
-    return count, num_bytes
 
 
 def temporaries(directory: Path, now_s: float) -> list[Path]:
@@ -163,12 +155,6 @@ def temporaries(directory: Path, now_s: float) -> list[Path]:
     paths = sorted(directory.glob(f"*{TEMPORARY}"))
     times = ((path, file_time_s(path)) for path in paths)
     return [path for path, time_s in times if time_s is not None and time_s < now_s - LEFT_AFTER_S]
-
-
-def _unlink(paths: list[Path], storage: Storage) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            storage.unlink(path)
 
 
 def _size(paths: Iterable[Path]) -> int:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Self, TypeVar
 
 from deltastore.registry.directory.reserve import Reserve
+from deltastore.registry.files import FileVersion
+from deltastore.registry.place import check_present
 from deltastore.registry.storage import FULL, Storage, listed_names
+
+# Of files that hold the hashes of keys, or audit lines.
+OWNERS_MODE = 0o600
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -20,8 +26,12 @@ class DirectoryFiles:
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self.root = root
+        self.location = str(root)
         self.reserve = Reserve(root, storage)
         self._storage = storage
+
+    def check_present(self, *, is_fresh: bool = False) -> None:
+        check_present(self.root)
 
     def read(self, path: PurePath, *, is_fresh: bool = False) -> bytes:
         return Path(path).read_bytes()
@@ -65,6 +75,37 @@ class DirectoryFiles:
                 raise
         self.remove(dispensable())
         return self.reserve.create(Path(path), data)
+
+    def replace(self, path: PurePath, data: bytes) -> None:
+        self._storage.replace(Path(path), data, OWNERS_MODE)
+
+    def append(self, path: PurePath, lines: bytes) -> None:
+        self._storage.append(Path(path), lines, OWNERS_MODE)
+
+    def delete(self, path: PurePath) -> bool:
+        try:
+            self._storage.unlink(Path(path))
+            is_removed = True
+        except FileNotFoundError:
+            is_removed = False
+        # Also without a file: the process that removed it may have died before its sync.
+        if Path(path).parent.is_dir():
+            self._storage.fsync_dir(Path(path).parent)
+        return is_removed
+
+    def versions(self, directory: PurePath) -> dict[str, FileVersion]:
+        found: dict[str, FileVersion] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                # Opening a file of another kind may block.
+                if stat.S_ISREG(status.st_mode):
+                    identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                    found[entry.name] = FileVersion(identity, status.st_size, status.st_ctime_ns)
+        return found
 
     def remove(self, paths: Iterable[PurePath]) -> None:
         with contextlib.suppress(OSError):

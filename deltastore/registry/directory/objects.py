@@ -1,4 +1,4 @@
-"""The stored artifacts: `objects/<digest>`, and corrupt ones in `quarantine/`. Must not know variants or versions.
+"""The stored artifacts: `objects/<digest>`, and corrupt ones in `quarantine/`. Must not know which versions there are.
 
 A digest is quarantined while its mark `quarantine/<digest>.json` exists and its object does not: an upload that puts
 the object back ends the quarantine in one step. The corrupt bytes, `quarantine/<digest>`, are called evidence.
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from deltastore.errors import UsageError
 from deltastore.registry.directory.reserve import Reserve
+from deltastore.registry.records import VersionRecord
 from deltastore.registry.reports import Usage
 from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import TEMPORARY, Storage, file_size, listed_names
@@ -31,13 +32,20 @@ ASIDE = re.compile(rf"({DIGEST.pattern})\.[0-9a-f]{{16}}")
 MARK = ".json"
 
 
-class Objects:
+class DirectoryObjects:
     """The registry's artifacts by digest: SHA-256 as 64 lowercase hex digits."""
 
-    def __init__(self, root: Path, storage: Storage) -> None:
+    def __init__(self, root: Path, storage: Storage, reserve: Reserve) -> None:
         self.directory = root / "objects"
         self.quarantine_directory = root / "quarantine"
         self._storage = storage
+        self._reserve = reserve
+
+    def local_path(self, record: VersionRecord) -> Path:
+        return self.path(record.digest)
+
+    def is_local(self, record: VersionRecord) -> bool:
+        return True
 
     def path(self, digest: str) -> Path:
         return self.directory / _checked(digest)
@@ -80,24 +88,25 @@ class Objects:
         if self._storage.linked(sealed.path, self.path(sealed.digest)):
             self._storage.fsync_dir(self.directory)
 
-    def quarantine(self, digest: str, reason: str, found_in: os.stat_result | None, reserve: Reserve) -> bool:
+    def quarantine(self, record: VersionRecord, reason: str, found_in: os.stat_result | None) -> bool:
         """Mark a digest as corrupt, durably, and move its bytes out of the way.
 
         With `found_in`, only the file of this status is moved; return False if the object is another one by now.
         """
+        digest = record.digest
         mark = json.dumps({"digest": digest, "reason": reason}).encode()
         for _ in attempts(self.directory):
             if found_in is not None and not _is_file(self.path(digest), found_in):
                 return False
-            reserve.replace(self.mark_path(digest), json.dumps({"digest": digest, "reason": reason}).encode())
-            aside = self.set_aside(digest, reserve)
+            self._reserve.replace(self.mark_path(digest), mark)
+            aside = self.set_aside(digest)
             if aside is None and found_in is not None:
                 continue
             if aside is not None and not self._is_evidence(aside, found_in):
                 continue
             if not self.mark_path(digest).exists():
                 # An upload, or a gc that saw object and mark side by side, has removed it.
-                reserve.replace(self.mark_path(digest), mark)
+                self._reserve.replace(self.mark_path(digest), mark)
             self._storage.fsync_dir(self.quarantine_directory)
             self._storage.fsync_dir(self.directory)
             return True
@@ -115,13 +124,13 @@ class Objects:
                 self._storage.linked(temporary, self.mark_path(digest))
             self._storage.unlink(temporary)
 
-    def is_quarantined(self, digest: str) -> bool:
-        return self.mark_path(digest).exists() and not self.path(digest).exists()
+    def is_quarantined(self, record: VersionRecord) -> bool:
+        return self.mark_path(record.digest).exists() and not self.path(record.digest).exists()
 
-    def reason(self, digest: str) -> str:
-        """Return why a digest is quarantined. An unreadable mark still quarantines."""
+    def reason(self, record: VersionRecord) -> str:
+        """Return why an object is quarantined. An unreadable mark still quarantines."""
         try:
-            return str(json.loads(self.mark_path(digest).read_bytes())["reason"])
+            return str(json.loads(self.mark_path(record.digest).read_bytes())["reason"])
         except (OSError, ValueError, LookupError, TypeError):
             return "its mark cannot be read"
 
@@ -143,11 +152,11 @@ class Objects:
         found = (ASIDE.fullmatch(name) for name in sorted(listed_names(self.directory)))
         return [self.directory / one[0] for one in found if one is not None and digest in (None, one[1])]
 
-    def set_aside(self, digest: str, reserve: Reserve) -> Path | None:
+    def set_aside(self, digest: str) -> Path | None:
         """Rename an object, so that what is decided about its file concerns no other one; None if there is none."""
         aside = self._aside_path(digest)
         try:
-            reserve.give_for(lambda: self._storage.rename(self.path(digest), aside))
+            self._reserve.give_for(lambda: self._storage.rename(self.path(digest), aside))
         except FileNotFoundError:
             return None
         return aside
@@ -160,11 +169,11 @@ class Objects:
             self._storage.fsync_dir(self.directory)
             self._storage.unlink(aside)
 
-    def recover(self, digest: str) -> bool:
+    def recover(self, record: VersionRecord) -> bool:
         """Put back an object that a server set aside; False if there is none."""
-        for aside in self.aside(digest):
+        for aside in self.aside(record.digest):
             self.put_back(aside)
-        return self.path(digest).exists()
+        return self.path(record.digest).exists()
 
     def discard(self, asides: list[Path]) -> None:
         """Remove files that were set aside, durably."""

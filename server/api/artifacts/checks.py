@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
 from deltastore.thread_priority import NICENESS
-from server.errors import Draining, WorkerDied, WorkerTimeout
+from server.errors import Draining, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout
 from server.text.variant_work import LOAD_LIMITS, LOAD_S
 from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
@@ -80,7 +80,7 @@ class ArtifactChecks:
             ArtifactError: the artifact is malformed, or its check did not end as it should.
             BaseMismatch: it was made from another base.
             ArtifactTooLarge: no slot can hold it, or its files are too large.
-            QueueFull: too many uploads of the tenant wait for their checks.
+            QueueFull: too many uploads of the tenant wait for their checks, or its worker did not start or was killed.
             Draining: the server is shutting down.
         """
         if self._preparing is not None:
@@ -110,6 +110,8 @@ class ArtifactChecks:
             return await self._pool.run(tenant, deadline_s, function, *args, limits=limits)
         except WorkerTimeout as error:
             raise ArtifactError(f"{WHERE} takes too long to check: {error}") from error
+        except WorkerKilled as error:
+            raise QueueFull(f"{WHERE} cannot be checked now: {error}: send it again") from error
         except WorkerDied as error:
             raise ArtifactError(f"{WHERE} cannot be checked: {error}") from error
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 """Publications that go on after their request was answered, as tasks of one HTTP process. Knows no source.
 
-`WholeServer` keeps their states, so that every HTTP process can answer for them.
+The shared state keeps theirs, so that every HTTP process can answer for them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from server.errors import Draining, QueueFull
+from server.protocol.shared_calls import PutSourceJob, SharedLink
 from server.protocol.source_job import SourceJob
 from server.sources.board import MAX_RUNNING
 from server.workers.limits import Limits
@@ -32,20 +33,18 @@ VARIABLES = (
 # Between two reports of the bytes that have come.
 REPORT_S = 1.0
 
-Put = Callable[[SourceJob], Awaitable[bool]]
-
 
 class Progress:
     """The state of a running job, which its work changes."""
 
-    def __init__(self, job: SourceJob, put: Put) -> None:
+    def __init__(self, job: SourceJob, shared: SharedLink) -> None:
         self.job = job
-        self._put = put
+        self._shared = shared
 
     async def report(self, **changes: Any) -> None:
         """Change fields of the job's state and tell the server."""
         self.job = msgspec.structs.replace(self.job, **changes)
-        await self._put(self.job)
+        await self._shared.ask(PutSourceJob(self.job))
 
     async def counted(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield the pieces, and report their bytes every `REPORT_S`."""
@@ -67,12 +66,12 @@ class SourceJobs:
     """The jobs of one HTTP process. Event loop only.
 
     Args:
-        put: keeps a state of a job; False if the job may not start.
+        shared: the way to the shared state.
     """
 
-    def __init__(self, put: Put) -> None:
+    def __init__(self, shared: SharedLink) -> None:
         self.workers = WorkerPool(NUM_WORKERS, LIMITS, MODULES, variables=VARIABLES)
-        self._put = put
+        self._shared = shared
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(
@@ -88,11 +87,11 @@ class SourceJobs:
         Raises:
             QueueFull: the tenant has as many running jobs as it may.
         """
-        if not await self._put(job):
+        if not await self._shared.ask(PutSourceJob(job)):
             raise QueueFull(
                 f"{MAX_RUNNING} sources are being published: send this one when another has ended"
             )
-        task = asyncio.create_task(self._run(Progress(job, self._put), work, explain))
+        task = asyncio.create_task(self._run(Progress(job, self._shared), work, explain))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -40,6 +40,7 @@ from server.api.schemas import SourceBody, TenantQuery
 from server.api.service import Service, ServiceDep, TenantDep
 from server.api.tenants.limits import counted_upload
 from server.errors import InvalidRequest, SourceUnavailable
+from server.protocol.shared_calls import FindSourceJob
 from server.protocol.source_job import SourceJob
 from server.sources.directories import PARAM, opened_artifact, size_of
 from server.sources.reference import SCHEME, HubReference
@@ -107,7 +108,7 @@ async def show_source(
     tenant: TenantDep,
 ) -> Response:
     """Show a job: running, done with what an upload would have been answered, or failed with its error."""
-    job = await service.whole.find_source_job(tenant.name, name, source_id)
+    job = await service.shared.ask(FindSourceJob(tenant.name, name, source_id))
     if job is None:
         raise VariantNotFound(
             "there is no such publication from a source: it ended long ago, or the server was restarted"

@@ -1,25 +1,27 @@
-"""Receive one upload: the artifact in the body of a request, raw or as a form's file.
+"""Receive one upload: the artifact in the body of a request, raw or as a form's file, and its `Content-Digest`.
 
-`publishing.py` writes, checks and publishes what arrives. The functions stand in the order in which an upload runs
-through them.
+`publishing.py` writes, checks and publishes what arrives.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry import Publication
 from deltastore.registry.records import check_names
 from deltastore.registry.uploads import SealedUpload
-from server.api.artifacts.content_digest import HEADER, expected_sha256
-from server.api.artifacts.multipart import file_of_form
 from server.api.artifacts.publishing import (
     Destination,
     check,
@@ -41,6 +43,16 @@ if TYPE_CHECKING:
 # Bytes that a multipart body may have beside its file.
 FORM_OVERHEAD_BYTES = 64 << 10
 FORM = "multipart/form-data"
+FIELD = "file"
+CONTENT_DIGEST = "Content-Digest"
+SHA256 = "sha-256"
+SHA256_BYTES = 32
+# A member of a structured field's dictionary (RFC 9651) whose value is a byte sequence. Each quantifier ends at a
+# character that the next one cannot match, so that a hostile header costs no more than its length.
+DIGEST_MEMBER = re.compile(
+    r'([a-z*][a-z0-9_.*-]*)=:([A-Za-z0-9+/]*={0,2}):(?:;[ ]*[a-z*][a-z0-9_.*-]*(?:=(?:"[^"\\]*"|[^ \t,;"]+))?)*'
+)
+DIGEST_SEPARATOR = re.compile(r"[ \t]*,[ \t]*")
 
 
 async def receive_upload(request: Request, service: Service, destination: Destination) -> Publication:
@@ -124,19 +136,142 @@ async def _artifact_bytes(request: Request, form_hash: Hash | None) -> AsyncGene
             async for chunk in body:
                 yield chunk
             return
-        hashed = _hashed(body, form_hash)
-        async with aclosing(hashed):
-            async for chunk in file_of_form(hashed, request.headers["content-type"]):
-                yield chunk
-
-
-async def _hashed(body: AsyncGenerator[bytes, None], running: Hash) -> AsyncGenerator[bytes, None]:
-    async for chunk in body:
-        running.update(chunk)
-        yield chunk
+        field = FileField(request.headers["content-type"])
+        async for chunk in body:
+            form_hash.update(chunk)
+            for data in field.feed(chunk):
+                yield data
+        field.finish()
 
 
 def _check_digest(sealed: SealedUpload, form_hash: Hash | None, expected: str | None) -> None:
     found = form_hash.hexdigest() if form_hash else sealed.digest
     if expected is not None and found != expected:
-        raise ArtifactError(f"the upload has SHA-256 {found}, and its {HEADER} is {expected}: send it again")
+        raise ArtifactError(
+            f"the upload has SHA-256 {found}, and its {CONTENT_DIGEST} is {expected}: send it again"
+        )
+
+
+class FileField:
+    """Incremental parser of multipart/form-data: takes the body in chunks and returns the bytes of its one field.
+
+    It holds one network chunk, never the file.
+    """
+
+    def __init__(self, content_type: str) -> None:
+        """Raise InvalidRequest if the header names no valid boundary."""
+        boundary = parse_options_header(content_type)[1].get(b"boundary")
+        if not boundary:
+            raise InvalidRequest(
+                "the multipart body has no boundary: let the HTTP client set Content-Type", FIELD
+            )
+        self._headers: dict[bytes, bytes] = {}
+        self._header = [b"", b""]
+        self._num_parts = 0
+        self._data: list[bytes] = []
+        self._complete = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_header_field": lambda data, start, end: self._add_to_header(0, data[start:end]),
+                    "on_header_value": lambda data, start, end: self._add_to_header(1, data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._begin_part,
+                    "on_part_data": lambda data, start, end: self._data.append(data[start:end]),
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise InvalidRequest(f"the multipart boundary cannot be used: {error}", FIELD) from error
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Return the file's bytes in this chunk; raise InvalidRequest for invalid multipart data or another field."""
+        self._data = []
+        try:
+            self._parser.write(chunk)
+        except FormParserError as error:
+            raise InvalidRequest(f"the multipart body cannot be read: {error}", FIELD) from error
+        return self._data
+
+    def finish(self) -> None:
+        """Raise InvalidRequest unless the body is complete and held the file."""
+        if not self._complete:
+            raise InvalidRequest("the multipart body ends before its closing boundary: send it again", FIELD)
+        if not self._num_parts:
+            raise InvalidRequest(f"the multipart body has no field: send the artifact as {FIELD!r}", FIELD)
+
+    def _add_to_header(self, side: int, data: bytes) -> None:
+        self._header[side] += data
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        self._headers[name.lower()] = value
+        self._header = [b"", b""]
+
+    def _begin_part(self) -> None:
+        name = parse_options_header(self._headers.get(b"content-disposition"))[1].get(b"name", b"")
+        self._headers = {}
+        self._num_parts += 1
+        if name != FIELD.encode() or self._num_parts > 1:
+            shown = name.decode("utf-8", "replace")
+            raise InvalidRequest(
+                f"the form has a field {shown!r}: send one field, {FIELD!r}, and no other", shown
+            )
+
+    def _end(self) -> None:
+        self._complete = True
+
+
+def expected_sha256(request: Request) -> str | None:
+    """Return the SHA-256 of the request's content in hex, from the `Content-Digest` of its sender (RFC 9530).
+
+    Returns:
+        None without the header, or if it has only other algorithms, which the RFC lets a recipient ignore.
+
+    Raises:
+        InvalidRequest: the header is malformed, or its SHA-256 is not one.
+    """
+    header = ",".join(request.headers.getlist(CONTENT_DIGEST)).strip(" \t")
+    digest = _digests(header).get(SHA256) if header else None
+    if digest is None:
+        return None
+    if len(digest) != SHA256_BYTES:
+        raise InvalidRequest(
+            f"the {SHA256} of {CONTENT_DIGEST} has {len(digest)} bytes, not {SHA256_BYTES}: "
+            f"send {SHA256}=:BASE64:, the content's SHA-256",
+            CONTENT_DIGEST,
+        )
+    return digest.hex()
+
+
+def _digests(header: str) -> dict[str, bytes]:
+    """Return the digest of each algorithm; of repeated ones the last, as the RFC has it."""
+    members, position = {}, 0
+    while True:
+        found = DIGEST_MEMBER.match(header, position)
+        if found is None:
+            raise _malformed_digest()
+        members[found[1]] = _decoded(found[2])
+        if found.end() == len(header):
+            return members
+        separator = DIGEST_SEPARATOR.match(header, found.end())
+        if separator is None:
+            raise _malformed_digest()
+        position = separator.end()
+
+
+def _decoded(text: str) -> bytes:
+    # RFC 9651 asks recipients to accept a byte sequence without its padding.
+    bare = text.rstrip("=")
+    try:
+        return base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
+    except binascii.Error as error:
+        raise _malformed_digest() from error
+
+
+def _malformed_digest() -> InvalidRequest:
+    return InvalidRequest(
+        f"{CONTENT_DIGEST} is malformed: send {SHA256}=:BASE64:, the content's SHA-256, as RFC 9530 describes it",
+        CONTENT_DIGEST,
+    )

@@ -8,11 +8,15 @@ they repeat, and `lora_path` names an artifact instead of an adapter's directory
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import shlex
+import stat
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from fastapi import APIRouter, Request
@@ -20,7 +24,7 @@ from fastapi.responses import PlainTextResponse, Response
 from msgspec import Struct
 from starlette.concurrency import run_in_threadpool
 
-from deltastore.errors import PeraxisError, VariantNotFound
+from deltastore.errors import PeraxisError, VariantNotFound, shown
 from deltastore.registry import Publication
 from deltastore.registry.records import VersionRecord, check_names
 from server.api.artifacts.publishing import (
@@ -34,8 +38,6 @@ from server.api.artifacts.publishing import (
     sealed_upload,
 )
 from server.api.bodies import json_body
-from server.api.compat.adapter_files import open_artifact
-from server.api.compat.loaded_adapters import adapters_of
 from server.api.errors import error_body, failure_of, http_request_id_of
 from server.api.json_replies import JsonReply
 from server.api.outputs.request_events import while_connected
@@ -44,6 +46,8 @@ from server.api.service import AnyService, ChangesDep, Service, TenantDep
 from server.api.tenants.limits import counted_upload
 from server.errors import InvalidRequest
 from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.protocol.shared_calls import ChangeAdapters
+from server.sources.directories import ARTIFACT_SUFFIX, open_path
 from server.tenants.tenant import Tenant
 from server.tenants.variant_changes import VariantChanges
 
@@ -56,6 +60,8 @@ TYPES: Mapping[int, str] = {
 SERVER_FAILED, CLIENT_FAILED = "InternalServerError", "BadRequestError"
 # The supervisor keeps the path of each adapter.
 MAX_PATH_BYTES = 1024
+# The file by which peft tells an adapter.
+PEFT_CONFIG = "adapter_config.json"
 # How long an unload waits until no request uses the variant.
 OUTCOME_S = 1.0
 
@@ -152,7 +158,7 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
     await service.engine.load("load", record)
     if known is None or body.load_inplace:
         adapter = LoadedAdapter(tenant.name, name, path, time.time())
-        await service.whole.adapters(AdapterChange(tenant.name, loaded=adapter))
+        await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name, loaded=adapter)))
         log.info("%s is loaded as a LoRA adapter", record.label)
     return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -209,7 +215,7 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
     in_memory = await _in_memory(service, tenant, name)
     if not in_memory and name not in await adapters_of(service, tenant):
         raise VariantNotFound(f"The lora adapter '{name}' cannot be found.")
-    await service.whole.adapters(AdapterChange(tenant.name, unloaded=name))
+    await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name, unloaded=name)))
     # The engine unloads when no request uses the variant. Errors mean that it has restarted, with empty memory.
     unloading = asyncio.gather(
         *(service.engine.load("unload", record) for record in in_memory), return_exceptions=True
@@ -227,5 +233,97 @@ async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[Versio
         )
     except VariantNotFound:
         return []
-    states = await service.engine.residency_of(variant.versions)
+    states = await service.engine.residency_of([record.label for record in variant.versions])
     return [record for record, state in zip(variant.versions, states, strict=True) if state.level != "disk"]
+
+
+async def adapters_of(service: Service, tenant: Tenant) -> dict[str, LoadedAdapter]:
+    """Return what a tenant has loaded with vLLM's call and not unloaded since, by name."""
+    adapters = await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name)))
+    return {adapter.name: adapter for adapter in adapters}
+
+
+def open_artifact(lora_path: str, lora_dir: Path | None) -> BinaryIO | None:
+    """Open the artifact that a path names: a file, or the only `.safetensors` file of a directory.
+
+    Paths come from clients, so no symbolic link below the directory is followed.
+
+    Args:
+        lora_path: relative to `lora_dir`, or absolute and below it.
+        lora_dir: the allowed directory; None allows no file.
+
+    Returns:
+        The open file, or None if a relative path names nothing, as the hub id that a controller sends may.
+
+    Raises:
+        InvalidRequest: the path leads out of the directory or through a symbolic link, or names no artifact.
+    """
+    parts = _parts_below(lora_path, lora_dir)
+    if lora_dir is None:
+        return None
+    descriptor = _open_parts(lora_dir, parts, lora_path)
+    if descriptor is None:
+        if lora_path.startswith("/"):
+            raise _refused_path(lora_path, "names nothing in the server's --lora-dir")
+        return None
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        try:
+            parts = (*parts, _only_artifact(os.listdir(descriptor), lora_path))
+        finally:
+            os.close(descriptor)
+        descriptor = _open_parts(lora_dir, parts, lora_path)
+        if descriptor is None:
+            raise _refused_path(lora_path, "changed while it was read")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refused_path(lora_path, "is neither a file nor a directory")
+    return os.fdopen(descriptor, "rb")
+
+
+def _parts_below(lora_path: str, lora_dir: Path | None) -> tuple[str, ...]:
+    """Return the names of a path relative to the allowed directory, by its text alone."""
+    parts = PurePosixPath(lora_path).parts
+    if len(lora_path) > MAX_PATH_BYTES or "\0" in lora_path or ".." in parts:
+        raise _refused_path(lora_path, "is no plain path: give one without '..'")
+    if not lora_path.startswith("/"):
+        return parts
+    for directory in () if lora_dir is None else (lora_dir.absolute(), lora_dir.resolve()):
+        if parts[: len(directory.parts)] == directory.parts:
+            return parts[len(directory.parts) :]
+    raise _refused_path(lora_path, "does not lie in a directory that the server allows with --lora-dir")
+
+
+def _open_parts(lora_dir: Path, parts: tuple[str, ...], lora_path: str) -> int | None:
+    """Return a descriptor of the file or directory, or None if there is none."""
+    try:
+        return open_path(lora_dir, parts)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
+        if error.errno == errno.ELOOP:
+            raise _refused_path(
+                lora_path, "leads through a symbolic link: give the path of the file itself"
+            ) from error
+        raise _refused_path(lora_path, f"cannot be read: {error.strerror}") from error
+
+
+def _only_artifact(names: list[str], lora_path: str) -> str:
+    """Return the name of the artifact among the files of a directory."""
+    if PEFT_CONFIG in names:
+        adapter = shlex.quote(lora_path.rstrip("/"))
+        raise _refused_path(
+            lora_path,
+            "is a PEFT adapter, and this server takes deltas. Make one of it: "
+            f"peraxis compress --base BASE --finetune {adapter} --out {adapter}{ARTIFACT_SUFFIX}",
+        )
+    artifacts = [name for name in names if name.endswith(ARTIFACT_SUFFIX)]
+    if len(artifacts) != 1:
+        raise _refused_path(
+            lora_path,
+            f"is a directory with {len(artifacts)} {ARTIFACT_SUFFIX} files: give the path of one file",
+        )
+    return artifacts[0]
+
+
+def _refused_path(lora_path: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"lora_path {shown(lora_path)} {why}", "lora_path")

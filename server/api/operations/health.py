@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from server.api.json_replies import WholeReply
 from server.api.service import AnyService
 from server.metrics.exposition import CONTENT_TYPE, compose, variant_labels
+from server.protocol.shared_calls import GetMetrics, VariantsDeleted
 
 router = APIRouter()
 metrics_router = APIRouter()
@@ -36,11 +37,11 @@ async def ready(service: AnyService) -> dict[str, str]:
 @metrics_router.get("/metrics")
 async def metrics(service: AnyService) -> Response:
     """Return every metric of all processes in Prometheus' text format."""
-    snapshot = await service.whole.metrics()
+    snapshot = await service.shared.ask(GetMetrics())
     # After the snapshot, so that a variant registered meanwhile keeps its series.
     state = await service.registry_scrapes.read(variant_labels(snapshot))
     text = await asyncio.to_thread(compose, snapshot, state, is_ready=service.is_ready())
     if state is not None and state.deleted:
         service.metrics.forget_variants(state.deleted)
-        await service.whole.forget_variants(state.deleted)
+        await service.shared.ask(VariantsDeleted(tuple(state.deleted)))
     return WholeReply(text, media_type=CONTENT_TYPE)

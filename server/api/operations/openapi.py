@@ -79,7 +79,7 @@ def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     kinds = {kind for context, call in calls if (kind := _json_body(context, call))}
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     # msgspec takes them from a set: sorted, every start has the same document.
-    document["components"] = {"schemas": {**dict(sorted(schemas.items())), "Error": ERROR}}
+    document["components"] = {"schemas": dict(sorted(schemas.items())) | {"Error": ERROR}}
     if has_keys:
         document["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
     for context, call in calls:

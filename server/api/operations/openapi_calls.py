@@ -47,7 +47,6 @@ REPLIES: Mapping[Call, Mapping[str, Any]] = {
     ("POST", "/generate"): OBJECT_OR_EVENTS,
     ("POST", "/v1/completions"): OBJECT_OR_EVENTS,
     ("POST", "/v1/chat/completions"): OBJECT_OR_EVENTS,
-    ("GET", "/stats"): OBJECT_OR_EVENTS,
     ("GET", "/metrics"): PLAIN_TEXT,
     ("GET", "/docs"): {"text/html": {"schema": TEXT}},
     ("GET", "/docs/{asset}"): {kind: {"schema": TEXT} for kind in ASSETS.values()},

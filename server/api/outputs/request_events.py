@@ -15,13 +15,13 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EngineRestarted, QueueFull, RequestTimeout
+from server.errors import EngineRestarted, RequestTimeout
 from server.frontend.engine_link import EngineLink
 from server.grammar.mask_feed import MaskFeed
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.events import DoneEvent, ErrorEvent, Event, Timings, TokenEvent
 from server.protocol.request import Request
-from server.tenants.limits.limiter import Seat
+from server.tenants.limits.admission import Admission
 from server.tracing.traced_request import Operation, TracedRequest
 
 if TYPE_CHECKING:
@@ -57,22 +57,19 @@ class RequestEvents:
         self._arrived = asyncio.Event()
         self._num_unread = 0
         self._num_open = 0
-        self._num_tokens = 0
-        self.seat = Seat()
-        self._counting: asyncio.Task[None] | None = None
-        self._sequences: list[tuple[str, int]] = []
+        self.admission = Admission()
         self._is_cancelled = False
         self._spans = spans
         # Requests whose span is not made yet, by their number.
         self._traced: dict[int, TracedRequest] = {}
 
-    def hold(self, seat: Seat) -> None:
-        """Hold the tenant's seat until the requests have ended. Call it before `submit`.
+    def admitted(self, admission: Admission) -> None:
+        """Take note of the tenant's admission, which is released when the requests have ended. Call it before `submit`.
 
         Raises:
-            ClientDisconnect: `cancel` was called; the seat is given back.
+            ClientDisconnect: `cancel` was called; the admission is released.
         """
-        self.seat = seat
+        self.admission = admission
         self._check_open()
 
     def new_request_id(self) -> str:
@@ -105,7 +102,6 @@ class RequestEvents:
         if self._spans is not None:
             self._traced[len(self._request_ids)] = TracedRequest(request, operation)
         self._request_ids.append(request.id)
-        self._sequences += ((request.id, index) for index in range(request.sampling_params.n))
         self._num_open += 1
         log.debug(
             "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
@@ -144,13 +140,11 @@ class RequestEvents:
             feed.close()
         for number in list(self._traced):
             self._make_span(number, "cancelled")
-        if self._counting is not None:
-            self._counting.cancel()
-        self.seat.release(self._num_tokens)
+        self.admission.release()
 
     def _check_open(self) -> None:
         # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
-        # whose client has left. Without this its seat would be held for ever.
+        # whose client has left. Without this it would count as running for ever.
         if self._is_cancelled:
             self.cancel()
             raise ClientDisconnect
@@ -159,10 +153,8 @@ class RequestEvents:
         if self._spans is not None:
             self._trace(number, event)
         if isinstance(event, TokenEvent):
-            self._num_tokens += 1
+            self.admission.count(1)
             self._num_unread += 1 + len(event.top)
-            if self.seat.must_count(self._num_tokens) and (self._counting is None or self._counting.done()):
-                self._counting = asyncio.create_task(self._count())
             if self._num_unread > MAX_UNREAD:
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
         if isinstance(event, ErrorEvent):
@@ -173,20 +165,9 @@ class RequestEvents:
         elif isinstance(event, DoneEvent):
             self._num_open -= 1
             if not self._num_open:
-                self.seat.release(self._num_tokens)
+                self.admission.release()
         self._events.append((number, event))
         self._arrived.set()
-
-    async def _count(self) -> None:
-        """Count the tokens so far; end the sequences if they have used all that their tenant may have."""
-        try:
-            may_go_on = await self.seat.count_generated(self._num_tokens)
-        except QueueFull:
-            # The next count says whether they may go on.
-            return
-        if not may_go_on:
-            for request_id, index in self._sequences:
-                self._engine.stop_sequence(request_id, index, "length")
 
     def _trace(self, number: int, event: Event) -> None:
         traced = self._traced.get(number)

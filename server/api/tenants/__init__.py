@@ -1,1 +1,1 @@
-"""Tenants on the routes: `/me`, `/tenants`, and the limits that other routes ask."""
+"""Tenants on the routes: `/me`, `/tenants`, `/keys`, and the limits that other routes ask."""

@@ -1,6 +1,6 @@
 """Tenants' limits on what they store and pin, asked by routes.
 
-Requests for tokens are admitted in `submission.py`. `server/tenants/limits/` counts.
+Requests for tokens are admitted in `submission.py`. `server/tenants/limits/rate_limiter.py` counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from deltastore.registry.reader import Stored
 from deltastore.registry.uploads import SealedUpload
 from server.api.service import Service
 from server.errors import RateLimited
-from server.tenants.limits.limiter import Seat
+from server.tenants.limits.admission import Admission
 from server.tenants.tenant import Tenant
 
 
@@ -32,13 +32,13 @@ async def counted_upload(
         QueueFull: the limits cannot be known now.
     """
     with counting_refusals(service, tenant):
-        seat = await service.limiter.admit_upload(tenant.name, size_bytes or 0)
+        admission = await service.admissions.admit_upload(tenant.name, size_bytes or 0)
         try:
-            upload = CountedUpload(service, tenant, name, seat, size_bytes)
+            upload = CountedUpload(service, tenant, name, admission, size_bytes)
             await upload.begin(digest)
             yield upload
         finally:
-            seat.release()
+            admission.release()
 
 
 class CountedUpload:
@@ -48,13 +48,13 @@ class CountedUpload:
     """
 
     def __init__(
-        self, service: Service, tenant: Tenant, name: str, seat: Seat, size_bytes: int | None
+        self, service: Service, tenant: Tenant, name: str, admission: Admission, size_bytes: int | None
     ) -> None:
         self._service = service
         self._tenant = tenant.name
         self._name = name
-        self._seat = seat
-        self._limits = seat.limits
+        self._admission = admission
+        self._limits = admission.limits
         self._size_bytes = size_bytes
         # Without a limit, and for bytes that are stored already, nothing is counted.
         self._counts_bytes = False
@@ -66,7 +66,7 @@ class CountedUpload:
         if not self._has_limits():
             return
         # After the bytes were reserved: an upload that ends meanwhile counts twice rather than not at all.
-        others, found = await self._seat.grow(), await self._stored()
+        others, found = await self._admission.grow(), await self._stored()
         self._check_count(found, digest)
         self._counts_bytes = self._limits.max_stored_bytes is not None and digest not in found.objects
         self._stored_bytes = sum(found.objects.values())
@@ -78,14 +78,14 @@ class CountedUpload:
             async for chunk in chunks:
                 if self._size_bytes is None and self._counts_bytes:
                     self._num_bytes += len(chunk)
-                    self._check_bytes(await self._seat.grow(len(chunk)), self._num_bytes)
+                    self._check_bytes(await self._admission.grow(len(chunk)), self._num_bytes)
                 yield chunk
 
     async def check(self, sealed: SealedUpload) -> None:
         """Refuse a complete upload that its tenant may not publish any more."""
         if not self._has_limits():
             return
-        others, found = await self._seat.grow(), await self._stored()
+        others, found = await self._admission.grow(), await self._stored()
         self._check_count(found, sealed.digest)
         # Bytes of a known number were reserved before any came.
         if self._size_bytes is None and sealed.digest not in found.objects:
@@ -152,7 +152,7 @@ async def max_pinned(service: Service, tenant: str) -> int:
     Raises:
         QueueFull: that cannot be known now.
     """
-    num_slots, usage = service.engine.facts.num_slots, await service.limiter.usage(tenant)
+    num_slots, usage = service.engine.facts.num_slots, await service.admissions.usage(tenant)
     if usage is None:
         return num_slots
     return num_slots // 2 if usage.limits.max_pinned is None else usage.limits.max_pinned

@@ -1,9 +1,10 @@
-"""`/me`: the caller, its limits and its usage. `/tenants`: every tenant and its limits, for administrators."""
+"""`/me`: the caller, its limits and its usage. For administrators, `/tenants` and `/keys`: limits and keys of all."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,22 +12,25 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
 from server.api.bodies import json_body
-from server.api.json_replies import page_reply
-from server.api.schemas import TenantPageQuery
+from server.api.json_replies import JsonReply, page_reply
+from server.api.schemas import KeyBody, KeysQuery, TenantPageQuery
 from server.api.service import AuditorDep, CallerDep, Service, ServiceDep
 from server.api.tenants.limits import num_pinned
+from server.errors import InvalidRequest
 from server.tenants.audit import Auditor, Change
+from server.tenants.keys import KeyStore, NewKey, key_document
 from server.tenants.limits.tenant_limits import TenantLimits, plain
 
 me_router = APIRouter()
 router = APIRouter(prefix="/tenants")
+keys_router = APIRouter(prefix="/keys")
 
 
 @me_router.get("/me")
 async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
-    counted = await service.limiter.usage(tenant)
+    counted = await service.admissions.usage(tenant)
     found = await service.volume.run_list(partial(service.registry.stored, tenant), tenant)
     return {
         "tenant": tenant,
@@ -68,6 +72,39 @@ async def set_limits(
     return {"name": name, "limits": plain(body), "has_own_limits": True}
 
 
+@keys_router.post("")
+async def create_key(
+    body: Annotated[KeyBody, Depends(json_body(KeyBody))], service: ServiceDep, auditor: AuditorDep
+) -> Response:
+    """Make a key: 201 with its text, which is never shown again."""
+    made = await service.volume.run_long(partial(_create_key, service.keys, auditor, body), None)
+    reply = {"key": made.text, **key_document(made.id, made.record)}
+    return JsonReply(reply, 201, headers={"Cache-Control": "no-store"})
+
+
+@keys_router.get("")
+async def list_keys(query: Annotated[KeysQuery, Query()], service: ServiceDep) -> Response:
+    """List every key, or one tenant's, oldest first, without its text, a page at a time."""
+    records = await service.volume.run_long(partial(service.keys.records, query.tenant), None)
+    ids, begin = list(records), 0
+    if query.after is not None:
+        if query.after not in records:
+            raise InvalidRequest(
+                "after: there is no such key any more: list the keys from the first", "after"
+            )
+        begin = ids.index(query.after) + 1
+    end = begin + query.limit
+    documents = ((key_id, key_document(key_id, records[key_id])) for key_id in ids[begin:end])
+    return page_reply("keys", documents, has_more=end < len(ids))
+
+
+@keys_router.delete("/{key_id}")
+async def revoke_key(key_id: str, service: ServiceDep, auditor: AuditorDep) -> dict[str, Any]:
+    """Revoke a key. Every server on the registry refuses it within a second."""
+    await service.volume.run_long(partial(service.keys.revoke, auditor, key_id), None)
+    return {"id": key_id, "revoked": True}
+
+
 def _set_limits(service: Service, auditor: Auditor, name: str, limits: TenantLimits) -> None:
     service.limits.write(name, limits)
     auditor.write(Change("set_limits", name, limits=limits))
@@ -99,3 +136,10 @@ def _key(service: Service, tenant: str, key_id: str | None) -> dict[str, Any] | 
     if record is None:
         return None
     return {"id": key_id, "expires_at": record.expires_at}
+
+
+def _create_key(keys: KeyStore, auditor: Auditor, body: KeyBody) -> NewKey:
+    expires_at = None
+    if body.expires_in_s is not None:
+        expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=body.expires_in_s)
+    return keys.create(auditor, body.tenant, body.roles, expires_at)

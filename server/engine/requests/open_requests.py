@@ -1,25 +1,28 @@
 """Admitted requests until they are answered: how their sequences start and end, and what each gives back.
 
-Engine thread only. Knows no model, no logits and no step.
+Engine thread only.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
-from server.engine.requests.failing_alone import FailingAlone
 from server.engine.requests.request_state import RequestState, SequenceOutput
 from server.engine.requests.waiting_requests import WaitingRequests
 from server.engine.sampling.held_logits import HeldLogits
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from server.engine.telemetry import Telemetry
-from server.errors import QueueFull
+from server.errors import EngineFailed, QueueFull
 from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, FinishReason
+
+log = logging.getLogger(__name__)
 
 
 class OpenRequests:
@@ -65,9 +68,9 @@ class OpenRequests:
         output = None if state is None else state.outputs.get(index)
         return None if state is None or output is None else (state, output)
 
-    def of_digest(self, digest: str) -> list[RequestState]:
+    def of_version(self, version: str) -> list[RequestState]:
         """Return the requests for one delta."""
-        return [state for state in self._states.values() if state.request.digest == digest]
+        return [state for state in self._states.values() if state.request.version == version]
 
     def versions_in_use(self) -> Iterator[VersionRecord]:
         """Yield the version of each request that has one, as often as there are requests."""
@@ -120,13 +123,13 @@ class OpenRequests:
             with self.failing_alone(state):
                 self.start_next(state, sequence)
 
-    def stop_sequence(self, state: RequestState, index: int, reason: FinishReason) -> None:
+    def stop_sequence(self, state: RequestState, index: int) -> None:
         """End a sequence as the client asks, also before it has started."""
         if (output := state.outputs.get(index)) is not None:
-            self.finish_sequence(state, output, reason)
+            self.finish_sequence(state, output, "stop")
         elif index in state.unstarted:
             state.unstarted.remove(index)
-            state.on_event(FinishEvent(index, reason))
+            state.on_event(FinishEvent(index, "stop"))
 
     def finish_sequence(self, state: RequestState, output: SequenceOutput, reason: FinishReason) -> None:
         """End a sequence, and its request behind the last one."""
@@ -168,9 +171,17 @@ class OpenRequests:
         for state in list(self._states.values()):
             self.fail(state, error)
 
-    def failing_alone(self, state: RequestState) -> FailingAlone:
-        """Return a context manager: any error in its block fails this request alone."""
-        return FailingAlone(state, self.fail)
+    @contextmanager
+    def failing_alone(self, state: RequestState) -> Iterator[None]:
+        """Fail this request alone with any error of the block, which goes no further."""
+        try:
+            yield
+        except PeraxisError as error:
+            self.fail(state, error)
+        except Exception as error:
+            request = state.request
+            log.exception("request %s failed", request.id, extra=request.log_fields)
+            self.fail(state, step_failed(error))
 
     def _start_sequence(self, state: RequestState) -> None:
         sequence = state.start_sequence()
@@ -207,8 +218,8 @@ class OpenRequests:
         del own[state.request.id]
         if not own:
             del self._by_tenant[state.request.tenant]
-        if state.request.digest is not None:
-            self._residency.forget(state.request.digest)
+        if state.request.version is not None:
+            self._residency.forget(state.request.version)
         self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
@@ -217,3 +228,8 @@ class OpenRequests:
 def overloaded() -> QueueFull:
     """Return the error of a request that is one too many."""
     return QueueFull("as many requests run or wait as the server takes: try again in a moment")
+
+
+def step_failed(error: Exception) -> EngineFailed:
+    """Return the error of a request whose step raised something else than a PeraxisError."""
+    return EngineFailed(f"the step failed: {type(error).__name__}: {error}")

@@ -16,31 +16,31 @@ class WaitingRequests:
     def __init__(self, residency: Residency, load_timeout_s: float) -> None:
         self._residency = residency
         self._load_timeout_s = load_timeout_s
-        self._by_digest: dict[str | None, dict[str, RequestState]] = {}  # by digest, then request id
+        self._by_version: dict[str | None, dict[str, RequestState]] = {}  # by version, then request id
 
     @property
     def num_requests(self) -> int:
-        return sum(map(len, self._by_digest.values()))
+        return sum(map(len, self._by_version.values()))
 
     @property
     def num_loading(self) -> int:
         """Number of requests whose delta is not resident; O(variants that wait)."""
-        return sum(len(self._by_digest[digest]) for digest in self._not_resident())
+        return sum(len(self._by_version[version]) for version in self._not_resident())
 
     def add(self, state: RequestState) -> None:
         """Add an admitted request."""
-        self._by_digest.setdefault(state.request.digest, {})[state.request.id] = state
+        self._by_version.setdefault(state.request.version, {})[state.request.id] = state
 
     def remove(self, state: RequestState) -> None:
         """Remove a request whose first step begins, or that ends without one."""
-        waiting = self._by_digest[state.request.digest]
+        waiting = self._by_version[state.request.version]
         del waiting[state.request.id]
         if not waiting:
-            del self._by_digest[state.request.digest]
+            del self._by_version[state.request.version]
 
-    def load_ended(self, digest: str, now: float) -> None:
+    def load_ended(self, version: str, now: float) -> None:
         """Note when the delta of cold requests became resident, or its load failed."""
-        for state in self._by_digest.get(digest, {}).values():
+        for state in self._by_version.get(version, {}).values():
             if state.cold and state.loaded_at is None:
                 state.loaded_at = now
 
@@ -48,14 +48,14 @@ class WaitingRequests:
         """Return the requests whose delta was not loaded in time."""
         return [
             state
-            for digest in self._not_resident()
-            for state in self._by_digest[digest].values()
+            for version in self._not_resident()
+            for state in self._by_version[version].values()
             if now - state.submitted_at > self._load_timeout_s
         ]
 
     def _not_resident(self) -> list[str]:
         return [
-            digest
-            for digest in self._by_digest
-            if digest is not None and not self._residency.is_resident(digest)
+            version
+            for version in self._by_version
+            if version is not None and not self._residency.is_resident(version)
         ]

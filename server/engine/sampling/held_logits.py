@@ -1,4 +1,4 @@
-"""Logits of constrained sequences until their masks come. Engine thread only; knows no scheduler and no grammar.
+"""Logits of constrained sequences until their masks come, and masks applied to logits. Engine thread only.
 
 A step computes the logits of a sequence's next token without its mask, so the mask is computed while the step runs.
 """
@@ -10,20 +10,11 @@ from itertools import takewhile
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from server.engine.requests.request_state import SequenceOutput
-from server.engine.sampling.token_masks import apply_masks
 from server.errors import MaskTimeout
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A sequence that can be sampled."""
-
-    output: SequenceOutput
-    logits: Tensor  # [vocab] float32
-    mask: bytes
 
 
 class HeldLogits:
@@ -85,6 +76,15 @@ class HeldLogits:
         return [output for output, _ in waiting if output.mask is None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A sequence that can be sampled."""
+
+    output: SequenceOutput
+    logits: Tensor  # [vocab] float32
+    mask: bytes
+
+
 def masked(ready: list[Held]) -> Tensor:
     """Return the logits ``[sequences, vocab]`` of sequences; those of tokens outside the masks are minus infinity."""
     # Steps with variants of more tokens have wider logits.
@@ -98,3 +98,30 @@ def mask_timeout(mask_timeout_s: float) -> MaskTimeout:
         f"the tokens that the response format allows next were not computed within {mask_timeout_s:g} s: "
         "try again in a moment, or send a simpler schema"
     )
+
+
+def apply_masks(
+    logits: Tensor,  # [rows, vocab] float32, changed in place
+    masks: list[bytes],  # one per row, as `server/protocol/masks.py` describes
+) -> Tensor:
+    """Set the logits of tokens that a row's mask does not allow to minus infinity; keep the others bit for bit.
+
+    A mask may be shorter than the vocabulary of the batch: tokens beyond it are not allowed. NaN stays NaN.
+    """
+    num_bytes = -(-logits.shape[1] // 8)
+    packed = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
+    # In memory that may be written to, as torch asks for.
+    values = torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(len(masks), num_bytes)
+    # One copy to the device per byte, not per token.
+    bounds = functional.embedding(values.to(logits.device).int(), _BOUNDS.to(logits.device))
+    return torch.minimum(logits, bounds.flatten(1)[:, : logits.shape[1]], out=logits)
+
+
+def _bounds() -> Tensor:
+    """Return the upper bounds ``[256, 8]`` of eight logits for each value of their byte of a mask."""
+    allowed = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(allowed == 1, torch.inf, -torch.inf)
+
+
+# Looked up, because comparisons of single bits take several times as long.
+_BOUNDS = _bounds()

@@ -25,9 +25,9 @@ class FairQueue:
     def __init__(self) -> None:
         self._tenants: LeastServed[str, TenantQueue] = LeastServed(TenantQueue)
 
-    def variant_queue(self, tenant: str, digest: str | None) -> VariantQueue:
+    def variant_queue(self, tenant: str, version: str | None) -> VariantQueue:
         """Return the queue of a tenant's sequences for one variant, made on first use."""
-        return self._tenants.get(tenant).variants.get(digest)
+        return self._tenants.get(tenant).variants.get(version)
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait, ahead of those of its queue that arrived later."""

@@ -100,7 +100,7 @@ class Scheduler:
         if first is None:
             first, self._num_added = self._num_added * MAX_SEQUENCES, self._num_added + 1
         sequence.arrival = first + sequence.index
-        sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.digest)
+        sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.version)
         self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -112,10 +112,10 @@ class Scheduler:
             self._queue.remove(sequence)
             self._slot_policy.leave(sequence, self._now)
 
-    def load_ended(self, digest: str, now: float) -> None:
+    def load_ended(self, version: str, now: float) -> None:
         """Note that a load has ended, whether the delta is resident now or the load failed."""
         self._now = now
-        self._slot_policy.load_ended(digest, now)
+        self._slot_policy.load_ended(version, now)
 
     def plan(self, now: float, on_admit: Callable[[Sequence], None] = lambda sequence: None) -> StepPlan:
         """Plan the next step. Preempted sequences have released their pages and wait again.
@@ -204,13 +204,13 @@ class Scheduler:
 
     def _costs(self, plan: StepPlan) -> list[tuple[VariantQueue, float]]:
         """Return the cost of each sequence's generated token and of its share of reading its delta."""
-        num_sharing = Counter(sequence.digest for sequence in plan.batch)
+        num_sharing = Counter(sequence.version for sequence in plan.batch)
         costs = []
         for sequence, num_tokens in plan.batch.items():
             generates = num_tokens == sequence.num_missing_tokens
             cost = self._constants.generated_token_cost if generates else 0.0
-            if sequence.digest is not None:
-                cost += self._constants.delta_cost_tokens / num_sharing[sequence.digest]
+            if sequence.version is not None:
+                cost += self._constants.delta_cost_tokens / num_sharing[sequence.version]
             costs.append((sequence.queue, cost))
         return costs
 

@@ -20,20 +20,19 @@ where `ahead` is the number of variants loaded before it, `slots` the number of 
 the time of one load, `first_token` the time from the end of a load to the first token of the variant, and `refill` the
 time in which `recompute_share` of the computed tokens equals the tokens that one variant's running sequences hold in
 the KV cache.
-
-Must not know what a slot is or how a delta is loaded (`Residency`), nor how sequences share a step (`Scheduler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import chain, islice, takewhile
 
 from server.deltas.residency import Residency
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.fair_queue import FairQueue
-from server.engine.scheduling.scheduled_variant import ScheduledVariant, SlotState
-from server.engine.scheduling.slot_queue import SlotQueue, TenantLoads
+from server.engine.scheduling.least_served import LeastServed
 from server.engine.sequence import Sequence, VariantQueue
 
 # Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
@@ -67,9 +66,9 @@ class SlotPolicy:
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Take in a sequence that begins to wait, before it enters the fair queue."""
         queue = sequence.queue
-        if queue.digest is None:
+        if queue.version is None:
             return
-        variant = self._variants.get(queue.digest) or self._add(queue.digest, now)
+        variant = self._variants.get(queue.version) or self._add(queue.version, now)
         variant.num_waiting += 1
         queue.is_open = variant.state is SlotState.OPEN
         if queue not in variant.queues:
@@ -79,37 +78,37 @@ class SlotPolicy:
 
     def admit(self, sequence: Sequence) -> None:
         """Count a waiting sequence as running."""
-        if sequence.queue.digest is not None:
-            variant = self._variants[sequence.queue.digest]
+        if sequence.queue.version is not None:
+            variant = self._variants[sequence.queue.version]
             variant.running[sequence.arrival] = sequence
             variant.was_used = True
             self._stop_waiting(sequence, variant)
 
     def stop(self, sequence: Sequence, now: float) -> None:
         """Remove a running sequence that has ended, or that waits again and was enqueued before this call."""
-        if sequence.queue.digest is not None:
-            variant = self._variants[sequence.queue.digest]
+        if sequence.queue.version is not None:
+            variant = self._variants[sequence.queue.version]
             del variant.running[sequence.arrival]
             self._release_unused(variant, now)
 
     def leave(self, sequence: Sequence, now: float) -> None:
         """Remove a waiting sequence that has ended."""
-        if sequence.queue.digest is not None:
-            variant = self._variants[sequence.queue.digest]
+        if sequence.queue.version is not None:
+            variant = self._variants[sequence.queue.version]
             self._stop_waiting(sequence, variant)
             self._release_unused(variant, now)
 
-    def load_ended(self, digest: str, now: float) -> None:
+    def load_ended(self, version: str, now: float) -> None:
         """Note the end of a load, whether this policy began it and whether it failed or not."""
         self._waiting_by_tenant.load_ended()
         self._overdue_by_tenant.load_ended()
-        variant = self._variants.get(digest)
+        variant = self._variants.get(version)
         if variant is None:
             return
         if variant.state.is_waiting:
             self._maybe_resident.append(variant)
         elif variant.state is SlotState.LOADING:
-            if self._residency.is_resident(digest):
+            if self._residency.is_resident(version):
                 self._open(variant, now)
             else:
                 self._become_waiting(variant, now)
@@ -152,17 +151,17 @@ class SlotPolicy:
         """Open waiting variants that are resident: prefetched, or closed before and not evicted since."""
         candidates, self._maybe_resident = self._maybe_resident, []
         for variant in candidates:
-            is_current = self._variants.get(variant.digest) is variant and variant.state.is_waiting
-            if is_current and self._residency.is_resident(variant.digest):
+            is_current = self._variants.get(variant.version) is variant and variant.state.is_waiting
+            if is_current and self._residency.is_resident(variant.version):
                 self._open(variant, now)
 
     def _load(self, loads: TenantLoads, now: float) -> bool:
         """Begin to load the variant that a tenant has waited for longest; False if there is no slot."""
         variant = loads.oldest
-        if self._residency.is_resident(variant.digest):
+        if self._residency.is_resident(variant.version):
             self._open(variant, now)
             return True
-        if not self._residency.load(variant.digest, loads.tenant):
+        if not self._residency.load(variant.version, loads.tenant):
             return False
         self._move(variant, SlotState.LOADING)
         return True
@@ -219,21 +218,21 @@ class SlotPolicy:
         held = chain(self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values())
         for variant in held:
             long_enough = now - variant.opened_at >= self._constants.min_resident_s
-            if long_enough and variant.was_used and not self._residency.is_pinned(variant.digest):
+            if long_enough and variant.was_used and not self._residency.is_pinned(variant.version):
                 yield variant
 
-    def _add(self, digest: str, now: float) -> ScheduledVariant:
+    def _add(self, version: str, now: float) -> ScheduledVariant:
         """Add a variant that had no sequences.
 
         While others wait for a slot it waits behind them even if it is resident. Otherwise a variant with short
         sequences would never be idle when a slot is looked for.
         """
         others_wait = self._num_waiting > 0
-        variant = self._variants[digest] = ScheduledVariant(digest, SlotState.WAITING, now)
-        self._in_state[SlotState.WAITING][digest] = variant
-        if self._residency.is_loading(digest):
+        variant = self._variants[version] = ScheduledVariant(version, SlotState.WAITING, now)
+        self._in_state[SlotState.WAITING][version] = variant
+        if self._residency.is_loading(version):
             self._move(variant, SlotState.LOADING)
-        elif self._residency.is_resident(digest) and not others_wait:
+        elif self._residency.is_resident(version) and not others_wait:
             self._open(variant, now)
         else:
             self._maybe_resident.append(variant)
@@ -241,7 +240,7 @@ class SlotPolicy:
 
     def _open(self, variant: ScheduledVariant, now: float) -> None:
         """Hold a resident variant and let its sequences be admitted."""
-        self._residency.acquire(variant.digest)
+        self._residency.acquire(variant.version)
         self._move(variant, SlotState.OPEN)
         variant.opened_at, variant.was_used = now, False
         for queue in variant.queues:
@@ -274,8 +273,8 @@ class SlotPolicy:
             self._remove_waiting(queue, variant)
 
     def _remove_waiting(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
-        self._waiting_by_tenant.remove(queue.tenant.name, variant.digest)
-        self._overdue_by_tenant.remove(queue.tenant.name, variant.digest)
+        self._waiting_by_tenant.remove(queue.tenant.name, variant.version)
+        self._overdue_by_tenant.remove(queue.tenant.name, variant.version)
 
     def _release_unused(self, variant: ScheduledVariant, now: float) -> None:
         """Drop a variant without sequences, and free the slot of a closed one without running sequences."""
@@ -287,20 +286,120 @@ class SlotPolicy:
 
     def _move(self, variant: ScheduledVariant, state: SlotState | None) -> None:
         """Put a variant at the end of another state's collection; None drops it."""
-        digest, old = variant.digest, variant.state
-        del self._in_state[old][digest]
+        version, old = variant.version, variant.state
+        del self._in_state[old][version]
         if state is None:
-            del self._variants[digest]
+            del self._variants[version]
         else:
-            self._in_state[state][digest] = variant
+            self._in_state[state][version] = variant
             variant.state = state
         if old.is_waiting and (state is None or not state.is_waiting):
             for queue in variant.queues:
                 self._remove_waiting(queue, variant)
         if old.is_held and (state is None or not state.is_held):
-            self._residency.release(digest)
+            self._residency.release(version)
 
 
 def _eviction_key(variant: ScheduledVariant) -> tuple[bool, int, float]:
     """Key whose minimum is evicted first: closed variants, then those with the fewest sequences, opened first."""
     return variant.state is SlotState.OPEN, variant.num_sequences, variant.opened_at
+
+
+class SlotState(Enum):
+    """The state of a variant that has sequences."""
+
+    # Waiting for a slot; it may still be resident, since a slot keeps its delta until another needs it.
+    WAITING = auto()
+    OVERDUE = auto()  # has waited for `cold_wait_s`
+    LOADING = auto()
+    OPEN = auto()  # resident and held; its sequences may be admitted
+    CLOSED = auto()  # resident and held until its running sequences have ended
+
+    @property
+    def is_waiting(self) -> bool:
+        return self in (SlotState.WAITING, SlotState.OVERDUE)
+
+    @property
+    def is_held(self) -> bool:
+        return self in (SlotState.OPEN, SlotState.CLOSED)
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledVariant:
+    """A variant that has waiting or running sequences, and its state on the way to a slot."""
+
+    version: str
+    state: SlotState
+    waiting_since: float  # when it began to wait for a slot
+    opened_at: float = 0.0
+    was_used: bool = False  # one of its sequences was admitted since it was opened
+    num_waiting: int = 0  # sequences
+    running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    queues: dict[VariantQueue, None] = field(default_factory=dict)  # those with waiting sequences
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_waiting + len(self.running)
+
+    @property
+    def has_progressed(self) -> bool:
+        """True if each of its running sequences has."""
+        return all(sequence.has_progressed for sequence in self.running.values())
+
+
+class SlotQueue:
+    """Variants that wait for a slot; the next one goes to the oldest of the tenant with the fewest loads.
+
+    Args:
+        may_load: whether one more load of a tenant may begin; asked again after `load_ended`.
+    """
+
+    def __init__(self, may_load: Callable[[str], bool]) -> None:
+        self._tenants: LeastServed[str, TenantLoads] = LeastServed(TenantLoads)
+        self._may_load = may_load
+        self._full: list[TenantLoads] = []
+
+    def add(self, tenant: str, variant: ScheduledVariant) -> None:
+        loads = self._tenants.get(tenant)
+        loads.variants[variant.version] = variant
+        if len(loads.variants) == 1:
+            self._tenants.activate(loads)
+
+    def remove(self, tenant: str, version: str) -> None:
+        self._tenants.get(tenant).variants.pop(version, None)
+
+    def first(self) -> TenantLoads | None:
+        """Return the tenant that had the fewest loads and may begin one; at least one variant of it waits."""
+        while (loads := self._tenants.first()) is not None and not self._may_load(loads.tenant):
+            loads.may_load = False
+            self._full.append(loads)
+        return loads
+
+    def load_ended(self) -> None:
+        """Look again at the tenants that could begin no load."""
+        full, self._full = self._full, []
+        for loads in full:
+            loads.may_load = True
+            self._tenants.activate(loads)
+
+
+@dataclass(slots=True, eq=False)
+class TenantLoads:
+    """The variants without a slot that one tenant waits for, the longest waiting first."""
+
+    tenant: str
+    counter: float = 0.0  # loads so far
+    may_load: bool = True  # False while as many of its loads are under way as it may have
+    variants: dict[str, ScheduledVariant] = field(default_factory=dict)  # by version
+
+    @property
+    def is_ready(self) -> bool:
+        return self.may_load and bool(self.variants)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.variants
+
+    @property
+    def oldest(self) -> ScheduledVariant:
+        return next(iter(self.variants.values()))

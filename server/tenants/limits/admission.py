@@ -1,169 +1,161 @@
-"""Decide from a tenant's limits, its windows and its work under way whether more work fits. Keeps no state.
-
-`tokens_per_minute` bounds what the last minute has used and what running calls have reserved, together:
-
-1. A call is admitted if its prompt and its reservation fit into the limit. The reservation of a call whose length the
-   client has set is all of its new tokens; that of a call without a length is a few, `START_TOKENS`.
-2. A running call without a length keeps its reservation ahead of the tokens that it has generated. It may go beyond the
-   limit, until the sum is more than twice the limit: then it ends.
-
-Use beyond the limit stands in the window like all other use, so that the tenant's next calls wait longer for it to
-leave.
-"""
+"""Asks for the admission of tenants' work on behalf of one HTTP process, and counts what the work uses."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+import asyncio
+import itertools
 
-from server.protocol.limits import Rate, Rates, SeatRefused, TakeSeat, Tokens
+from server.errors import InvalidRequest, QueueFull, RateLimited
+from server.protocol.limits import Admitted, Rates, Refused, Usage
+from server.protocol.shared_calls import (
+    AdmitRequests,
+    AdmitUpload,
+    CountTokens,
+    GetUsage,
+    GrowUpload,
+    R,
+    Release,
+    SharedCall,
+    SharedLink,
+)
 from server.tenants.limits.tenant_limits import TenantLimits
-from server.tenants.limits.windows import SlidingCount
 
-# When one of the tenant's requests or uploads ends is not known; this is when to ask again.
-RETRY_S = 1.0
-# New tokens that a call without a length reserves; less if that is more than this part of the limit.
-START_TOKENS = 256
-START_PART = 4
-# For messages: what a tenant with this limit may do.
-ALLOWED = {
-    "requests_per_minute": "send {} request{} per minute",
-    "tokens_per_minute": "use {} token{} per minute",
-    "max_running": "run {} request{} at a time",
-    "max_uploads": "have {} upload{} under way",
-}
+# Without an answer by then, the work is refused: a tenant must not get past its limits while nothing counts.
+ANSWER_S = 2.0
+# Tokens that are counted together, or a part of the limit per minute if that is fewer.
+COUNT_TOKENS = 64
+COUNT_PART = 16
 
 
-@dataclass(slots=True)
-class UnderWay:
-    """The work of one tenant that has begun and not ended."""
+class Admission:
+    """Work of a tenant that counts as under way until `release`. Without a link, nothing counts."""
 
-    num_running: int = 0
-    num_reserved_tokens: int = 0
-    num_uploads: int = 0
-    upload_bytes: int = 0
+    def __init__(
+        self,
+        link: SharedLink | None = None,
+        work_id: int = 0,
+        tenant: str = "",
+        admitted: Admitted | None = None,
+    ) -> None:
+        self.rates = Rates() if admitted is None else admitted.rates
+        self.limits = TenantLimits() if admitted is None else admitted.limits
+        self._link = link
+        self._id = work_id
+        self._tenant = tenant
+        self._num_tokens = 0  # that are not counted yet
+        limit = self.limits.tokens_per_minute
+        self._slice = COUNT_TOKENS if limit is None else max(1, min(COUNT_TOKENS, limit // COUNT_PART))
+
+    async def need(self, num_requests: int) -> None:
+        """Count the further requests of a call, which counted as one until its body was read.
+
+        Raises:
+            RateLimited: they do not fit now; the work is released.
+            InvalidRequest: they exceed a limit by themselves; the work is released.
+            QueueFull: they cannot be counted.
+        """
+        if self._link is None or num_requests == 1:
+            return
+        answer = await _ask(self._link, AdmitRequests(self._id, self._tenant, num_requests))
+        if isinstance(answer, Refused):
+            self._link = None
+            raise _refusal(answer)
+        self.rates = answer.rates
+
+    async def grow(self, num_bytes: int = 0) -> int:
+        """Count bytes of an upload that it was not admitted with; return those of the tenant's other uploads.
+
+        Raises:
+            QueueFull: they cannot be counted.
+        """
+        return 0 if self._link is None else await _ask(self._link, GrowUpload(self._id, num_bytes))
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens of the prompts or outputs, a slice of them at a time."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= self._slice:
+            self._send_count()
+
+    def release(self) -> None:
+        """End the work, and count what is left; no effect the second time."""
+        if self._link is not None:
+            self._send_count()
+            self._link.tell(Release(self._id))
+        self._link = None
+
+    def _send_count(self) -> None:
+        if self._link is not None and self._num_tokens:
+            self._link.tell(CountTokens(self._tenant, self._num_tokens))
+        self._num_tokens = 0
 
 
-class LastMinute(NamedTuple):
-    """The windows of one tenant."""
-
-    requests: SlidingCount
-    tokens: SlidingCount
-
-
-class Refusal(NamedTuple):
-    """The limit that keeps work out; `wait_s` is None if the work exceeds it by itself."""
-
-    limit: str
-    wait_s: float | None
-
-
-def refusal_of_seat(
-    call: TakeSeat, limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute, num_counted: int = 0
-) -> Refusal | None:
-    """Return the limit with the longest wait that keeps work out; None if it fits with the fewest tokens of it.
+class Admissions:
+    """The admission of all tenants' work to one HTTP process. Event loop only.
 
     Args:
-        num_counted: requests of the call that count already. All of them count again when it is sent again.
+        link: the way to the shared state, which counts; None admits everything and counts nothing.
     """
-    if call.kind == "upload":
-        is_full = limits.max_uploads is not None and under_way.num_uploads >= limits.max_uploads
-        return Refusal("max_uploads", RETRY_S) if is_full else None
-    waits: dict[str, float | None] = {}
-    num_further = call.num_requests - num_counted
-    if (limit := limits.requests_per_minute) is not None:
-        fits = call.num_requests <= limit and last_minute.requests.used + num_further <= limit
-        waits["requests_per_minute"] = (
-            0.0 if fits else _wait_s(last_minute.requests, 0, limit, call.num_requests)
-        )
-    if (limit := limits.tokens_per_minute) is not None and (amount := _amount(call.tokens, limits)):
-        reserved = under_way.num_reserved_tokens
-        waits["tokens_per_minute"] = _wait_s(last_minute.tokens, reserved, limit, amount)
-    if (limit := limits.max_running) is not None:
-        has_place = under_way.num_running + num_further <= limit
-        waits["max_running"] = None if call.num_requests > limit else 0.0 if has_place else RETRY_S
-    longest = max(waits, key=lambda name: _order(waits[name]), default=None)
-    return None if longest is None or waits[longest] == 0 else Refusal(longest, waits[longest])
+
+    def __init__(self, link: SharedLink | None = None) -> None:
+        self._link = link
+        self._ids = itertools.count()
+
+    async def admit(self, tenant: str) -> Admission:
+        """Count a request of a tenant, before its body is read. Release it when it has ended.
+
+        Raises:
+            RateLimited: the tenant is over a limit.
+            QueueFull: it cannot be counted, or the tenant's limits cannot be read.
+        """
+        return await self._admit(AdmitRequests(next(self._ids), tenant))
+
+    async def admit_upload(self, tenant: str, num_bytes: int) -> Admission:
+        """Count an upload of a tenant. Release it when it is published or has failed.
+
+        Raises:
+            RateLimited: the tenant has `max_uploads` under way.
+            QueueFull: it cannot be counted, or the tenant's limits cannot be read.
+        """
+        return await self._admit(AdmitUpload(next(self._ids), tenant, num_bytes))
+
+    async def usage(self, tenant: str) -> Usage | None:
+        """Return a tenant's limits and usage; None without limits.
+
+        Raises:
+            QueueFull: nothing answers, or the tenant's limits cannot be read.
+        """
+        if self._link is None:
+            return None
+        usage: Usage = await _ask(self._link, GetUsage(tenant))
+        return usage
+
+    async def _admit(self, call: AdmitRequests | AdmitUpload) -> Admission:
+        if self._link is None:
+            return Admission()
+        try:
+            answer = await _ask(self._link, call)
+        except BaseException:
+            # It may be admitted later.
+            self._link.tell(Release(call.id))
+            raise
+        if isinstance(answer, Refused):
+            raise _refusal(answer)
+        return Admission(self._link, call.id, call.tenant, answer)
 
 
-def refusal_of_tokens(
-    tokens: Tokens, num_requests: int, limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute
-) -> Refusal | None:
-    """Return how long `tokens_per_minute` keeps out the tokens of a call that has a seat; None if they fit.
-
-    The call has counted as `num_requests` requests, and will once more when it is sent again.
-    """
-    limit = limits.tokens_per_minute
-    if limit is None:
-        return None
-    reserved = under_way.num_reserved_tokens
-    longest = _wait_s(last_minute.tokens, reserved, limit, _amount(tokens, limits))
-    if longest == 0:
-        return None
-    if longest is not None and (most := limits.requests_per_minute) is not None:
-        again = _wait_s(last_minute.requests, 0, most, min(num_requests, most))
-        longest = max(longest, again or 0.0)
-    return Refusal("tokens_per_minute", longest)
+async def _ask(link: SharedLink, call: SharedCall[R]) -> R:
+    try:
+        # Not `wait_for`, whose task would let a later `tell` go first.
+        async with asyncio.timeout(ANSWER_S):
+            return await link.ask(call)
+    except TimeoutError:
+        raise QueueFull("the server cannot count the tenant's limits now: try again in a moment") from None
 
 
-def reservation(tokens: Tokens, limits: TenantLimits) -> int:
-    """Return how many new tokens of a call are reserved while it runs, at most."""
-    limit = limits.tokens_per_minute
-    if limit is None or not tokens.may_overdraw:
-        return tokens.num_new
-    return min(tokens.num_new, START_TOKENS, max(1, limit // START_PART), max(1, limit - tokens.num_prompt))
-
-
-def is_overdrawn(limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute) -> bool:
-    """Return whether running calls without a length must end."""
-    limit = limits.tokens_per_minute
-    return limit is not None and last_minute.tokens.used + under_way.num_reserved_tokens > 2 * limit
-
-
-def refused(call_id: int, tenant: str, refusal: Refusal, limits: TenantLimits, rates: Rates) -> SeatRefused:
-    """Return the answer to work that a limit keeps out."""
-    limit = getattr(limits, refusal.limit)
-    allowed = ALLOWED[refusal.limit].format(limit, "" if limit == 1 else "s")
-    if refusal.wait_s is None:
-        message = f"tenant {tenant!r} may {allowed}, and this call alone is more: send a smaller one"
-        return SeatRefused(call_id, rates, refusal.limit, message, None)
-    retry_after_s = max(1, math.ceil(refusal.wait_s))
-    message = f"tenant {tenant!r} may {allowed}: send this one again in {retry_after_s} s"
-    return SeatRefused(call_id, rates, refusal.limit, message, retry_after_s)
-
-
-def rates_of(limits: TenantLimits, under_way: UnderWay, last_minute: LastMinute) -> Rates:
-    """Return a tenant's limits per minute and what is left of them."""
-    return Rates(
-        _rate(limits.requests_per_minute, 0, last_minute.requests),
-        _rate(limits.tokens_per_minute, under_way.num_reserved_tokens, last_minute.tokens),
+def _refusal(refused: Refused) -> RateLimited | InvalidRequest:
+    """Return the error of work that a limit keeps out, or that exceeds it by itself."""
+    if refused.retry_after_s is None:
+        return InvalidRequest(refused.message, "prompt")
+    return RateLimited(
+        refused.message, refused.limit, retry_after_s=refused.retry_after_s, rates=refused.rates
     )
-
-
-def _amount(tokens: Tokens, limits: TenantLimits) -> int:
-    """Return the tokens of a call that must fit into the limit for it to start."""
-    return tokens.num_prompt + reservation(tokens, limits)
-
-
-def _wait_s(window: SlidingCount, reserved: int, limit: int, amount: int) -> float | None:
-    """Return the seconds until `amount` more may fit, at least `RETRY_S` while a reservation keeps them out.
-
-    None if they never fit.
-    """
-    if amount > limit:
-        return None
-    is_full = window.used + reserved + amount > limit
-    return max(window.wait_s(limit, amount), RETRY_S if is_full and reserved else 0.0)
-
-
-def _order(wait_s: float | None) -> float:
-    return math.inf if wait_s is None else wait_s
-
-
-def _rate(limit: int | None, reserved: int, window: SlidingCount) -> Rate | None:
-    if limit is None:
-        return None
-    reset_s = _wait_s(window, reserved, limit, limit)
-    assert reset_s is not None
-    return Rate(limit, max(0, limit - window.used - reserved), reset_s)

@@ -13,7 +13,7 @@ from compressor.fitting.calibration import Calibration
 from compressor.fitting.cost import FitCost
 from compressor.fitting.fit_settings import FitSettings
 from compressor.fitting.stage_cost import StageCost
-from compressor.fitting.strategies.by_solver import strategy_of
+from compressor.fitting.strategies import strategy_of
 from tests.compressor.helpers.model_shapes import LLAMA_8B, QWEN_1B5, shapes_of
 
 DEFAULT = FitSettings(Calibration("self", 256))

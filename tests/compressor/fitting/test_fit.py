@@ -23,8 +23,7 @@ from compressor.evaluate.fidelity import fidelity
 from compressor.fitting.calibration import Calibration, calibration_text, split_text
 from compressor.fitting.fit import TextSplit
 from compressor.fitting.fit_settings import FitSettings
-from compressor.fitting.strategies import least_squares
-from compressor.fitting.strategies.by_solver import strategy_of
+from compressor.fitting.strategies import least_squares, strategy_of
 from compressor.pipeline import compress
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError

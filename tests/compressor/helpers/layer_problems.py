@@ -1,4 +1,4 @@
-"""Problems of one layer drawn at random, and their losses written out in float64."""
+"""Problems of one layer drawn at random, and losses of their deltas."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def ridge_loss(
     """Return each row's loss plus its ridge toward the difference, by which signs are chosen."""
     lost = (case.residual - case.x @ delta.mT).square().sum(-2)
     return lost + ridge_of(case, ridge_part) * (delta - case.problem.difference).square().sum(-1)
+
+
+def layer_loss(
+    problem: Problem,
+    delta: Tensor,  # [out, in] float32
+) -> float:
+    """``||R - X delta'||^2 - ||R||^2``: below 0 where the layer with `delta` is nearer its target than the base's."""
+    gram, total = problem.gram.float(), 0.0
+    for rows in problem.chunks():
+        part = delta[rows]
+        total += float(((part @ gram).sub_(problem.cross[rows], alpha=2).mul_(part)).sum(dtype=torch.float64))
+    return total

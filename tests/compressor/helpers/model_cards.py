@@ -12,8 +12,8 @@ from markdown_it import MarkdownIt
 
 from compressor.evaluate.examples import Example
 from compressor.io.delta_writer import WrittenDelta
+from compressor.model_card.card import CARD, write_card
 from compressor.model_card.facts import DeltaFacts, TensorFacts
-from compressor.model_card.writer import CARD, write_card
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.sign_plane import Axis
 

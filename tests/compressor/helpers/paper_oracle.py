@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compressor.fitting.paper.scale_training import (
+from compressor.fitting.strategies.scale_training import (
     ActivationCache,
     FrozenLayer,
     PaperAxis,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.fitted_matrix import FittedMatrix
 from compressor.io import checkpoint_store
-from compressor.io.checkpoint_store import INPUTS, CheckpointStore, open_checkpoint_store
+from compressor.io.checkpoint_store import INPUTS, CheckpointStore, FittedMatrix, open_checkpoint_store
 from deltastore.errors import PeraxisError, UsageError
 from deltastore.format.sign_plane import AXES, Axis
 from tests.compressor.helpers.fitting import random_delta

@@ -8,8 +8,8 @@ from typing import cast
 from obstore.store import MemoryStore, S3Store
 
 from deltastore.registry import Registry
-from deltastore.registry.bucket.backend import BucketBackend
 from deltastore.registry.bucket.client import Bucket
+from deltastore.registry.bucket.store import BucketStore
 from deltastore.registry.object_cache import ObjectCache
 
 LOCATION = "s3://models/registry"
@@ -20,7 +20,7 @@ def registry_in(store: object, directory: Path) -> Registry:
     """Open the registry of a store, with the machine's cache in a directory."""
     s3_store = cast(S3Store, store)
     return Registry(
-        BucketBackend(Bucket(LOCATION, s3_store, s3_store), ObjectCache(directory / "cache", CACHE_BYTES))
+        BucketStore(Bucket(LOCATION, s3_store, s3_store), ObjectCache(directory / "cache", CACHE_BYTES))
     )
 
 

@@ -21,6 +21,7 @@ from deltastore.errors import VariantNotFound
 from deltastore.registry import Publication, Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord, Visibility
 from deltastore.registry.storage import MODE, Storage
+from deltastore.registry.uploads import kernel_id
 
 FACTS = ArtifactFacts(
     data_start=4096,
@@ -179,7 +180,7 @@ def make_world(root: Path) -> None:
     registry.delete("default", "dropped")
     registry.set_visibility("default", "b", "public")
     push(registry, artifact(2), "gone", tenant="other")
-    (root / "uploads" / "dead.part").write_bytes(b"half an upl")
+    (root / "uploads" / f"{kernel_id()}-{'0' * 32}.part").write_bytes(b"half an upl")
 
 
 def view(registry: Registry) -> View:

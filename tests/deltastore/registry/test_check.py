@@ -15,8 +15,9 @@ from deltastore.registry import Registry
 from deltastore.registry.checker import records_in_use
 from deltastore.registry.directory.collect import Collector
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.objects import Objects
+from deltastore.registry.directory.objects import DirectoryObjects
 from deltastore.registry.records import VersionRecord
+from deltastore.registry.uploads import kernel_id
 from tests.deltastore.helpers.crash_storage import (
     SteppedStorage,
     artifact,
@@ -148,8 +149,8 @@ def test_what_file_systems_put_into_a_volume_is_no_finding(registry: Registry) -
 
 
 def test_what_a_crash_leaves_is_noted_and_collected(registry: Registry) -> None:
-    leftovers = ["uploads/0.part", f"objects/{digest_of(8)}", f"quarantine/{digest_of(2)}", f"{HOME}/.0.tmp"]
-    leftovers += ["quarantine/.0.tmp", f"quarantine/{digest_of(9)}"]
+    leftovers = [f"uploads/{kernel_id()}-{'0' * 32}.part", f"objects/{digest_of(8)}", f"{HOME}/.0.tmp"]
+    leftovers += ["quarantine/.0.tmp", f"quarantine/{digest_of(2)}", f"quarantine/{digest_of(9)}"]
     for name in leftovers:
         (registry.root / name).write_bytes(artifact(8))
         os.utime(registry.root / name, (0, 0))
@@ -240,9 +241,9 @@ def test_a_gc_that_fails_puts_back_each_object_that_it_can(
         push(registry, artifact(seed), "c")
     registry.delete("default", "c")
     failures = iter([OSError(5, "Input/output error")])
-    put_back = Objects.put_back
+    put_back = DirectoryObjects.put_back
 
-    def fail_once(self: Objects, aside: Path) -> None:
+    def fail_once(self: DirectoryObjects, aside: Path) -> None:
         for error in failures:
             raise error
         put_back(self, aside)
@@ -254,7 +255,7 @@ def test_a_gc_that_fails_puts_back_each_object_that_it_can(
     def fail_always(self: Collector, except_for: Path | None = None) -> set[str]:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Objects, "put_back", fail_once)
+    monkeypatch.setattr(DirectoryObjects, "put_back", fail_once)
     monkeypatch.setattr(Collector, "_in_use", fail)
     before = len(os.listdir(registry.root / "objects"))
     with pytest.raises(RegistryUnavailable):

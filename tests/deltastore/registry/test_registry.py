@@ -259,7 +259,7 @@ def test_reserved_names_are_refused(name: str, registry: Registry) -> None:
         push(registry, artifact(1), name)
 
 
-@pytest.mark.parametrize("digest", ["", "../objects.lock", "A" * 64, "sha256:" + "a" * 64, "a" * 64 + "\n"])
+@pytest.mark.parametrize("digest", ["", "../objects", "A" * 64, "sha256:" + "a" * 64, "a" * 64 + "\n"])
 def test_an_object_is_asked_for_by_bare_lowercase_digits_only(digest: str, volume: Registry) -> None:
     with pytest.raises(UsageError, match="is not a digest"):
         volume.object_path(replace(stored(1), digest=digest))

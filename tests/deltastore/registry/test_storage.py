@@ -11,6 +11,7 @@ import pytest
 
 from deltastore.errors import ArtifactTooLarge, RegistryError, RegistryUnavailable, StorageFull, UsageError
 from deltastore.registry import Registry
+from deltastore.registry.uploads import kernel_id
 from tests.conftest import SmallDisk
 from tests.deltastore.helpers.crash_storage import FACTS, RefusingStorage, SteppedStorage, artifact, push
 
@@ -62,7 +63,9 @@ def lose_the_client(registry: Registry) -> None:
 
 
 def test_abandoned_uploads_are_removed_and_running_ones_are_not(registry: Registry) -> None:
-    (registry.root / "uploads" / f"{'0' * 32}.part").write_bytes(b"of a process that was killed")
+    (registry.root / "uploads" / f"{kernel_id()}-{'0' * 32}.part").write_bytes(
+        b"of a process that was killed"
+    )
     with registry.open_upload(None) as upload:
         upload.write(b"half")
         assert registry.remove_abandoned_uploads() == 1

@@ -73,6 +73,17 @@ def test_an_upload_whose_lock_died_on_this_machine_is_abandoned_at_once(registry
     assert registry.gc().num_partials == 1
 
 
+@pytest.mark.parametrize("name", [f"{TOKEN}.part", f"{TOKEN}.{'0' * 64}.part", "notes.part"])
+def test_a_file_that_is_no_upload_is_found_by_the_check_and_left_by_gc(name: str, registry: Registry) -> None:
+    path = registry.root / "uploads" / name
+    path.write_bytes(b"half")
+    grow_old(path)
+    (finding,) = registry.check().findings
+    assert (finding.path, finding.problem) == (path, "not a file of the registry: move it away")
+    assert registry.gc().num_partials == registry.remove_abandoned_uploads() == 0
+    assert path.exists()
+
+
 def test_an_object_is_kept_while_another_machine_is_about_to_publish_it(registry: Registry) -> None:
     push(registry, artifact(1), "a")
     registry.delete("default", "a")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -24,7 +25,8 @@ from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
 from deltastore.registry.records import ArtifactFacts
 from server.api.artifacts import checks
 from server.api.artifacts.checks import ArtifactChecks
-from server.errors import Draining
+from server.errors import Draining, QueueFull
+from server.workers import worker_process
 from server.workers.worker_process import WorkerProcess
 from tests.server.helpers.live_server import ROOT, Artifacts
 from tests.server.helpers.worker_processes import workers_of
@@ -121,6 +123,22 @@ def test_a_check_that_ends_its_process_refuses_the_artifact(artifacts: Artifacts
 
     with pytest.raises(ArtifactError, match=r"the upload cannot be checked: .* crashed"):
         run(artifacts.base, lambda checks: checks.check("default", cast(Path, Abort()), 1, base, GIGABYTE))
+
+
+def test_a_worker_that_is_killed_from_outside_or_does_not_start_says_nothing_of_the_artifact(
+    artifacts: Artifacts, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kill:
+        """Ends the worker that unpickles it, as the kernel does when memory runs out."""
+
+        def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+            return signal.raise_signal, (signal.SIGKILL,)
+
+    with pytest.raises(QueueFull, match="cannot be checked now: the work was killed by signal 9: send it"):
+        run(artifacts.base, lambda checks: checks.check("default", cast(Path, Kill()), 1, base, GIGABYTE))
+    monkeypatch.setattr(worker_process, "START_S", 0.0)
+    with pytest.raises(QueueFull, match="cannot be checked now: a worker process was not ready after 0 s"):
+        check(artifacts.base, artifacts.plain, base)
 
 
 def test_a_tokenizer_that_aborts_its_process_refuses_the_artifact(

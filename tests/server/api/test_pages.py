@@ -15,7 +15,7 @@ import pytest
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.api import models, variant_lists
+from server.api import models, variants
 from server.api.json_replies import MAX_PAGE_BYTES
 from server.frontend.engine_client import EngineClient
 from server.tenants.audit import AuditLog, Auditor
@@ -82,7 +82,7 @@ def test_variants_come_a_page_at_a_time_without_their_reports(tmp_path: Path) ->
 def test_versions_come_with_their_reports_as_many_as_a_page_holds(
     read_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variant_lists, "READ_AHEAD", read_ahead)
+    monkeypatch.setattr(variants, "READ_AHEAD", read_ahead)
 
     async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
         for number in range(1, 13):

@@ -14,6 +14,7 @@ from server.errors import EngineRestarted
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import error_of
 from tests.server.helpers.served import Family, make_family
+from tests.server.metrics.helpers.samples import value_of
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def exercise(base: Path, tmp_path: Path, talk: Callable[[HttpApp], Awaitable[Non
 def num_cancelled(app: HttpApp) -> float:
     """Return how many requests to the base the engine has counted as cancelled."""
     labels = {"finish_reason": "cancelled", "variant": "base"}
-    return app.metrics.engine.registry.get_sample_value("peraxis_variant_requests_total", labels) or 0.0
+    return value_of(app.metrics.engine, "peraxis_variant_requests_total", labels) or 0.0
 
 
 def is_refused(reply: httpx.Response, code: str) -> bool:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from deltastore.errors import SettingsError
@@ -21,6 +20,7 @@ from server.deltas.host_cache import PAGE_BYTES, FreeList, HostCache
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import DeltaLayout
 from server.metrics.engine import EngineMetrics
+from tests.server.metrics.helpers.samples import value_of
 
 CPU = torch.device("cpu")
 WAIT_S = 240.0
@@ -31,7 +31,7 @@ class CacheHarness:
     """A host cache for deltas that are numbers. All bytes of a delta are its number."""
 
     cache: HostCache
-    registry: CollectorRegistry
+    metrics: EngineMetrics
 
     def read(self, number: int, num_pages: int = 1, keep: bool = True) -> None:
         """Read a delta into the cache as a load does."""
@@ -42,29 +42,32 @@ class CacheHarness:
                 self.cache.keep(buffer, *delta(number))
 
     def memory(self, number: int) -> Tensor | None:
-        with self.cache.copy_of(digest(number)) as copy:
+        with self.cache.copy_of(label(number)) as copy:
             return None if copy is None else copy.memory
 
     def kept(self, *numbers: int) -> list[int]:
         """Return those of the numbers that the cache holds."""
-        return [number for number in numbers if self.cache.holds(digest(number))]
+        return [number for number in numbers if self.cache.holds(label(number))]
 
     def metric(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"peraxis_{name}", labels)
+        return value_of(self.metrics, f"peraxis_{name}", labels)
 
 
 def fixture(
     limit_pages: int, slot_pages: int = 8, num_loads: int = 1, is_staged: bool = True
 ) -> CacheHarness:
-    registry = CollectorRegistry()
-    metrics = ResidencyMetrics(EngineMetrics(registry))
+    metrics = EngineMetrics()
     sizes = (limit_pages * PAGE_BYTES, slot_pages * PAGE_BYTES, num_loads)
-    cache = HostCache(*sizes, CPU, metrics, is_staged=is_staged)
-    return CacheHarness(cache, registry)
+    cache = HostCache(*sizes, CPU, ResidencyMetrics(metrics), is_staged=is_staged)
+    return CacheHarness(cache, metrics)
 
 
 def digest(number: int) -> str:
     return f"{number:064x}"
+
+
+def label(number: int) -> str:
+    return delta(number)[0].label
 
 
 def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
@@ -79,7 +82,7 @@ def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
 def test_a_copy_is_found_with_its_plan_and_its_bytes() -> None:
     cached = fixture(limit_pages=8)
     cached.read(7, num_pages=3)
-    with cached.cache.copy_of(digest(7)) as copy:
+    with cached.cache.copy_of(label(7)) as copy:
         assert copy is not None
         assert copy.layout.digest == copy.record.digest == digest(7)
         assert torch.equal(copy.memory, torch.full((3 * PAGE_BYTES,), 7, dtype=torch.uint8))
@@ -97,7 +100,7 @@ def test_the_least_recently_used_copy_is_evicted() -> None:
     cached = fixture(limit_pages=8)
     for number in (1, 2, 3, 4):
         cached.read(number, num_pages=2)
-    cached.cache.touch(digest(1))
+    cached.cache.touch(label(1))
     cached.read(5, num_pages=2)
     assert cached.memory(3) is not None
     cached.read(6, num_pages=2)
@@ -145,7 +148,7 @@ def test_a_copy_in_use_is_not_evicted_and_a_buffer_waits_for_it() -> None:
     cached = fixture(limit_pages=8)
     cached.read(1, num_pages=4)
     with ThreadPoolExecutor(1) as thread:
-        with cached.cache.copy_of(digest(1)) as copy:
+        with cached.cache.copy_of(label(1)) as copy:
             assert copy is not None
             cached.read(2, num_pages=4)
             cached.read(3, num_pages=4)
@@ -161,9 +164,9 @@ def test_a_copy_in_use_is_not_evicted_and_a_buffer_waits_for_it() -> None:
 def test_a_copy_dropped_while_in_use_keeps_its_bytes_until_it_is_released() -> None:
     cached = fixture(limit_pages=8)
     cached.read(1, num_pages=4)
-    with cached.cache.copy_of(digest(1)) as copy:
+    with cached.cache.copy_of(label(1)) as copy:
         assert copy is not None
-        cached.cache.drop(digest(1), "unload")
+        cached.cache.drop(label(1), "unload")
         assert not cached.kept(1)
         cached.read(2, num_pages=4)
         assert bool((copy.memory == 1).all())
@@ -174,7 +177,7 @@ def test_a_copy_dropped_while_in_use_keeps_its_bytes_until_it_is_released() -> N
 def test_a_copy_is_not_kept_if_copies_in_use_fill_the_limit() -> None:
     cached = fixture(limit_pages=2)
     cached.read(1, num_pages=2)
-    with cached.cache.copy_of(digest(1)):
+    with cached.cache.copy_of(label(1)):
         cached.read(2, num_pages=2)
     assert cached.kept(1, 2) == [1]
 
@@ -201,7 +204,7 @@ def test_a_load_that_is_not_staged_never_waits_and_takes_no_memory_beyond_the_li
     with cached.cache.buffer(5 * PAGE_BYTES) as above_the_limit:
         assert above_the_limit is None
     cached.read(1, num_pages=4)
-    with cached.cache.copy_of(digest(1)), cached.cache.buffer(PAGE_BYTES) as beside_a_copy_in_use:
+    with cached.cache.copy_of(label(1)), cached.cache.buffer(PAGE_BYTES) as beside_a_copy_in_use:
         assert beside_a_copy_in_use is None
     assert cached.kept(1) == [1]
 
@@ -221,7 +224,7 @@ def test_memory_that_cannot_be_allocated_names_the_setting() -> None:
 
 def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
     cached = fixture(limit_pages=8)
-    # Residency loads a digest once at a time.
+    # Residency loads a version once at a time.
     locks = [threading.Lock() for _ in range(12)]
 
     def use(seed: int) -> int:
@@ -229,19 +232,19 @@ def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
         for _ in range(300):
             number = choose.randrange(12)
             with locks[number]:
-                with cached.cache.copy_of(digest(number)) as copy:
+                with cached.cache.copy_of(label(number)) as copy:
                     if copy is not None:
                         wrong += int((copy.memory != number).sum())
                         continue
                 cached.read(number, num_pages=choose.randint(1, 4))
                 if choose.random() < 0.1:
-                    cached.cache.drop(digest(number), "unload")
+                    cached.cache.drop(label(number), "unload")
         return wrong
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(use, range(4))) == 0
     for number in range(12):
-        cached.cache.drop(digest(number), "unload")
+        cached.cache.drop(label(number), "unload")
     cached.read(99, num_pages=8)
     assert cached.metric("host_cache_bytes") == 8 * PAGE_BYTES
     assert cached.metric("variants_resident", level="host") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltastore.errors import ArtifactTooLarge, RegistryError, VariantNotFound, VariantQuarantined
+from deltastore.errors import (
+    ArtifactTooLarge,
+    RegistryError,
+    StorageFull,
+    VariantNotFound,
+    VariantQuarantined,
+)
 from deltastore.loader import Loader
+from deltastore.registry import Registry
 from server.deltas.resident import ResidentDelta
 from server.errors import EngineFailed
 from tests.deltastore.helpers.crash_storage import FACTS
@@ -41,7 +49,7 @@ def test_a_corrupt_object_is_quarantined_not_cached_and_fails_alone(harness: Res
     assert isinstance(error, VariantQuarantined)
     assert "its stored object is corrupt and was quarantined" in str(error)
     assert harness.registry.is_quarantined(bad)
-    assert is_as_if_never_loaded(harness, bad.digest)
+    assert is_as_if_never_loaded(harness, bad.label)
     assert harness.in_slot(good) == harness.section(good)
     assert harness.metric("variant_load_failures_total", reason="corrupt") == 1
     assert harness.metric("variant_load_seconds_count", source="disk", stage="total") == 1
@@ -56,13 +64,13 @@ def test_an_object_corrupted_between_two_loads_is_served_from_host_memory_and_qu
     harness.corrupt(record)
     for other in others:
         harness.load(other)
-    assert harness.residency.level_of(record.digest) == "host"
+    assert harness.residency.level_of(record.label) == "host"
     assert harness.load(record) == [None]
     assert harness.in_slot(record) == section
-    assert harness.residency.evict(record.digest, "unload")
+    assert harness.residency.evict(record.label, "unload")
     assert isinstance(harness.load(record)[0], VariantQuarantined)
     assert harness.registry.is_quarantined(record)
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
 
 
 def test_a_quarantined_object_that_was_uploaded_again_is_loaded(harness: ResidencyHarness) -> None:
@@ -82,13 +90,13 @@ def test_a_corrupt_object_that_is_uploaded_again_while_it_is_read_is_loaded_and_
     section = harness.section(record)
     harness.corrupt(record)
     disk = block_disk(monkeypatch)
-    assert harness.residency.load(record.digest, record.label)
+    assert harness.residency.load(record.label, record.label)
     assert disk.reading.wait(20)
     with harness.registry.open_upload(None) as upload:
         upload.write((harness.directory / "v-1.safetensors").read_bytes())
         harness.registry.publish(upload.seal(), FACTS, tenant="default", name="v")
     disk.open.set()
-    assert harness.settle()[record.digest] is None
+    assert harness.settle()[record.label] is None
     assert harness.in_slot(record) == section
     assert not harness.registry.is_quarantined(record)
 
@@ -99,7 +107,7 @@ def test_a_truncated_object_is_quarantined(harness: ResidencyHarness, size_bytes
     harness.path(record).chmod(0o644)
     os.truncate(harness.path(record), size_bytes)
     assert isinstance(harness.load(record)[0], VariantQuarantined)
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
 
 
 def test_an_object_that_a_dead_collection_set_aside_is_put_back_and_loaded(harness: ResidencyHarness) -> None:
@@ -115,7 +123,7 @@ def test_an_object_that_is_gone_is_missing_and_not_quarantined(harness: Residenc
     harness.path(record).unlink()
     assert isinstance(harness.load(record)[0], VariantNotFound)
     assert not harness.registry.is_quarantined(record)
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
     assert harness.metric("variant_load_failures_total", reason="missing") == 1
 
 
@@ -125,16 +133,16 @@ def test_an_object_deleted_while_it_is_read_is_read_to_its_end_and_its_unloading
     record = harness.publish("v", seed=1)
     section = harness.section(record)
     disk = block_disk(monkeypatch)
-    assert harness.residency.load(record.digest, record.label)
+    assert harness.residency.load(record.label, record.label)
     assert disk.reading.wait(20)
     harness.registry.delete("default", "v")
     harness.registry.gc()
-    assert not harness.residency.evict(record.digest, "unload")
+    assert not harness.residency.evict(record.label, "unload")
     disk.open.set()
-    assert harness.settle()[record.digest] is None
+    assert harness.settle()[record.label] is None
     assert harness.in_slot(record) == section
-    assert harness.residency.evict(record.digest, "unload")
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert harness.residency.evict(record.label, "unload")
+    assert is_as_if_never_loaded(harness, record.label)
 
 
 def test_a_disk_that_fails_once_is_no_corruption(
@@ -150,10 +158,42 @@ def test_a_disk_that_fails_once_is_no_corruption(
         (error,) = harness.load(record)
     assert isinstance(error, RegistryError)
     assert "Input/output error" in str(error)
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
     assert harness.metric("variant_load_failures_total", reason="error") == 1
     assert harness.load(record) == [None]
     assert harness.in_slot(record) == harness.section(record)
+
+
+def test_a_file_that_another_machine_replaced_while_it_was_read_is_read_again(
+    harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = harness.publish("v", seed=1)
+    real, stale = os.preadv, [1, 1]
+
+    def stale_first(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if stale:
+            stale.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", stale_first)
+    assert harness.load(record) == [None]
+    assert harness.in_slot(record) == harness.section(record)
+
+
+def test_a_corrupt_object_that_a_full_disk_keeps_from_quarantine_is_not_loaded_either(
+    harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = harness.publish("v", seed=1)
+    harness.corrupt(record)
+
+    def full(*_: object) -> bool:
+        raise StorageFull("the disk is full")
+
+    monkeypatch.setattr(Registry, "quarantine", full)
+    for _ in range(2):
+        assert isinstance(harness.load(record)[0], VariantQuarantined)
+    assert is_as_if_never_loaded(harness, record.digest)
 
 
 def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
@@ -174,7 +214,7 @@ def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
     assert isinstance(error, EngineFailed)
     assert "it could not be loaded: OutOfMemoryError: CUDA out of memory" in str(error)
     assert harness.metric("slots_in_use") == 1
-    assert harness.residency.level_of(bad.digest) == "host"
+    assert harness.residency.level_of(bad.label) == "host"
     assert harness.load(bad) == [None]
     assert harness.in_slot(bad) == harness.section(bad)
 
@@ -191,10 +231,10 @@ def test_out_of_host_memory_while_reading_leaves_nothing_behind(
         failing.setattr(Loader, "_read_chunk", fail)
         (error,) = harness.load(record)
     assert isinstance(error, EngineFailed)
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
     for _ in range(3):
         assert harness.load(record) == [None]
-        assert harness.residency.evict(record.digest, "unload")
+        assert harness.residency.evict(record.label, "unload")
 
 
 def test_an_artifact_larger_than_a_slot_is_refused_before_it_is_read(
@@ -206,7 +246,7 @@ def test_an_artifact_larger_than_a_slot_is_refused_before_it_is_read(
     assert isinstance(error, ArtifactTooLarge)
     assert f"needs {record.device_bytes} bytes on the device and a slot has 65536" in str(error)
     assert not disk.reading.is_set()
-    assert is_as_if_never_loaded(harness, record.digest)
+    assert is_as_if_never_loaded(harness, record.label)
 
 
 def test_failed_loads_cost_no_slot_and_no_host_memory(tmp_path: Path) -> None:

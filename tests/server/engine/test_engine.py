@@ -91,40 +91,21 @@ def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, del
     assert not served.engine.state_of(records[0]).is_pinned
 
 
-def test_versions_of_the_same_bytes_share_a_slot_and_each_has_its_own_pin(
-    served: Served, deltas: Family
-) -> None:
-    first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
-    for record in (first, second):
-        served.engine.load(record, "pin").result(20)
-    served.engine.load(first, "unpin").result(20)
-    assert [served.engine.state_of(record).is_pinned for record in (first, second)] == [False, True]
-    served.engine.load(first, "unload").result(20)
-    assert (served.level(first), served.level(second)) == ("disk", "device")
-    assert served.engine.state_of(second).is_pinned
-    served.engine.load(second, "unload").result(20)
-    assert served.level(first) == served.level(second) == "disk"
-
-
 @pytest.mark.parametrize("action", ["load", "request"])
-def test_unload_frees_shared_bytes_when_no_other_version_of_them_was_asked_for(
+def test_versions_of_the_same_bytes_have_slots_and_pins_of_their_own(
     served: Served, deltas: Family, action: str
 ) -> None:
-    first, second, third = (
-        served.publish(deltas.artifacts[0], name) for name in ("first", "second", "third")
-    )
-    served.engine.load(first).result(20)
+    first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
+    served.engine.load(first, "pin").result(20)
+    assert (served.level(first), served.level(second)) == ("device", "disk")
     if action == "load":
         served.engine.load(second).result(20)
     else:
         served.ask(second, PROMPT)
-    # The third was never asked for, so its level says nothing about the others.
-    assert [served.level(record) for record in (first, second, third)] == ["device", "device", "disk"]
-    for record in (third, first):
-        served.engine.load(record, "unload").result(20)
-    assert (served.level(first), served.level(second)) == ("disk", "device")
-    assert served.metric("variant_evictions_total", level="device", reason="unload") == 0
+    assert [served.engine.state_of(record).is_pinned for record in (first, second)] == [True, False]
+    assert served.metric("slots_in_use") == 2
     served.engine.load(second, "unload").result(20)
+    assert (served.level(first), served.level(second)) == ("device", "disk")
     assert served.metric("variant_evictions_total", level="device", reason="unload") == 1
 
 

@@ -110,8 +110,8 @@ def test_a_request_whose_delta_is_missing_from_its_step_fails_alone(
     others, lost = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "lost")
     find = Residency.find
 
-    def misses(residency: Residency, digest: str) -> ResidentDelta | None:
-        return None if digest == lost.digest else find(residency, digest)
+    def misses(residency: Residency, version: str) -> ResidentDelta | None:
+        return None if version == lost.label else find(residency, version)
 
     monkeypatch.setattr(Residency, "find", misses)
     answer = others.undisturbed_by(lambda: served.ask(lost, PROMPTS[1], max_new_tokens=NUM_NEW))

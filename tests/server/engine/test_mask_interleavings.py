@@ -12,13 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from deltastore.base.checkpoint import Checkpoint
-from server.engine.core import EngineCore
+from server.engine.core import EngineCore, RequestLimits
 from server.engine.model_runner import ModelRunner
-from server.engine.requests.request_limits import RequestLimits
 from server.engine.scheduling.constants import SchedulerConstants
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
@@ -193,7 +191,7 @@ def test_each_request_gets_its_own_tokens_in_any_order_of_what_happens(
     constants = SchedulerConstants(reserve_tokens=0)
     residency = parts.harness.residency
     scheduler = Scheduler(kv_cache, residency, max_num_seqs=4, max_batch_tokens=24, constants=constants)
-    telemetry = Telemetry(EngineMetrics(CollectorRegistry()))
+    telemetry = Telemetry(EngineMetrics())
     limits = RequestLimits(max_open=16, max_model_len=100, load_timeout_s=60.0, mask_timeout_s=60.0)
     client = Client(EngineCore(ModelRunner(parts.model), scheduler, residency, telemetry, limits), asked)
     for action, number in actions:

@@ -28,7 +28,7 @@ def test_repeated_calls_cost_a_step_no_more_than_one_and_end_as_it_does(
     harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = harness.publish("v", seed=1)
-    harness.residency.forget(record.digest)
+    harness.residency.forget(record.label)
     calls, asked = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), Counter[str]()
     load, unload = harness.residency.load, harness.residency.unload
     monkeypatch.setattr(harness.residency, "load", lambda *of: asked.update(["load"]) or load(*of))
@@ -40,13 +40,13 @@ def test_repeated_calls_cost_a_step_no_more_than_one_and_end_as_it_does(
     harness.settle()
     calls.serve(time.monotonic())
     assert [future.result(0) for future in loads] == [None] * 50
-    harness.residency.acquire(record.digest)
+    harness.residency.acquire(record.label)
     unloads: list[Future[None]] = [Future() for _ in range(50)]
     for future in unloads:
         calls.add_unload(Unload(record, future))
     calls.serve(time.monotonic())
     assert not any(future.done() for future in unloads)
-    harness.residency.release(record.digest)
+    harness.residency.release(record.label)
     calls.serve(time.monotonic())
     assert [future.result(0) for future in unloads] == [None] * 50
     assert asked == {"load": 1, "unload": 3}
@@ -71,7 +71,7 @@ def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
     begun: list[str] = []
     free = iter([True, True, True])
 
-    def load(digest: str, tenant: str) -> bool:
+    def load(version: str, tenant: str) -> bool:
         if next(free, False):
             begun.append(tenant)
             return True

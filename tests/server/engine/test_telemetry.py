@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from deltastore.registry.records import VersionRecord
 from server.engine.telemetry import Telemetry
 from server.metrics.engine import EngineMetrics
 from server.protocol.request import Request
+from tests.server.metrics.helpers.samples import samples_of, value_of
 
 RECORD = VersionRecord(
     tenant="owner",
@@ -30,72 +30,71 @@ ON_VARIANT = Request("2", "guest", "v", RECORD, (1, 2, 3), 4)
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
+def metrics() -> EngineMetrics:
+    return EngineMetrics()
 
 
 @pytest.fixture
-def telemetry(registry: CollectorRegistry) -> Telemetry:
-    return Telemetry(EngineMetrics(registry))
+def telemetry(metrics: EngineMetrics) -> Telemetry:
+    return Telemetry(metrics)
 
 
-def counts(registry: CollectorRegistry) -> list[float | None]:
+def counts(metrics: EngineMetrics) -> list[float | None]:
     """Return the generated tokens: all, the base's, the variant's, and the tenant's."""
     kind = {"kind": "generation"}
     return [
-        registry.get_sample_value("peraxis_generation_tokens_total"),
-        registry.get_sample_value("peraxis_variant_tokens_total", {"variant": "base", **kind}),
-        registry.get_sample_value("peraxis_variant_tokens_total", {"variant": "owner/v", **kind}),
-        registry.get_sample_value("peraxis_tenant_tokens_total", {"tenant": "guest", **kind}),
+        value_of(metrics, "peraxis_generation_tokens_total"),
+        value_of(metrics, "peraxis_variant_tokens_total", {"variant": "base", **kind}),
+        value_of(metrics, "peraxis_variant_tokens_total", {"variant": "owner/v", **kind}),
+        value_of(metrics, "peraxis_tenant_tokens_total", {"tenant": "guest", **kind}),
     ]
 
 
 def test_a_step_counts_its_tokens_once_by_variant_and_tenant(
-    telemetry: Telemetry, registry: CollectorRegistry
+    telemetry: Telemetry, metrics: EngineMetrics
 ) -> None:
     for request in (ON_BASE, ON_VARIANT, ON_VARIANT):
         telemetry.tokens(request, "generation", 1)
     for _ in range(2):
         telemetry.step(0.01, num_requests=2, num_variants=1)
-        assert counts(registry) == [3, 1, 2, 3]
+        assert counts(metrics) == [3, 1, 2, 3]
 
 
 def test_tokens_are_counted_before_their_request_is_answered(
-    telemetry: Telemetry, registry: CollectorRegistry
+    telemetry: Telemetry, metrics: EngineMetrics
 ) -> None:
     telemetry.tokens(ON_VARIANT, "generation", 2)
     telemetry.finished(ON_VARIANT, "stop", 0.1)
-    assert counts(registry) == [2, 0, 2, 2]
+    assert counts(metrics) == [2, 0, 2, 2]
     label = {"variant": "owner/v", "finish_reason": "stop"}
-    assert registry.get_sample_value("peraxis_variant_requests_total", label) == 1
+    assert value_of(metrics, "peraxis_variant_requests_total", label) == 1
 
 
-def adapters_with_requests(registry: CollectorRegistry) -> list[tuple[str, str]]:
+def adapters_with_requests(metrics: EngineMetrics) -> list[tuple[str, str]]:
     """Return the labels of running and of waiting adapters, a pair per series."""
     return [
         (sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"])
-        for family in registry.collect()
-        if family.name == "vllm:lora_requests_info"
-        for sample in family.samples
+        for sample in samples_of(metrics)
+        if sample.name == "vllm:lora_requests_info"
     ]
 
 
 def test_a_variant_is_shown_as_waiting_then_running_until_its_last_request_ends(
-    telemetry: Telemetry, registry: CollectorRegistry
+    telemetry: Telemetry, metrics: EngineMetrics
 ) -> None:
     for _ in range(2):
         telemetry.waits(ON_VARIANT)
-    assert adapters_with_requests(registry) == [("", "v")]
+    assert adapters_with_requests(metrics) == [("", "v")]
     telemetry.runs(ON_VARIANT)
-    assert adapters_with_requests(registry) == [("v", "v")]
+    assert adapters_with_requests(metrics) == [("v", "v")]
     telemetry.ended(ON_VARIANT, has_run=False)
-    assert adapters_with_requests(registry) == [("v", "")]
+    assert adapters_with_requests(metrics) == [("v", "")]
     telemetry.ended(ON_VARIANT, has_run=True)
-    assert adapters_with_requests(registry) == [("", "")]
+    assert adapters_with_requests(metrics) == [("", "")]
 
 
-def test_the_base_is_no_adapter(telemetry: Telemetry, registry: CollectorRegistry) -> None:
+def test_the_base_is_no_adapter(telemetry: Telemetry, metrics: EngineMetrics) -> None:
     telemetry.waits(ON_BASE)
     telemetry.runs(ON_BASE)
     telemetry.ended(ON_BASE, has_run=True)
-    assert adapters_with_requests(registry) == []
+    assert adapters_with_requests(metrics) == []

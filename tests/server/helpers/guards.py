@@ -16,7 +16,8 @@ import httpx
 import torch
 
 from deltastore.errors import PeraxisError
-from deltastore.loader import Loader, ObjectSource
+from deltastore.loader import Loader
+from deltastore.verified_object import ObjectSource
 from server.api.service import Service
 from server.deltas.resident import ResidentDelta, Slot
 from server.engine.scheduling.kv_cache_manager import KVCacheManager

@@ -18,11 +18,9 @@ from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
 from server.frontend.engine_client import EngineClient
-from server.inline import OneProcess
-from server.metrics.local import LocalMetrics
+from server.inline import LocalLink, LocalMetrics
 from server.settings import Settings
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.ledger import Ledger
 from server.volume.opening import open_registry
 
 WAIT_S = 240.0
@@ -33,11 +31,10 @@ def make_service(
     settings: Settings, metrics: LocalMetrics | None = None, client: EngineClient | None = None
 ) -> Service:
     """Make a service whose engine is not connected; needs a running event loop."""
-    registry, local = open_registry(settings), metrics or LocalMetrics()
-    engine = client or EngineClient("test")
+    registry, engine = open_registry(settings), client or EngineClient("test")
+    local = metrics or LocalMetrics(engine)
     limits = LimitsDirectory(settings.registry, settings.default_limits)
-    whole = OneProcess(local, engine, Ledger(limits.of))
-    return Service(settings, registry, local.frontend, engine, whole)
+    return Service(settings, registry, local.frontend, engine, LocalLink(local.shared_state(limits.of)))
 
 
 @dataclass(slots=True)
@@ -77,7 +74,8 @@ class HttpApp:
 @asynccontextmanager
 async def running_app(settings: Settings) -> AsyncIterator[HttpApp]:
     """Serve the public application, without an engine at first."""
-    metrics, engine = LocalMetrics(), EngineClient("test")
+    engine = EngineClient("test")
+    metrics = LocalMetrics(engine)
     service = make_service(settings, metrics, engine)
     transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -116,7 +116,7 @@ class LiveServer:
             yield _events(reply)
 
     def unload_all(self) -> None:
-        """Unload every version that was used: another variant of the same bytes would keep them in memory."""
+        """Unload every version that was used."""
 
         def used() -> list[tuple[str, int]]:
             return [

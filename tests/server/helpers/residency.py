@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from bench.serving import publish
 from deltastore.errors import PeraxisError
@@ -28,6 +27,7 @@ from server.deltas.residency import Residency
 from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
 from server.metrics.engine import EngineMetrics
+from tests.server.metrics.helpers.samples import value_of
 
 WAIT_S = 240.0
 CPU = torch.device("cpu")
@@ -42,9 +42,9 @@ class ResidencyHarness:
     residency: Residency
     registry: Registry
     directory: Path
-    metrics: CollectorRegistry
+    metrics: EngineMetrics
     load_ended: threading.Event
-    published: set[str] = field(default_factory=set)  # digests
+    published: set[str] = field(default_factory=set)  # labels of versions
 
     def publish(self, name: str, seed: int, norm_length: int = 10_000) -> VersionRecord:
         """Publish a variant of random content and retain it. Its device section has about ``2 * norm_length`` bytes."""
@@ -52,29 +52,29 @@ class ResidencyHarness:
         write_artifact(path, seed, norm_length)
         record = publish(self.registry, path, name)
         self.residency.retain(record)
-        self.published.add(record.digest)
+        self.published.add(record.label)
         return record
 
     def settle(self) -> dict[str, PeraxisError | None]:
-        """Wait for all running loads and make them visible. Return the error of each, or None, by digest."""
+        """Wait for all running loads and make them visible. Return the error of each, or None, by version."""
         ended: dict[str, PeraxisError | None] = {}
         while any(map(self.residency.is_loading, self.published)):
             assert self.load_ended.wait(WAIT_S)
             self.load_ended.clear()
-            ended |= {load.digest: load.error for load in self.residency.poll_loads()}
+            ended |= {load.version: load.error for load in self.residency.poll_loads()}
         return ended
 
     def load(self, *records: VersionRecord) -> list[PeraxisError | None]:
         """Load versions at the same time and wait for them. Return the error of each, or None."""
         for record in records:
             # Each for a tenant of its own: those of one tenant take turns.
-            assert self.residency.load(record.digest, record.label)
+            assert self.residency.load(record.label, record.label)
         ended = self.settle()
-        return [ended.get(record.digest) for record in records]
+        return [ended.get(record.label) for record in records]
 
     def in_slot(self, record: VersionRecord) -> bytes:
         """Return the first bytes of a resident delta's slot, as many as its device section has."""
-        delta = self.residency.find(record.digest)
+        delta = self.residency.find(record.label)
         assert delta is not None
         return delta.slot.memory[: record.device_bytes].numpy().tobytes()
 
@@ -94,7 +94,7 @@ class ResidencyHarness:
         path.write_bytes(raw)
 
     def metric(self, name: str, **labels: str) -> float | None:
-        return self.metrics.get_sample_value(f"peraxis_{name}", labels)
+        return value_of(self.metrics, f"peraxis_{name}", labels)
 
 
 @contextmanager
@@ -107,8 +107,8 @@ def running_residency(
     registry: Registry | None = None,
 ) -> Iterator[ResidencyHarness]:
     """Run a residency over a registry, or an empty one under `directory`."""
-    registry, metrics = registry or Registry(directory / "registry"), CollectorRegistry()
-    residency_metrics = ResidencyMetrics(EngineMetrics(metrics))
+    registry, metrics = registry or Registry(directory / "registry"), EngineMetrics()
+    residency_metrics = ResidencyMetrics(metrics)
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
     load_ended = threading.Event()

@@ -44,6 +44,7 @@ class SimSequence(Sequence):
     ) -> None:
         record = None if digest is None else version(digest)
         super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens, TOKEN + 1), 0)
+        self.version = digest
         self.id = id
         self.arrived_at = arrived_at
         self.num_output_tokens = num_output_tokens

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render, variant_labels
 from server.metrics.labels import MAX_LABEL_VALUES
-from server.metrics.snapshot import Family, Series, Snapshot, take_snapshot
+from server.metrics.snapshot import Family, Series, Snapshot
 
 Sum = tuple[str, tuple[str, ...], int]
 SeriesName = tuple[str, frozenset[tuple[str, str]]]
@@ -39,11 +38,11 @@ class Process:
     """One run of a process, and what was scraped from it."""
 
     def __init__(self) -> None:
-        self.metrics = EngineMetrics(CollectorRegistry())
+        self.metrics = EngineMetrics()
         self.scraped: dict[Sum, float] = {}
 
     def scrape_into(self, aggregator: Aggregator) -> None:
-        snapshot = take_snapshot(self.metrics.registry)
+        snapshot = self.metrics.snapshot()
         aggregator.received(self, snapshot)
         self.scraped = sums_of(snapshot)
 

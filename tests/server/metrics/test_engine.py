@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from server.metrics.definitions import LATENCY_BUCKETS, PREFIX, MetricSet
 from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
+from server.metrics.instruments import LATENCY_BUCKETS, PREFIX, MetricSet
 from server.metrics.labels import FINISH_REASONS, MAX_LABEL_VALUES
-from server.metrics.snapshot import take_snapshot
 from server.metrics.vllm_names import VLLM_PREFIX
+from tests.server.metrics.helpers.samples import samples_of, value_of
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
-
-
-@pytest.fixture
-def metrics(registry: CollectorRegistry) -> EngineMetrics:
-    return EngineMetrics(registry)
+def metrics() -> EngineMetrics:
+    return EngineMetrics()
 
 
 @pytest.mark.parametrize("kind", [EngineMetrics, FrontendMetrics])
 def test_an_attribute_has_its_metrics_name(kind: type[MetricSet]) -> None:
-    metrics = kind(CollectorRegistry())
-    for family in take_snapshot(metrics.registry).families:
+    metrics = kind()
+    for family in metrics.snapshot().families:
         name = family.name.removeprefix(PREFIX)
         if name.startswith(VLLM_PREFIX):
             assert isinstance(metrics, EngineMetrics)
@@ -59,15 +53,13 @@ def test_a_tenant_with_many_variants_leaves_labels_to_others(metrics: EngineMetr
     assert honest == [f"honest/v{number}" for number in range(20)]
 
 
-def test_a_label_has_a_series_as_soon_as_it_is_taken(
-    metrics: EngineMetrics, registry: CollectorRegistry
-) -> None:
+def test_a_label_has_a_series_as_soon_as_it_is_taken(metrics: EngineMetrics) -> None:
     label = {"variant": metrics.variant_label("t", "v"), "finish_reason": "error"}
-    assert registry.get_sample_value("peraxis_variant_requests_total", label) == 0
+    assert value_of(metrics, "peraxis_variant_requests_total", label) == 0
 
 
 def test_deleted_variants_series_are_removed_and_their_labels_can_be_used_again(
-    metrics: EngineMetrics, registry: CollectorRegistry
+    metrics: EngineMetrics,
 ) -> None:
     for number in range(MAX_LABEL_VALUES):
         label = metrics.variant_label("t", f"v{number}")
@@ -76,14 +68,9 @@ def test_deleted_variants_series_are_removed_and_their_labels_can_be_used_again(
         for reason in FINISH_REASONS:
             metrics.variant_requests_total.labels(label, reason).inc()
     metrics.forget_variants(["t/v7", "t/v9"])
-    shown = {
-        sample.labels["variant"]
-        for family in registry.collect()
-        for sample in family.samples
-        if "variant" in sample.labels
-    }
+    shown = {sample.labels["variant"] for sample in samples_of(metrics) if "variant" in sample.labels}
     assert shown == {"base"} | {f"t/v{number}" for number in range(MAX_LABEL_VALUES) if number not in (7, 9)}
     kept = {"variant": "t/v8", "kind": "prompt"}
-    assert registry.get_sample_value("peraxis_variant_tokens_total", kept) == 3
+    assert value_of(metrics, "peraxis_variant_tokens_total", kept) == 3
     labels = [metrics.variant_label("t", f"new{number}") for number in range(3)]
     assert labels == ["t/new0", "t/new1", "other"]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.variants import VariantDirectory, VariantSummary
+from server.frontend.engine_client import EngineClient
+from server.inline import LocalMetrics
 from server.metrics import service
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import compose, variant_labels
 from server.metrics.labels import MAX_LABEL_VALUES
-from server.metrics.local import LocalMetrics
 from server.metrics.service import read_registry
-from server.metrics.snapshot import take_snapshot
+from server.protocol.shared_calls import GetMetrics, VariantsDeleted
+from server.tenants.limits.tenant_limits import TenantLimits
 from tests.deltastore.helpers.crash_storage import artifact, push
 from tests.server.metrics.helpers.scrapes import Scrape, scrape
 
@@ -32,7 +34,7 @@ def registry(tmp_path: Path) -> Registry:
 
 @pytest.fixture
 def engine() -> EngineMetrics:
-    return EngineMetrics(CollectorRegistry())
+    return EngineMetrics()
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def aggregator(engine: EngineMetrics) -> Aggregator:
 
 
 def scraped(aggregator: Aggregator, engine: EngineMetrics, registry: Registry) -> Scrape:
-    aggregator.received("engine", take_snapshot(engine.registry))
+    aggregator.received("engine", engine.snapshot())
     return scrape(aggregator, registry, is_ready=True)
 
 
@@ -94,16 +96,20 @@ def test_a_variant_that_only_took_a_label_gives_it_back(
 
 
 def test_in_one_process_a_scrape_gives_back_the_labels_of_deleted_variants(registry: Registry) -> None:
-    metrics = LocalMetrics()
-    for number in range(MAX_LABEL_VALUES):
-        metrics.engine.variant_label("default", f"v{number}")
-    assert metrics.engine.variant_label("default", "new") == "other"
-    push(registry, artifact(1), "v0")
-    state = read_registry(registry, variant_labels(metrics.merged()))
-    assert state is not None
-    metrics.forget_variants(state.deleted)
-    assert metrics.engine.variant_label("default", "new") == "default/new"
-    assert metrics.engine.variant_label("default", "v0") == "default/v0"
+    async def main() -> None:
+        metrics = LocalMetrics(EngineClient("test"))
+        shared = metrics.shared_state(lambda tenant: TenantLimits())
+        for number in range(MAX_LABEL_VALUES):
+            metrics.engine.variant_label("default", f"v{number}")
+        assert metrics.engine.variant_label("default", "new") == "other"
+        push(registry, artifact(1), "v0")
+        state = read_registry(registry, variant_labels(await shared.answer("http", GetMetrics())))
+        assert state is not None
+        await shared.answer("http", VariantsDeleted(tuple(state.deleted)))
+        assert metrics.engine.variant_label("default", "new") == "default/new"
+        assert metrics.engine.variant_label("default", "v0") == "default/v0"
+
+    asyncio.run(main())
 
 
 def test_the_registrys_state_and_readiness_are_those_at_the_scrape(
@@ -196,9 +202,11 @@ def test_a_variant_without_an_active_version_has_no_gauge(registry: Registry) ->
     state = read_registry(registry, {"default/v"})
     assert state is not None
     assert (state.active, state.deleted) == ({}, frozenset())
-    assert b"peraxis_variant_active_version{" not in compose(LocalMetrics().merged(), state, is_ready=True)
+    assert b"peraxis_variant_active_version{" not in compose(Aggregator().merged(), state, is_ready=True)
 
 
 def test_metrics_are_merged_and_rendered_without_torch() -> None:
-    program = "import sys, server.metrics.exposition, server.metrics.local; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, server.metrics.exposition, server.metrics.aggregator; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

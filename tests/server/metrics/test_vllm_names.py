@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import take_snapshot
 from tests.server.metrics.helpers.scrapes import scrape
 
 COMMON = {"model_name": "base", "engine": "0"}
@@ -29,17 +28,17 @@ class Scraped:
     """A service of an engine and two HTTP processes, and its metrics by name."""
 
     def __init__(self, directory: Path) -> None:
-        self.engine = EngineMetrics(CollectorRegistry())
+        self.engine = EngineMetrics()
         self._registry = Registry(directory / "registry")
-        self._frontends = [FrontendMetrics(CollectorRegistry()) for _ in range(2)]
+        self._frontends = [FrontendMetrics() for _ in range(2)]
         self.aggregator = Aggregator()
         for source in ("engine", 0, 1):
             self.aggregator.started(source)
 
     def families(self) -> dict[str, Metric]:
-        self.aggregator.received("engine", take_snapshot(self.engine.registry))
+        self.aggregator.received("engine", self.engine.snapshot())
         for source, frontend in enumerate(self._frontends):
-            self.aggregator.received(source, take_snapshot(frontend.registry))
+            self.aggregator.received(source, frontend.snapshot())
         text = scrape(self.aggregator, self._registry, is_ready=True).text.decode()
         return {family.name: family for family in text_string_to_metric_families(text)}
 

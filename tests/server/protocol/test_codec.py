@@ -42,7 +42,6 @@ from server.protocol.messages import (
     ResidencyQuery,
     StopSequence,
     Submit,
-    VersionRef,
     Welcome,
 )
 from server.protocol.request import Request
@@ -83,7 +82,7 @@ EVENTS = (
         Mask("a", 1, 2, b"\x01\0\0\0"),
         Mask("a", 0, 3, None),
         LoadCall(1, "pin", RECORD),
-        ResidencyQuery(2, (VersionRef("acme/math@1", "0" * 64),)),
+        ResidencyQuery(2, ("acme/math@1",)),
         MetricsQuery(3),
         ForgetVariants(("default/v",)),
         ClientGone(b"http-1"),

@@ -220,7 +220,7 @@ def test_tenants_are_served_again_when_the_ingress_was_killed_under_their_stream
     keys = tenants(ray, ("vandelay", "kramerica"))
     for names in killed_under_streams(ray, "Ingress", keys):
         assert "done" not in names
-    # The seats that the killed replica held are free, and no engine runs its requests on.
+    # What the killed replica ran does not count any more, and no engine runs it on.
     for key in keys:
         assert eventually(partial(served_again, ray, key))
     assert eventually(lambda: ray.client.get("/stats").json()["requests"]["running"] == 0)

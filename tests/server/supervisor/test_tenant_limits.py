@@ -16,6 +16,7 @@ import pytest
 
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.limits.admission import COUNT_TOKENS
 from server.tenants.tenant import Role
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
 from tests.server.supervisor.test_faults import ENGINE, HTTP, LONG, is_ready, processes
@@ -108,6 +109,8 @@ def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tena
         assert refused.headers["Retry-After"] == "1"
         counted = client.get("/me").json()["usage"]
         assert (counted["running"], counted["requests_last_minute"]) == (2, 2)
+        # Tokens are counted in slices: those of an unfinished slice are lost with their process.
+        assert eventually(lambda: client.get("/me").json()["usage"]["tokens_last_minute"] > COUNT_TOKENS)
         killed = processes(tenants.server, HTTP)
         for process in killed:
             process.kill()
@@ -115,12 +118,13 @@ def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tena
         assert eventually(
             lambda: is_ready(tenants.server) and len(processes(tenants.server, HTTP)) == len(killed)
         )
+        usage = _once(client, "/me").json()["usage"]
+        assert (usage["running"], usage["tokens_last_minute"] > 0) == (0, True)
         [engine] = processes(tenants.server, ENGINE)
         engine.kill()
         assert eventually(lambda: [each for each in processes(tenants.server, ENGINE) if each != engine])
         assert eventually(lambda: is_ready(tenants.server))
-        usage = _once(client, "/me").json()["usage"]
-        assert (usage["running"], usage["tokens_last_minute"] > 0) == (0, True)
+        assert _once(client, "/me").json()["usage"]["running"] == 0
         assert _generate(client).status_code == 200
 
 
@@ -135,9 +139,7 @@ def test_tokens_of_the_prompt_and_of_the_answer_count(tenants: Tenants) -> None:
         limited = [_generate(client, max_new_tokens=20, n=4) for _ in range(4)]
         refused = next(each for each in limited if each.status_code == 429)
         assert error_of(refused)["param"] == "tokens_per_minute"
-        assert int(refused.headers["x-ratelimit-remaining-tokens"]) < 100
-        too_long = _generate(client, prompt="hello " * 200)
-        assert (too_long.status_code, error_of(too_long)["code"]) == (400, "invalid_request")
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
 
 
 def test_limits_change_while_the_server_runs_and_are_listed(tenants: Tenants) -> None:

@@ -15,11 +15,10 @@ from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from server.errors import InvalidApiKey
 from server.tenants.audit import AuditLog, Auditor
-from server.tenants.directory import RecordDirectory
+from server.tenants.directory import FRESH_S, RecordDirectory
 from server.tenants.keys import KeyStore
 from server.tenants.limits.directory import LimitsDirectory
 from server.tenants.limits.tenant_limits import TenantLimits
-from server.tenants.record_files import FRESH_S
 from server.volume.calls import RegistryCalls
 from server.volume.probe import probe
 

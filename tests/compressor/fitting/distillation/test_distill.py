@@ -22,7 +22,7 @@ from compressor.fitting.distillation.distill import Distillation, DistillSetting
 from compressor.fitting.distillation.student import Student
 from compressor.fitting.distillation.teacher import TeacherTargets
 from compressor.fitting.fit_settings import FitSettings
-from compressor.fitting.strategies.by_solver import strategy_of
+from compressor.fitting.strategies import strategy_of
 from compressor.fitting.weights import weight_with_delta
 from compressor.io.checkpoint_store import CheckpointStore
 from deltastore.base.checkpoint import Checkpoint

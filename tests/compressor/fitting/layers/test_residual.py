@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.fitting.layers.problem import Problem, layer_loss
-from compressor.fitting.layers.residual import low_rank, quarter_rank, remaining
+from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.signs import SIGN_RIDGE
-from compressor.fitting.layers.solve import solve
+from compressor.fitting.layers.solve import low_rank, quarter_rank, remaining, solve
 from deltastore.format.sign_plane import Axis
 from tests.compressor.helpers.fitting import dense64, normal, random_delta
+from tests.compressor.helpers.layer_problems import layer_loss
 
 SHAPE = (40, 56)
 COUNT = 300

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.fitting.layers import scales as scales_module
-from compressor.fitting.layers.problem import Problem, layer_loss
-from compressor.fitting.layers.scales import solve_scales
-from compressor.fitting.layers.solve import solve
+from compressor.fitting.layers import solve as solve_module
+from compressor.fitting.layers.problem import Problem
+from compressor.fitting.layers.solve import solve, solve_scales
 from deltastore.format.sign_plane import Axis
 from tests.compressor.helpers.layer_problems import (
     Drawn,
     close,
     dense,
     drawn,
+    layer_loss,
     normal,
     numbers,
 )
@@ -79,7 +79,7 @@ def test_one_alternation_is_two_least_squares_one_after_the_other(shape: tuple[i
 
 
 def test_every_alternation_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scales_module, "CONVERGED", 0)
+    monkeypatch.setattr(solve_module, "CONVERGED", 0)
     case = drawn(9, 12)
     signs = case.problem.difference > 0
     by_rounds = [solve_scales(case.problem, signs, "both", rounds) for rounds in range(9)]
@@ -91,7 +91,7 @@ def test_every_alternation_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> N
 def test_alternation_stops_within_a_thousandth_of_where_it_would_end(monkeypatch: pytest.MonkeyPatch) -> None:
     case = drawn(40, 30)
     stopped = solve(case.problem, "both", sign_rounds=0).loss
-    monkeypatch.setattr(scales_module, "CONVERGED", 0)
+    monkeypatch.setattr(solve_module, "CONVERGED", 0)
     signs = case.problem.difference > 0
     ended = dense(signs, *solve_scales(case.problem, signs, "both", rounds=60))
     assert stopped == pytest.approx(layer_loss(case.problem, ended.float()), rel=1e-3)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compressor.fitting.layers import signs as signs_module
 from compressor.fitting.layers.problem import Problem
-from compressor.fitting.layers.scales import solve_scales
 from compressor.fitting.layers.signs import SIGN_RIDGE, descend_signs, refine_signs
+from compressor.fitting.layers.solve import solve_scales
 from tests.compressor.helpers.layer_problems import (
     Drawn,
     dense,

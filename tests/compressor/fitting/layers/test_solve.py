@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressor.fitting.layers import problem as problem_module
-from compressor.fitting.layers.problem import Problem, layer_loss
-from compressor.fitting.layers.scales import solve_scales
+from compressor.fitting.layers.problem import Problem
 from compressor.fitting.layers.signs import descend_signs, refine_signs
-from compressor.fitting.layers.solve import solve
+from compressor.fitting.layers.solve import solve, solve_scales
 from deltastore.format.sign_plane import AXES, Axis
 from tests.compressor.helpers.layer_problems import (
     close,
     dense,
     drawn,
+    layer_loss,
     normal,
 )
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from deltastore.errors import RegistryUnavailable, UsageError, VariantQuarantined
 from deltastore.registry import Registry
-from deltastore.registry.bucket import backend
+from deltastore.registry.bucket import files as bucket_files
 from deltastore.registry.cli import app
 from deltastore.registry.object_cache import ObjectCache
 from tests.deltastore.helpers.buckets import CACHE_BYTES
@@ -114,7 +114,7 @@ def test_a_bucket_that_is_gone_or_cannot_be_reached_is_an_error_and_not_an_empty
     # Whatever is in memory.
     with pytest.raises(RegistryUnavailable, match="is gone"):
         registry.probe()
-    monkeypatch.setattr(backend, "PRESENT_FOR_S", -1.0)
+    monkeypatch.setattr(bucket_files, "PRESENT_FOR_S", -1.0)
     for call in (
         lambda: registry.resolve("default", "a"),
         registry.variants,
@@ -142,6 +142,19 @@ def test_an_endpoint_without_tls_must_be_allowed(
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(
         UsageError, match=f"{bucket.endpoint} of AWS_ENDPOINT_URL has no TLS: set AWS_ALLOW_HTTP"
+    ):
+        machine(bucket, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:9900", "minio.example.com", "minio.example.com:9000", "https://"]
+)
+def test_an_endpoint_that_is_no_url_is_refused(
+    endpoint: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(
+        UsageError, match=f"the endpoint {endpoint} of AWS_ENDPOINT_URL is no URL: give https://HOST"
     ):
         machine(bucket, tmp_path)
 

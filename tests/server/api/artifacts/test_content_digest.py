@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import Request
 
-from server.api.artifacts.content_digest import expected_sha256
+from server.api.artifacts.uploads import expected_sha256
 from server.errors import InvalidRequest
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of
 

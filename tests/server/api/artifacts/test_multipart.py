@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.api.artifacts.multipart import FileField
+from server.api.artifacts.uploads import FileField
 from server.errors import InvalidRequest
 
 TYPE = 'multipart/form-data; boundary="bound"'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.api.compat.adapter_files import open_artifact
+from server.api.compat.vllm_lora import open_artifact
 from server.errors import InvalidRequest
 
 CONTENT = b"artifact"

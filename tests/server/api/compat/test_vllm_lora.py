@@ -213,7 +213,6 @@ def test_every_http_process_lists_what_one_of_them_has_loaded(lora: LoraServer) 
 
 
 def test_routers_read_what_is_loaded_from_vllms_metrics(lora: LoraServer) -> None:
-    # Of the same bytes.
     for name in ("loader", "measured"):
         lora.load(name, "plain.safetensors")
     lines = lora.server.client.get("/metrics").text.splitlines()

@@ -85,11 +85,6 @@ def test_generated_tokens_are_described_whole_and_as_events(
     assert kind_of(reply) == (200, "text/event-stream" if stream else "application/json")
 
 
-def test_statistics_are_described_as_events(server: LiveServer) -> None:
-    with server.client.stream("GET", "/stats", headers={"Accept": "text/event-stream"}) as reply:
-        assert kind_of(reply) == (200, "text/event-stream")
-
-
 @pytest.mark.parametrize(
     ("selected", "kind"),
     [

@@ -1,4 +1,4 @@
-"""The events of a call's requests: what happens to its seat when the client leaves while it is submitted."""
+"""The events of a call's requests: what becomes of its admission when the client leaves while it is submitted."""
 
 from __future__ import annotations
 
@@ -13,49 +13,48 @@ from starlette.requests import ClientDisconnect
 from server.api.outputs.request_events import RequestEvents, while_connected
 from server.errors import InvalidRequest
 from server.frontend.engine_client import EngineClient
-from server.metrics.local import LocalMetrics
+from server.inline import LocalMetrics
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
-from server.tenants.limits.ledger import Ledger
-from server.tenants.limits.limiter import Limiter
-from server.tenants.limits.local_link import LocalLink
+from server.tenants.limits.admission import Admissions
 from server.tenants.limits.tenant_limits import TenantLimits
+from tests.server.tenants.limits.shared import admissions_of
 
 
 def make_events() -> RequestEvents:
-    return RequestEvents(EngineClient("test"), LocalMetrics().frontend, "request")
+    return RequestEvents(EngineClient("test"), LocalMetrics(EngineClient("test")).frontend, "request")
 
 
-def make_limiter() -> Limiter:
-    return Limiter(LocalLink(Ledger(lambda tenant: TenantLimits(max_running=1))))
+def one_running() -> Admissions:
+    return admissions_of(TenantLimits(max_running=1))
 
 
-async def num_running(limiter: Limiter) -> int:
-    usage = await limiter.usage("acme")
+async def num_running(admissions: Admissions) -> int:
+    usage = await admissions.usage("acme")
     assert usage is not None
     return usage.num_running
 
 
-def test_a_seat_that_comes_after_the_client_has_left_is_given_back() -> None:
+def test_an_admission_that_comes_after_the_client_has_left_is_released() -> None:
     async def main() -> None:
-        limiter, events = make_limiter(), make_events()
-        seat = await limiter.admit("acme")
+        admissions, events = one_running(), make_events()
+        admission = await admissions.admit("acme")
         events.cancel()
         with pytest.raises(ClientDisconnect):
-            events.hold(seat)
-        # Answered after the seat's return, which was told first.
-        assert await num_running(limiter) == 0
+            events.admitted(admission)
+        # Answered after the release, which was told first.
+        assert await num_running(admissions) == 0
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("num_turns", range(12))
-def test_a_client_that_leaves_around_the_grant_of_its_seat_leaves_none_behind(num_turns: int) -> None:
+def test_a_client_that_leaves_around_its_admission_leaves_none_behind(num_turns: int) -> None:
     async def main() -> None:
-        limiter, events, has_left = make_limiter(), make_events(), asyncio.Event()
+        admissions, events, has_left = one_running(), make_events(), asyncio.Event()
 
         async def submit() -> None:
-            events.hold(await limiter.admit("acme"))
+            events.admitted(await admissions.admit("acme"))
 
         async def receive() -> Any:
             await has_left.wait()
@@ -74,7 +73,7 @@ def test_a_client_that_leaves_around_the_grant_of_its_seat_leaves_none_behind(nu
         with contextlib.suppress(ClientDisconnect):
             await answering
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
-        assert await num_running(limiter) == 0
+        assert await num_running(admissions) == 0
 
     asyncio.run(main())
 

@@ -15,7 +15,7 @@ from server.api.outputs.tool_outputs import ToolOutputs
 from server.frontend.engine_client import EngineClient
 from server.grammar.requested import Requested
 from server.grammar.tool_calls import CallDelta
-from server.metrics.local import LocalMetrics
+from server.inline import LocalMetrics
 from server.protocol.events import DoneEvent, Event, FinishEvent, Timings, TokenEvent
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ class GivenEvents(RequestEvents):
     """Events that come one by one."""
 
     def __init__(self, events: list[Event]) -> None:
-        super().__init__(EngineClient("test"), LocalMetrics().frontend, "request")
+        super().__init__(EngineClient("test"), LocalMetrics(EngineClient("test")).frontend, "request")
         self._given: Iterator[Event] = iter(events)
 
     async def take(self) -> list[tuple[int, Event]]:

@@ -1,11 +1,10 @@
-"""Limits of tenants on the routes of a service with its engine and its ledger in one process."""
+"""Limits of tenants on the routes of a service with its engine and its shared state in one process."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,19 @@ import httpx
 import pytest
 
 from bench.serving import publish
-from server.api import generate as generate_route
-from server.api.submission import GenerationCall
-from server.protocol.limits import (
-    AddTokens,
-    GiveBack,
-    LimitAnswer,
-    LimitQuestion,
-    Tokens,
-)
+from server.protocol.shared_calls import R, SharedCall
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits import limiter as limiter_module
-from server.tenants.limits import windows
+from server.tenants.limits import admission as admission_module
+from server.tenants.limits import rate_limiter
+from server.tenants.limits.admission import Admissions
 from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.ledger import Ledger
-from server.tenants.limits.limiter import Limiter
-from server.tenants.limits.local_link import LocalLink
 from server.tenants.limits.tenant_limits import TenantLimits
 from server.text.variant_text import VariantText
 from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
+from tests.server.tenants.limits.shared import admissions_of
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
 
@@ -42,7 +32,7 @@ BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2
 @pytest.fixture(autouse=True)
 def no_turn_of_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count over decades: just after the turn of a minute, what came before counts as a little less."""
-    monkeypatch.setattr(windows, "WINDOW_S", 10**9)
+    monkeypatch.setattr(rate_limiter, "WINDOW_S", 10**9)
 
 
 def serve(
@@ -91,23 +81,42 @@ def test_every_prompt_of_a_call_is_a_request_and_every_token_of_its_sequences_co
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=4), talk)
 
 
-def test_calls_at_the_same_time_share_what_the_tenant_may_still_generate(
+def test_a_token_limit_refuses_the_next_request_and_never_ends_a_running_one(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
     async def talk(app: HttpApp) -> None:
-        body = {"model": "base", "prompt": "hello", "max_tokens": 10, "n": 4, "temperature": 1}
-        sending = (app.client.post("/v1/completions", json=body) for _ in range(8))
-        replies = await asyncio.gather(*sending)
-        assert {reply.status_code for reply in replies} == {200, 429}
-        refused = next(reply for reply in replies if reply.status_code == 429)
-        assert error_of(refused)["param"] == "tokens_per_minute"
+        body = {"model": "base", "prompt": "hello", "n": 4, "temperature": 2.0, "seed": 1}
+        whole = await app.client.post("/v1/completions", json={**body, "max_tokens": 200})
+        # Far more than the limit, and all that the sequences have.
+        assert whole.status_code == 200, whole.text
+        used = whole.json()["usage"]
+        assert used["completion_tokens"] > 100
+        counted = await usage(app)
+        assert (counted["running"], counted["tokens_last_minute"]) == (0, used["total_tokens"])
+        refused = await app.client.post("/v1/completions", json={**body, "max_tokens": 1})
+        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
         assert int(refused.headers["Retry-After"]) >= 1
-        assert (await usage(app))["tokens_last_minute"] <= 100
-        too_large = await app.client.post("/v1/completions", json={**body, "max_tokens": 25})
-        assert (too_large.status_code, error_of(too_large)["param"]) == (400, "max_tokens")
-        assert "lower max_tokens" in error_of(too_large)["message"]
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert (await usage(app))["requests_last_minute"] == 1
 
-    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100), talk)
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=50), talk)
+
+
+def test_tokens_of_a_stream_count_while_it_runs(artifacts: Artifacts, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        running = asyncio.create_task(
+            generate(app, prompt="a" * 60, max_new_tokens=150, temperature=2.0, seed=1)
+        )
+        seen = {0}
+        while not running.done():
+            seen.add((await usage(app))["tokens_last_minute"])
+            await asyncio.sleep(0)
+        reply = await running
+        assert reply.status_code == 200, reply.text
+        # Those of the prompt, and at least one slice of those that were generated, before the end.
+        assert len([number for number in seen if 60 <= number < reply.json()["usage"]["total_tokens"]]) > 1
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=1000), talk)
 
 
 def test_calls_that_use_a_tokenizer_count_as_requests(artifacts: Artifacts, tmp_path: Path) -> None:
@@ -123,11 +132,6 @@ def test_calls_that_use_a_tokenizer_count_as_requests(artifacts: Artifacts, tmp_
 
 
 CHAT: dict[str, Any] = {"model": "chatty", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def limiter_of(limits: TenantLimits) -> Limiter:
-    """Make a limiter with a ledger of its own, by which every tenant has the same limits."""
-    return Limiter(LocalLink(Ledger(lambda tenant: limits)))
 
 
 @contextmanager
@@ -173,38 +177,20 @@ def test_a_tenant_with_all_its_running_requests_or_tokens_never_reaches_a_worker
             (TenantLimits(max_running=1), "max_running"),
             (TenantLimits(tokens_per_minute=10), "tokens_per_minute"),
         ):
-            app.service.limiter = limiter_of(limits)
-            seat = await app.service.limiter.admit("acme")
-            await seat.add_tokens(Tokens(1, 8), "max_tokens")
+            app.service.admissions = admissions_of(limits)
+            admission = await app.service.admissions.admit("acme")
+            admission.count(10)
             with counted_tasks(monkeypatch) as tasks:
-                body = {**CHAT, "max_tokens": 1}
-                refused = await app.client.post("/v1/chat/completions", json=body)
+                refused = await app.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
                 assert (refused.status_code, error_of(refused)["param"]) == (429, reason)
-                assert refused.headers["Retry-After"] == "1"
+                assert int(refused.headers["Retry-After"]) >= 1
                 assert not tasks
-            seat.release()
+            admission.release()
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 
 
-def test_tokens_that_are_refused_when_they_are_known_free_the_seat_and_count_as_a_request(
-    artifacts: Artifacts, tmp_path: Path
-) -> None:
-    async def talk(app: HttpApp) -> None:
-        assert (await generate(app, prompt="a" * 60)).status_code == 200
-        refused = await generate(app, prompt="a" * 60)
-        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
-        assert int(refused.headers["Retry-After"]) > 1
-        counted = await usage(app)
-        assert (counted["running"], counted["requests_last_minute"]) == (0, 2)
-        assert 60 < counted["tokens_last_minute"] <= 62
-        assert refused.headers["x-ratelimit-remaining-tokens"] == str(100 - counted["tokens_last_minute"])
-        assert (await generate(app, prompt="a")).status_code == 200
-
-    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100, max_running=1), talk)
-
-
-def test_a_client_that_leaves_while_its_prompt_is_tokenized_frees_its_seat(
+def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_not_running_any_more(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
@@ -251,69 +237,9 @@ def test_a_request_counts_before_its_body_is_read_whatever_becomes_of_it(
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=6), talk)
 
 
-def test_a_chat_without_a_length_is_admitted_with_a_few_tokens_and_one_with_a_length_with_all_of_them(
+def test_requests_that_fail_or_are_left_are_not_running_any_more(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
-    async def talk(app: HttpApp) -> None:
-        publish(app.service.registry, artifacts.chatty, "chatty", "acme")
-        body = {"messages": CHAT["messages"], "model": "chatty"}
-        num_prompt = (await app.client.post("/tokenize", json=body)).json()["count"]
-        # The variant's own default is five new tokens.
-        app.service.limiter = limiter_of(TenantLimits(tokens_per_minute=num_prompt + 3))
-        too_long = await app.client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 5})
-        assert (too_long.status_code, error_of(too_long)["param"]) == (400, "max_tokens")
-        reply = await app.client.post("/v1/chat/completions", json=CHAT)
-        assert reply.status_code == 200, reply.text
-        assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
-        refused = await app.client.post("/v1/chat/completions", json=CHAT)
-        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
-
-    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
-
-
-def test_a_call_without_a_length_ends_when_it_has_used_twice_the_limit(
-    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As a chat's: without it, outputs have 16 tokens.
-    monkeypatch.setattr(generate_route, "GenerationCall", partial(GenerationCall, default_new_tokens=None))
-
-    async def talk(app: HttpApp) -> None:
-        body = {"prompt": "hello", "temperature": 2.0, "seed": 1, "n": 4}
-        reply = await app.client.post("/generate", json=body)
-        assert reply.status_code == 200, reply.text
-        assert "length" in {output["finish_reason"] for output in reply.json()["outputs"]}
-        # The ledger's answer takes a few steps, more on a busy machine; the whole contexts have some 1000 tokens.
-        assert 70 < reply.json()["usage"]["completion_tokens"] < 800
-        counted = await usage(app)
-        assert counted["tokens_last_minute"] == reply.json()["usage"]["total_tokens"]
-        refused = await generate(app)
-        assert (refused.status_code, error_of(refused)["param"]) == (429, "tokens_per_minute")
-
-    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=50), talk)
-
-
-def test_sequences_that_have_not_started_end_with_the_others_of_their_call(
-    artifacts: Artifacts, tmp_path: Path
-) -> None:
-    async def talk(app: HttpApp) -> None:
-        body = {"model": "base", "prompt": ["hello"] * 10, "n": 100, "temperature": 2.0, "seed": 1}
-        reply = await app.client.post("/v1/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        choices = reply.json()["choices"]
-        assert len(choices) == 1000
-        # How many depends on when the ledger answers.
-        assert sum(not choice["text"] for choice in choices) > 100
-        assert "length" in {choice["finish_reason"] for choice in choices}
-        counted = await usage(app)
-        assert (counted["running"], counted["tokens_last_minute"]) == (
-            0,
-            reply.json()["usage"]["total_tokens"],
-        )
-
-    serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=100), talk)
-
-
-def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifacts, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
         leaving = asyncio.create_task(generate(app, max_new_tokens=200, n=4))
         while not (await usage(app))["running"]:
@@ -332,18 +258,18 @@ def test_requests_that_fail_or_are_left_give_their_seats_back(artifacts: Artifac
 def test_without_an_answer_about_its_limits_a_request_is_refused(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SilentLedger:
-        async def ask(self, call: LimitQuestion) -> LimitAnswer:
+    class SilentLink:
+        async def ask(self, call: SharedCall[R]) -> R:
             await asyncio.Event().wait()
             raise AssertionError
 
-        def tell(self, call: AddTokens | GiveBack) -> None:
-            """Nothing was taken."""
+        def tell(self, call: SharedCall[None]) -> None:
+            """Nothing was admitted."""
 
-    monkeypatch.setattr(limiter_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(admission_module, "ANSWER_S", 0.01)
 
     async def talk(app: HttpApp) -> None:
-        app.service.limiter = Limiter(SilentLedger())
+        app.service.admissions = Admissions(SilentLink())
         reply = await generate(app)
         assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
         assert "Retry-After" in reply.headers

@@ -93,7 +93,7 @@ def check_states(policy: SlotPolicy) -> None:
     """Check that each variant is in the collection of its state and in no other, and the held ones are held once."""
     in_states = [(state, v) for state, variants in policy._in_state.items() for v in variants.values()]
     assert all(variant.state is state for state, variant in in_states)
-    assert sorted(variant.digest for _, variant in in_states) == sorted(policy._variants)
+    assert sorted(variant.version for _, variant in in_states) == sorted(policy._variants)
     residency = policy._residency
     assert isinstance(residency, SimResidency)
-    assert set(+residency.holds) == {variant.digest for state, variant in in_states if state.is_held}
+    assert set(+residency.holds) == {variant.version for state, variant in in_states if state.is_held}

@@ -36,8 +36,8 @@ class FakeEngine:
         """Yield the replica's name, and again at the end, which waits for `release` if it is held."""
         self._num_open += 1
         try:
-            if route.digest is not None:
-                self._load(route.digest)
+            if route.version is not None:
+                self._load(route.version)
             yield self._name
             if is_held:
                 await self._released.wait()
@@ -70,12 +70,12 @@ class FakeEngine:
             )
         )
 
-    def _load(self, digest: str) -> None:
-        if digest in self._slots:
-            self._slots.remove(digest)
+    def _load(self, version: str) -> None:
+        if version in self._slots:
+            self._slots.remove(version)
         else:
             self._num_loads += 1
-        self._slots = [*self._slots, digest][-NUM_SLOTS:]
+        self._slots = [*self._slots, version][-NUM_SLOTS:]
 
 
 class FakeIngress:
@@ -125,15 +125,15 @@ def num_known(handle: Handle) -> int:
     return len(ROUTERS[-1].ranked(None))
 
 
-def where(handle: Handle, digest: str | None) -> str:
+def where(handle: Handle, version: str | None) -> str:
     """Send one call to its end and return the replica that answered."""
-    *_, name = generating(handle, digest)
+    *_, name = generating(handle, version)
     return name
 
 
-def generating(handle: Handle, digest: str | None, *, is_held: bool = False) -> Iterator[str]:
+def generating(handle: Handle, version: str | None, *, is_held: bool = False) -> Iterator[str]:
     """Send one call, outside of any other request, and return its stream."""
     sent: Any = Context().run(
-        handle.options(stream=True).generate.remote, route=Route(digest), is_held=is_held
+        handle.options(stream=True).generate.remote, route=Route(version), is_held=is_held
     )
     return iter(sent)

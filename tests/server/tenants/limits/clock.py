@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 
 class Clock:
-    """Seconds since 1970 that go on only with `advance`."""
+    """Seconds that go on only with `advance`. The default is the beginning of a minute."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float = 1_800_000_000.0) -> None:
         self.now = now
 
     def __call__(self) -> float:
@@ -19,11 +14,3 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-
-
-@contextmanager
-def fake_clock(now: float = 1_800_000_000.0) -> Iterator[Clock]:
-    """Replace `time.time` inside the block. The default is the beginning of a minute."""
-    clock = Clock(now)
-    with mock.patch.object(time, "time", clock):
-        yield clock

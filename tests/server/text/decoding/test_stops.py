@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.text.decoding.stops import StopMatcher
+from server.text.decoding.incremental_detokenizer import StopMatcher
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:

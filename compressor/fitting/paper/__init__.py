@@ -1,1 +1,0 @@
-"""The training of the paper and of BitDelta."""

@@ -1,1 +1,0 @@
-"""Alerts: their thresholds, their conditions, and the files of rules that Prometheus and the chart read."""

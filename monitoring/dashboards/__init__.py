@@ -1,1 +1,0 @@
-"""Grafana's dashboards, built with grafana-foundation-sdk. Their JSON is committed, so that using it needs nothing."""

@@ -1,4 +1,4 @@
-"""An engine and a client of it for programs that call and wait: benches and tests. Knows no model and no HTTP.
+"""An engine and a client of it for programs that call and wait: benches and tests.
 
 The engine is a process, as a server's is, or a thread of this one, where a test can reach into it. Events arrive on the
 thread of the client's event loop.

@@ -1,7 +1,4 @@
-"""Child processes of benches: commands with their time and peak memory, and a server with the calls made to it.
-
-Knows nothing of models or artifacts.
-"""
+"""Child processes of benches: commands with their time and peak memory, and a server with the calls made to it."""
 
 from __future__ import annotations
 

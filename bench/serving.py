@@ -1,4 +1,4 @@
-"""A base with random weights and its variants, served by an engine process. Knows no HTTP."""
+"""A base with random weights and its variants, served by an engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of streamed tokens, and the figures made of them. Knows no engine, no HTTP and no torch.
+"""Times of streamed tokens, and the figures made of them.
 
 All times are seconds of `time.perf_counter`, which on Linux all processes of a machine share.
 """

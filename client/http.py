@@ -1,4 +1,4 @@
-"""The connection to a server: its address and key, and failed calls as exceptions. Knows no route and no command."""
+"""The connection to a server: its address and key, and failed calls as exceptions."""
 
 from __future__ import annotations
 

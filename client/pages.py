@@ -1,4 +1,4 @@
-"""Lists that a server answers a page at a time. Knows no route and no command."""
+"""Lists that a server answers a page at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings of `peraxis doctor`, and how both of its forms print them. Knows no check."""
+"""Findings of `peraxis doctor`, and how both of its forms print them."""
 
 from __future__ import annotations
 

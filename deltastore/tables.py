@@ -1,4 +1,4 @@
-"""Tables that commands print on stdout, and the forms of values in their cells. Knows no command."""
+"""Tables that commands print on stdout, and the forms of values in their cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in the user's cache directory that no other user can have written. Knows no contents.
+"""Files in the user's cache directory that no other user can have written.
 
 Every file carries a digest of its name and bytes: one that was cut off, damaged or renamed reads as missing.
 """

@@ -1,7 +1,7 @@
 """Build target cpu of docker/Dockerfile with buildah, without a container engine: `python docker/build_image.py`.
 
 Runs as root on Debian or Ubuntu. Without --base-image it makes the base with debootstrap, so that no registry of images
-is needed. pip in the build looks where pip on this machine looks. Knows nothing of how the image is run.
+is needed. pip in the build looks where pip on this machine looks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bounded amount, such as bytes of memory, that tenants share. Event loop only; knows no request."""
+"""A bounded amount, such as bytes of memory, that tenants share. Event loop only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides the permits of a pool among tenants and their shares in turn. Event loop only; knows no process or task."""
+"""Divides the permits of a pool among tenants and their shares in turn. Event loop only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP request that the running task works for: its id and its place in a trace. Knows no HTTP and no log.
+"""The HTTP request that the running task works for: its id and its place in a trace.
 
 The middleware sets it. Tasks and threads that a request starts inherit it, so that their log lines can name it.
 """

@@ -1,4 +1,4 @@
-"""Settings of `peraxis serve`: flag over environment over TOML file over default. Knows no HTTP and no model."""
+"""Settings of `peraxis serve`: flag over environment over TOML file over default."""
 
 from __future__ import annotations
 

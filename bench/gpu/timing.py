@@ -1,4 +1,4 @@
-"""Time work on a device, and capture it as a CUDA graph. Knows no models."""
+"""Time work on a device, and capture it as a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The honest tenant beside an attack: its streams, and the calls that must not be refused. Knows no attack."""
+"""The honest tenant beside an attack: its streams, and the calls that must not be refused."""
 
 from __future__ import annotations
 

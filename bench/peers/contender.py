@@ -1,4 +1,4 @@
-"""One way to answer a batch of requests, and its times. Knows no model."""
+"""One way to answer a batch of requests, and its times."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A process that answers batches: a configuration and then batches go in as JSON lines, answers come out as JSON lines.
-
-Knows no model.
-"""
+"""A process that answers batches: a configuration and then batches go in as JSON lines, and answers come out."""
 
 from __future__ import annotations
 

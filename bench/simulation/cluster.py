@@ -1,4 +1,4 @@
-"""The simulated replicas: slots, a host cache, loads one after another, and a batch. Knows no routing.
+"""The simulated replicas: slots, a host cache, loads one after another, and a batch.
 
 Times are seconds of simulated time. A replica runs at most `capacity` requests; a request takes its own time multiplied
 by one plus the share of the batch that is occupied when it starts. It starts when its variant is in a slot. The slot

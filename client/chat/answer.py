@@ -1,6 +1,6 @@
 """One answer of a variant as it streams in: its text, its times and the version that gave it.
 
-Reads the server-sent events of `POST /v1/chat/completions`. Knows no terminal.
+Reads the server-sent events of `POST /v1/chat/completions`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a Hugging Face decoder block by block; a block's weights are in memory from `load_block` until they are dropped.
 
-Knows modules, names and hidden states; must not know deltas. The model's own code runs. The frame, which is everything
-outside the blocks, gives the first block's input, the other arguments of each block, and what follows the last block.
+The model's own code runs. The frame, which is everything outside the blocks, gives the first block's input, the other
+arguments of each block, and what follows the last block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run what surrounds the blocks (decoder layers) of a transformers model, and build the model without weights.
-
-Knows modules of transformers; must not know a checkpoint's tensors.
-"""
+"""Run what surrounds the blocks (decoder layers) of a transformers model, and build the model without weights."""
 
 from __future__ import annotations
 

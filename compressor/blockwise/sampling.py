@@ -1,7 +1,6 @@
 """Sample text from a model: groups of sequences at temperature 1, with the model's KV cache.
 
-Knows a decoder and token ids; must not know tokenizers. All noise is drawn beforehand, one number per token, so the
-text does not depend on how sequences are grouped.
+All noise is drawn beforehand, one number per token, so the text does not depend on how sequences are grouped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Open a `.pt` file of BitDelta or the per-axis paper's code, and unpack its modules. No code in the file runs.
-
-Knows the keys of both and how they pack signs; must not know bases or artifacts.
-"""
+"""Open a `.pt` file of BitDelta or the per-axis paper's code, and unpack its modules. No code in the file runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add a coded delta to base weights and round once, with numba on the CPU in one pass over memory. Knows no files.
+"""Add a coded delta to base weights and round once, with numba on the CPU in one pass over memory.
 
 Equal bit for bit to adding `MatrixDelta.dense` to the base in float32. The inner loop is LLVM vector code, because
 numba does not turn packed signs into a vector mask by itself; LLVM lowers it for any processor. Call it from one

@@ -1,7 +1,4 @@
-"""Continue the same text with base, fine-tune and delta, greedily, for people to compare.
-
-Knows decoders and the fine-tune's tokenizer; must not know model cards.
-"""
+"""Continue the same text with base, fine-tune and delta, greedily, for people to compare."""
 
 from __future__ import annotations
 

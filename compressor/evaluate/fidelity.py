@@ -1,7 +1,6 @@
 """Compare the predictions of two models on given text: KL divergence, agreement, perplexity.
 
-Knows decoders, hidden states and logits; must not know deltas, files or the source of text. Logits are large, so a
-model's last hidden states are kept and logits are computed for some tokens at a time.
+Logits are large, so a model's last hidden states are kept and logits are computed for some tokens at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Score model directories on tasks of lm-evaluation-harness, zero-shot and without a chat template.
-
-Knows lm_eval, which is optional; must not know deltas.
-"""
+"""Score model directories on tasks of lm-evaluation-harness, zero-shot and without a chat template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Use a PEFT adapter as a fine-tune: peft merges it over its base into a temporary directory.
-
-Knows the files of adapters and checks a merge; must not know deltas.
-"""
+"""Use a PEFT adapter as a fine-tune: peft merges it over its base into a temporary directory."""
 
 from __future__ import annotations
 

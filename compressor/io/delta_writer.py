@@ -1,7 +1,6 @@
 """Write one delta: its tensors, side files and manifest into an artifact.
 
-Both `peraxis compress` and `peraxis import` end here. This file owns the manifest; it must not know where a tensor
-comes from or how it was fitted.
+Both `peraxis compress` and `peraxis import` end here. This file owns the manifest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From pairs of tensors to the tensors of a delta: coded, whole, or left out where the fine-tune equals its base.
 
-Reads checkpoints in row blocks. It must not know how a delta was fitted, or how an artifact is written.
+Reads checkpoints in row blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pair the tensors of a base and its fine-tune in layer order, and check that a delta can carry the difference.
-
-Knows names, shapes and checkpoints; must not know how a difference is coded.
-"""
+"""Pair the tensors of a base and its fine-tune in layer order, and check that a delta can carry the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that numba compiles once per machine: their machine code is kept in the user's cache. Knows no kernels.
+"""Functions that numba compiles once per machine: their machine code is kept in the user's cache.
 
 An entry is found by a digest of all that its machine code depends on: the source files, the versions of the compiler,
 the processor and its features. So an outdated one is never found. Without a usable cache, every process compiles.

@@ -1,4 +1,4 @@
-"""The delta of one matrix: sign planes and an optional low-rank residual. Owns its arithmetic; must not know files.
+"""The delta of one matrix: sign planes and an optional low-rank residual. Owns its arithmetic.
 
 Weight = base + plane 0 + plane 1 + ... + left @ right
 

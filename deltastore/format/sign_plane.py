@@ -1,4 +1,4 @@
-"""One sign plane of a matrix: packed signs, scale vectors and a gain. Owns its arithmetic; must not know files.
+"""One sign plane of a matrix: packed signs, scale vectors and a gain. Owns its arithmetic.
 
 Weight = base + gain * scale_out[:, None] * B * scale_in[None, :]
 

@@ -1,4 +1,4 @@
-"""Fetches an object of a bucket into a file by ranges, several at a time. Knows no digests and no cache."""
+"""Fetches an object of a bucket into a file by ranges, several at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The role that each route needs, and the one place that asks for it. Knows no route's work.
+"""The role that each route needs, and the one place that asks for it.
 
 `authorize` is a dependency of every application, so it runs before a route reads its parameters or its body.
 

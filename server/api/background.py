@@ -1,4 +1,4 @@
-"""Runs long computations on low-priority threads for coroutines that may be cancelled. Knows no request."""
+"""Runs long computations on low-priority threads for coroutines that may be cancelled."""
 
 from __future__ import annotations
 

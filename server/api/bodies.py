@@ -1,4 +1,4 @@
-"""Read request bodies: in time, JSON strictly and within bounds on bytes and values. Knows no route.
+"""Read request bodies: in time, JSON strictly and within bounds on bytes and values.
 
 A parsed array, object or string takes up to a hundred times the memory of its text, and as much more time, so JSON is
 bounded in these before it is parsed.

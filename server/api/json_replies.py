@@ -1,4 +1,4 @@
-"""JSON in replies and server-sent events, encoded by msgspec, and whole replies sent in pieces. Knows no route."""
+"""JSON in replies and server-sent events, encoded by msgspec, and whole replies sent in pieces."""
 
 from __future__ import annotations
 

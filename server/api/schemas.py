@@ -1,4 +1,4 @@
-"""Bodies and query parameters of our own routes, and how clients name variants. Knows no HTTP and no engine.
+"""Bodies and query parameters of our own routes, and how clients name variants.
 
 Bodies are msgspec's: unknown fields, silent conversions and NaN are refused. Bounds here hold for every model; the
 engine checks those that depend on the model.

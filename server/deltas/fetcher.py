@@ -1,4 +1,4 @@
-"""Loads deltas into slots on threads of its own, from the host cache or the registry. Knows no requests."""
+"""Loads deltas into slots on threads of its own, from the host cache or the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's socket: a ZeroMQ ROUTER to which every client connects. Passes bytes; knows no message."""
+"""The engine's socket: a ZeroMQ ROUTER to which every client connects. Passes bytes."""
 
 from __future__ import annotations
 

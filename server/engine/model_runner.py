@@ -1,4 +1,4 @@
-"""One forward pass over a mixed batch: sequences in, logits out. Owns the model; knows no requests and no text."""
+"""One forward pass over a mixed batch: sequences in, logits out. Owns the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that load, pin or unload a delta, kept until they can be answered. Engine thread only; knows no requests."""
+"""Calls that load, pin or unload a delta, kept until they can be answered. Engine thread only."""
 
 from __future__ import annotations
 

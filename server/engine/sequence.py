@@ -19,7 +19,7 @@ class PageTable:
 
 
 class Sequence:
-    """The tokens of one sequence and the scheduler's record of it. Knows no text, no tokenizer and no callback.
+    """The tokens of one sequence and the scheduler's record of it.
 
     The sequences of a request share its prompt; each has a list of the tokens that it generated.
 

@@ -2,7 +2,7 @@
 
 `HttpConnection` reports each change of a connection's phase. `sweep`, called once per second, closes the late ones. A
 new connection beyond the bound takes the place of one whose reply is stalled, or else of one that waits, so that
-clients which read or send nothing cannot keep others out. Knows no request.
+clients which read or send nothing cannot keep others out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine as an HTTP process and the supervisor see it: requests and calls go out, events and answers come back.
 
-Owns the ZeroMQ socket to the engine; everything happens on the event loop. Knows no HTTP and no text.
+Owns the ZeroMQ socket to the engine; everything happens on the event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engines as the routes of an HTTP process use them. Knows neither their number nor how messages travel.
+"""The engines as the routes of an HTTP process use them.
 
 `EngineClient` is the link to one engine over ZeroMQ, and `server/scale/replica_link.py` the one to replicas of Ray
 Serve.

@@ -1,4 +1,4 @@
-"""Listening sockets and file descriptors of the server's processes. Knows no HTTP."""
+"""Listening sockets and file descriptors of the server's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that tenants share fairly. Knows neither grammars nor processes."""
+"""A cache that tenants share fairly."""
 
 from __future__ import annotations
 

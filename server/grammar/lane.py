@@ -1,4 +1,4 @@
-"""One worker that keeps matchers, and the calls of tenants on it. Event loop only; knows neither engine nor HTTP.
+"""One worker that keeps matchers, and the calls of tenants on it. Event loop only.
 
 A call is light or heavy. A light one advances matchers that the worker has, and ends after a slice of processor time. A
 heavy one reads a vocabulary, or compiles a grammar and makes a matcher again; it concerns one sequence, so that its

@@ -1,4 +1,4 @@
-"""The lanes of an HTTP process, and the places of requests in them. Event loop only; knows neither engine nor HTTP.
+"""The lanes of an HTTP process, and the places of requests in them. Event loop only.
 
 A tenant's grammar holds up another tenant's sequence at most for `PATIENCE_S`, for a slice per tenant in its lane, and
 for making its matcher again:

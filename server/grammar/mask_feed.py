@@ -1,6 +1,6 @@
 """The masks of one request: after each token sends the next, which is known ahead or comes from its lane.
 
-Event loop only. Knows no HTTP and no tokenizer.
+Event loop only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI's fields `response_format`, `tools` and `tool_choice`, and what they ask of an output.
 
 Fields that the API documents and that change nothing here are taken in; unknown ones are ignored, as OpenAI's clients
-expect. Knows no HTTP and no tokenizer.
+expect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Constrains the outputs of an HTTP process: tries new grammars, and gives each request a lane. Event loop only.
 
-Knows no HTTP. A grammar that was never tried is compiled in the pool for tenants' other input, where it can kill only
-its own work. A lane then compiles it again before the engine has the request, so that the compilation delays the first
-token and not those after it.
+A grammar that was never tried is compiled in the pool for tenants' other input, where it can kill only its own work. A
+lane then compiles it again before the engine has the request, so that the compilation delays the first token and not
+those after it.
 """
 
 from __future__ import annotations

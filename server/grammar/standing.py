@@ -1,6 +1,6 @@
 """Remembers grammars that failed in lanes, and pauses new grammars of tenants whose grammars kill workers.
 
-Event loop only. Knows no lane and no worker.
+Event loop only.
 """
 
 from __future__ import annotations

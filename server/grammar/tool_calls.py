@@ -1,7 +1,6 @@
 """Tool calls in the text of an output: splits it into content and calls, as it comes or whole.
 
-Knows no HTTP and no tokenizer. An output with a grammar of `grammar.py` is split here; one that is free is parsed in a
-worker (`response_parsing.py`).
+An output with a grammar of `grammar.py` is split here; one that is free is parsed in a worker (`response_parsing.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adds up the snapshots of a service's processes. Knows no process, no connection and no text format.
+"""Adds up the snapshots of a service's processes.
 
 Counters and histograms grow by what each snapshot has more than the one before it, as Prometheus' `increase` computes
 it. So they never decrease when a process ends and another takes its place, and nothing is kept of the one that ended.

@@ -1,6 +1,6 @@
 """Load the base, make every layer of it delta-aware, and check that it still computes the same.
 
-Knows the order of these steps, which other files of this folder implement. Knows no requests and no slots.
+Knows the order of these steps, which other files of this folder implement.
 """
 
 from __future__ import annotations

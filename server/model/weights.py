@@ -1,7 +1,7 @@
 """Read a base through transformers into memory of its own: each tensor once, hashed on the way.
 
 Files are not mapped: replacing or truncating a shard under a running server has no effect, and the base's memory counts
-as used. One copy of the weights exists at any time, plus the tensors that are being cast. Knows no deltas.
+as used. One copy of the weights exists at any time, plus the tensors that are being cast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names that clients have loaded with vLLM's calls, as plain values, and the record of them that a server keeps.
 
 vLLM lists an adapter from its load call to its unload call, also while it is in no memory. The supervisor keeps the
-record, so that every HTTP process lists the same, and an engine that restarts changes nothing. Knows no registry.
+record, so that every HTTP process lists the same, and an engine that restarts changes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of a generation config for each token, which no request sets. A value; knows no tokenizer and no engine."""
+"""Rules of a generation config for each token, which no request sets. A value."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Packed token bitmasks as llguidance writes them: bit ``i % 8`` of byte ``i // 8`` allows token ``i``.
 
-Owns their size and what a valid one is. Knows no grammar and no tensor.
+Owns their size and what a valid one is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A request for tokens as the engine takes it: plain values that can be sent to another process.
-
-Knows no text, no callback and no state of the engine.
-"""
+"""A request for tokens as the engine takes it: plain values that can be sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen and when they end. A value; knows no tokenizer and no engine."""
+"""How the tokens of a request are chosen and when they end. A value."""
 
 from __future__ import annotations
 

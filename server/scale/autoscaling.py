@@ -1,4 +1,4 @@
-"""Decides by which measure Ray Serve scales the engines. Knows no replicas.
+"""Decides by which measure Ray Serve scales the engines.
 
 Serve counts the ongoing requests of a deployment: those that run, and those that wait in an engine or for a replica.
 An engine runs `max_num_seqs` sequences at a time. With that number as Serve's target per replica, the requests above it

@@ -1,7 +1,6 @@
 """A replica of the engine deployment: one engine on a thread, behind the messages that it has in every server.
 
-Passes messages as bytes between Ray Serve's calls and the engine's socket. Knows no HTTP and no text. The engine knows
-nothing of Ray.
+Passes messages as bytes between Ray Serve's calls and the engine's socket. The engine knows nothing of Ray.
 """
 
 from __future__ import annotations

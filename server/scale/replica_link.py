@@ -2,7 +2,7 @@
 
 A request is one streaming call. Its stop strings and masks go to the replica that answers it; closing the stream
 cancels it. A request whose replica dies is sent again once if it had no event yet, and ends with EngineRestarted
-otherwise. Knows no HTTP and no text. Event loop only.
+otherwise. Event loop only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chooses the engine replica of each call: `VariantRouter` behind Ray Serve's request-router interface.
 
 Serve makes one router in each process that holds a handle of the engines' deployment, runs it on one event loop, and
-gives it the replicas with their latest routing statistics. Knows nothing of engines, requests' contents or HTTP.
+gives it the replicas with their latest routing statistics.
 
 Ray marks `RequestRouter`, `PendingRequest` and `RunningReplica` as public and alpha, so the extra `ray` allows 2.60
 alone. Three members beyond the documented ones are used:

@@ -1,4 +1,4 @@
-"""Values that the ingress, the request router and the engine replicas exchange. Knows neither Ray nor HTTP.
+"""Values that the ingress, the request router and the engine replicas exchange.
 
 A call to the engine deployment carries a `Route` as its keyword argument `route`. Serve passes what a replica tells its
 routers as a plain dict, so a `ReplicaReport` is one on that way.

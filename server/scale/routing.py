@@ -1,4 +1,4 @@
-"""Chooses the replica of a request by its expected delay. Knows neither Ray nor HTTP, and reads no clock.
+"""Chooses the replica of a request by its expected delay.
 
 The delay of a request on a replica has three parts, in seconds:
 

@@ -1,4 +1,4 @@
-"""Open an artifact below a directory that the operator allowed, following no symbolic link there. Knows no HTTP.
+"""Open an artifact below a directory that the operator allowed, following no symbolic link there.
 
 Each part of the path is opened relative to the directory before it, so that a part which is replaced meanwhile cannot
 lead out of the allowed directory.

@@ -2,8 +2,7 @@
 
 huggingface_hub keeps its HTTP client per process, reads replies of any size and takes as long as a hub lets it; a
 worker has limits on all three. Every request, those of redirects included, goes to the configured hub. Only public
-repositories are read: no token is sent, because the operator's would let tenants read what it can. Knows no HTTP of
-ours and no registry.
+repositories are read: no token is sent, because the operator's would let tenants read what it can.
 """
 
 from __future__ import annotations

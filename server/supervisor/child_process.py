@@ -1,4 +1,4 @@
-"""Start a process of the server and end it. Knows neither the engine nor HTTP."""
+"""Start a process of the server and end it."""
 
 from __future__ import annotations
 

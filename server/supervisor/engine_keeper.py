@@ -1,7 +1,4 @@
-"""Keeps an engine process running: starts it, pins what was pinned, watches its steps, starts it again.
-
-Knows no HTTP process; tells the supervisor of each start and each end.
-"""
+"""Keeps an engine process running: starts it, pins what was pinned, watches its steps, starts it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant, and the caller of a request: a tenant with the roles of its key. Knows no HTTP, no file and no limit."""
+"""A tenant, and the caller of a request: a tenant with the roles of its key."""
 
 from __future__ import annotations
 

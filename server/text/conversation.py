@@ -1,4 +1,4 @@
-"""A conversation as chat templates take it. A value that worker processes receive; knows no template."""
+"""A conversation as chat templates take it. A value that worker processes receive."""
 
 from __future__ import annotations
 

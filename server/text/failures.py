@@ -1,4 +1,4 @@
-"""Turns failures of packages that read tenants' files into errors that name the file. Knows no file and no request."""
+"""Turns failures of packages that read tenants' files into errors that name the file."""
 
 from __future__ import annotations
 

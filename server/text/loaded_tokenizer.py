@@ -1,7 +1,7 @@
 """A tokenizer of transformers in this process: encodes prompts, renders chat templates and decodes tokens.
 
 The base's is loaded in the HTTP process. A variant's own is loaded in worker processes only, because its files may
-abort the process or keep it busy without end. Knows no process, no request and no event loop.
+abort the process or keep it busy without end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs work on one variant's text in the worker pool: deadlines, errors that name the variant, and a pause after kills.
 
-Event loop only. Knows no tokenizer.
+Event loop only.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Calls of a registry whose volume may hang, fail or vanish, and what is known of it meanwhile. Knows no HTTP."""
+"""Calls of a registry whose volume may hang, fail or vanish, and what is known of it meanwhile."""

@@ -1,4 +1,4 @@
-"""The versions that names mean: as the registry says, or while it cannot be asked, as it said last. Knows no engine."""
+"""The versions that names mean: as the registry says, or while it cannot be asked, as it said last."""
 
 from __future__ import annotations
 

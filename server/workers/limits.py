@@ -1,6 +1,6 @@
 """Limits of a worker process: what one task may use, and how the process ends with its parent.
 
-All but the values themselves runs inside a worker. Knows no task and no pool.
+All but the values themselves runs inside a worker.
 """
 
 from __future__ import annotations

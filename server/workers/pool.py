@@ -1,4 +1,4 @@
-"""Runs functions on tenants' input in worker processes that may be killed. Event loop only; knows no tenant.
+"""Runs functions on tenants' input in worker processes that may be killed. Event loop only.
 
 A hostile tokenizer can abort its process or never return, and no thread can be stopped: only a process can be killed.
 """

@@ -1,4 +1,4 @@
-"""Starts a worker in the background in place of one that ended. Event loop only; knows no task and no share.
+"""Starts a worker in the background in place of one that ended. Event loop only.
 
 Work that kills its worker again and again lengthens the pause before the next start, so that it costs others' processor
 time only what its own tasks ask for: a task never waits for the pause.

@@ -1,4 +1,4 @@
-"""One worker process as its parent has it: started, given a task at a time, killed. Knows no pool."""
+"""One worker process as its parent has it: started, given a task at a time, killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An S3 server as a process: moto's, with atomic conditional puts and cheap range reads. Knows no registry.
+"""An S3 server as a process: moto's, with atomic conditional puts and cheap range reads.
 
 moto compares `If-None-Match` and stores the object in two steps, so that two of several threads may create one object;
 puts are serialised here. It copies a whole object for each range that is read; ranges are read from its buffers here.

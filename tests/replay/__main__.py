@@ -22,12 +22,10 @@ from tests.replay.faults import ask_faults, ask_full_disk, ask_pages
 from tests.replay.inputs import ReplayInputs, make_inputs
 from tests.replay.metrics import steady_metrics
 from tests.replay.publishing import ask_artifacts, ask_sources, run_remote_commands
-from tests.replay.source_tree import SourceTree
+from tests.replay.source_tree import ROOT, SourceTree
 from tests.replay.transcript import Transcript, differences
 from tests.replay.world import World
 from tests.server.helpers.live_server import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
@@ -35,21 +33,21 @@ def main() -> None:
     parser.add_argument("revision", help="the commit to compare with, such as HEAD")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        before = Path(scratch) / "before"
-        _check_out(args.revision, before)
+        before = SourceTree.of_revision(args.revision, Path(scratch) / "before")
         inputs = make_inputs(Path(scratch) / "inputs")
-        transcripts = [record(tree, inputs, Path(scratch) / "world") for tree in (before, ROOT)]
+        transcripts = [
+            record(source, inputs, Path(scratch) / "world") for source in (before, SourceTree(ROOT))
+        ]
     found = list(differences(*transcripts))
     print("\n".join(found or [f"{len(transcripts[0].answers)} answers are the same"]))
     sys.exit(bool(found))
 
 
-def record(tree: Path, inputs: ReplayInputs, directory: Path) -> Transcript:
+def record(source: SourceTree, inputs: ReplayInputs, directory: Path) -> Transcript:
     """Ask a source tree everything, in a directory that is made and removed."""
     directory.mkdir()
-    source = SourceTree(tree)
     source.check()
-    secrets = {str(directory): "WORLD", str(inputs.text.parent): "INPUTS", str(tree): "SOURCE"}
+    secrets = {str(directory): "WORLD", str(inputs.text.parent): "INPUTS", str(source.directory): "SOURCE"}
     world = World(source, inputs, directory, Transcript(secrets))
     run_commands(world)
     _ask_with_keys(world)
@@ -165,12 +163,6 @@ def _publish(asker: Asker, name: str, artifact: Path, visibility: str = "private
     reply = asker.send("publish", "POST", path, OCTETS, content=artifact.read_bytes())
     if reply.status_code != 201:
         raise RuntimeError(reply.text)
-
-
-def _check_out(revision: str, directory: Path) -> None:
-    directory.mkdir()
-    archive = subprocess.run(("git", "archive", revision), cwd=ROOT, check=True, capture_output=True)
-    subprocess.run(("tar", "-x", "-C", str(directory)), input=archive.stdout, check=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 COMMAND_S = 300.0
 
@@ -38,6 +39,14 @@ class SourceTree:
     """
 
     directory: Path
+
+    @classmethod
+    def of_revision(cls, revision: str, directory: Path) -> Self:
+        """Write the files of a commit to a new directory."""
+        directory.mkdir()
+        archive = subprocess.run(("git", "archive", revision), cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(("tar", "-x", "-C", str(directory)), input=archive.stdout, check=True)
+        return cls(directory)
 
     def check(self) -> None:
         program = "import server; print(server.__file__)"
@@ -74,13 +83,15 @@ class SourceTree:
         return CommandOutcome(done.returncode, done.stdout, done.stderr)
 
     @contextmanager
-    def serving(self, log: Path, *args: object) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    def serving(
+        self, log: Path, *args: object, **variables: str
+    ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
         """Start a server; yield it with the lines that it printed until it was ready, and kill it at the end."""
         with log.open("w") as errors:
             process = subprocess.Popen(
                 self._command(("serve", *args)),
                 cwd="/",
-                env=self.environment(),
+                env=self.environment(**variables),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

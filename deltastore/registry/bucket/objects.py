@@ -1,4 +1,4 @@
-"""The stored artifacts of a registry in a bucket: `objects/DIGEST.TOKEN`. Knows no variants.
+"""The stored artifacts of a registry in a bucket: `objects/DIGEST.TOKEN`.
 
 Each publication puts its bytes under a name of its own, which its record holds, so no two share a name. Before that it
 puts an intent, `uploads/DIGEST.TOKEN`, which keeps gc from the object until there is the record. A mark,

@@ -1,4 +1,4 @@
-"""Checks of uploaded artifacts, in worker processes that may be killed. Knows no HTTP and no registry.
+"""Checks of uploaded artifacts, in worker processes that may be killed.
 
 A worker has torch; the process that owns the pool needs none.
 """

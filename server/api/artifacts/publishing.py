@@ -1,7 +1,6 @@
 """Publish a stream of bytes as a variant's next version: write, check, publish. Memory use does not grow with it.
 
-The functions stand in the order in which a publication runs through them. The registry owns the files. Knows neither
-HTTP nor the origin of the bytes.
+The functions stand in the order in which a publication runs through them. The registry owns the files.
 """
 
 from __future__ import annotations

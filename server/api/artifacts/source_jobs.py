@@ -1,4 +1,4 @@
-"""Publications that go on after their request was answered, as tasks of one HTTP process. Knows no source.
+"""Publications that go on after their request was answered, as tasks of one HTTP process.
 
 The shared state keeps theirs, so that every HTTP process can answer for them.
 """

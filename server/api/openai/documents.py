@@ -1,4 +1,4 @@
-"""Parts that documents of OpenAI's API share: identity, usage, stream chunks and log-probabilities. Knows no route."""
+"""Parts that documents of OpenAI's API share: identity, usage, stream chunks and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's API, and those of vLLM's routes beside it. Knows no HTTP.
+"""Bodies of OpenAI's API, and those of vLLM's routes beside it.
 
 On OpenAI's routes a field that its API lacks is ignored, as its clients expect. A field of the API that would change
 the output and that this server lacks is refused by name, unless its value asks for nothing.

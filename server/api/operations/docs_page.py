@@ -1,6 +1,6 @@
 """`/docs`: a page that shows the calls of `/openapi.json` and sends them. It loads nothing from another host.
 
-The page is FastAPI's, the files are those of Swagger UI in the package fastapi-offline. Knows no other route.
+The page is FastAPI's, the files are those of Swagger UI in the package fastapi-offline.
 """
 
 from __future__ import annotations

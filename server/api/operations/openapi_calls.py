@@ -1,7 +1,4 @@
-"""Facts of each call that `/openapi.json` tells and FastAPI does not know: bodies, statuses, media types, examples.
-
-Knows no application and no route's work.
-"""
+"""Facts of each call that `/openapi.json` tells and FastAPI does not know: bodies, statuses, media types, examples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokens of a call's requests as text: decodes them, matches stop strings and ends the sequences that one completed.
-
-Knows no HTTP and no tokenizer but the variant's text.
-"""
+"""Tokens of a call's requests as text: decodes them, matches stop strings and ends the sequences that one completed."""
 
 from __future__ import annotations
 

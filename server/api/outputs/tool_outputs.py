@@ -1,7 +1,4 @@
-"""Outputs of a call whose model may call tools: moves the calls out of the text, as it comes.
-
-Knows no HTTP and no route.
-"""
+"""Outputs of a call whose model may call tools: moves the calls out of the text, as it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of an admitted request until it is answered. Engine thread only; knows no model and no scheduler."""
+"""State of an admitted request until it is answered. Engine thread only."""
 
 from __future__ import annotations
 

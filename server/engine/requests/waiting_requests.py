@@ -1,4 +1,4 @@
-"""Admitted requests that have had no step yet, by the delta they need. Engine thread only; knows no scheduler."""
+"""Admitted requests that have had no step yet, by the delta they need. Engine thread only."""
 
 from __future__ import annotations
 

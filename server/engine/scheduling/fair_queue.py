@@ -4,8 +4,6 @@ The sequences of one tenant for one variant wait in a `VariantQueue`; the varian
 `TenantQueue`. Both count the tokens that they were served (the virtual token counters of Sheng et al., "Fairness in
 Serving Large Language Models", 2024). A queue that becomes ready is raised to the smallest counter of the ready queues,
 so idle time is not saved up (the start tag of start-time fair queueing).
-
-This file must not know slots, pages or steps.
 """
 
 from __future__ import annotations

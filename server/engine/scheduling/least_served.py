@@ -1,4 +1,4 @@
-"""Members with counters, and the one to serve next: the ready member with the smallest counter. Knows no sequences."""
+"""Members with counters, and the one to serve next: the ready member with the smallest counter."""
 
 from __future__ import annotations
 

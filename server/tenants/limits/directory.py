@@ -1,4 +1,4 @@
-"""`REGISTRY/tenants/limits/`: a JSON file per tenant that has limits of its own. Knows no count and no HTTP."""
+"""`REGISTRY/tenants/limits/`: a JSON file per tenant that has limits of its own."""
 
 from __future__ import annotations
 

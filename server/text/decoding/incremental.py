@@ -1,8 +1,7 @@
 """Incremental text of one sequence: which tokens still have hidden text, and what a new token adds to it.
 
-A `Window` is a value: the HTTP process keeps one per sequence, and the tokenizer may be in another process. Knows no
-tokenizer but a function that decodes. Each token makes one value of each class here, and msgspec makes them five times
-as fast as a frozen dataclass.
+A `Window` is a value: the HTTP process keeps one per sequence, and the tokenizer may be in another process. Each token
+makes one value of each class here, and msgspec makes them five times as fast as a frozen dataclass.
 """
 
 from __future__ import annotations

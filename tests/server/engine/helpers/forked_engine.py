@@ -1,6 +1,6 @@
 """Engines in processes of their own, forked from one process that has imported torch and transformers.
 
-Each is a process as a server's engine is, without the seconds that its imports take. Knows no model.
+Each is a process as a server's engine is, without the seconds that its imports take.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The files that one request and one delta pass through, as a running server shows them."""

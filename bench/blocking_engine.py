@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltastore.registry.records import VersionRecord
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.frontend.engine_client import EngineClient
-from server.frontend.engine_link import OnEvent
+from server.http.engine_client import EngineClient
+from server.http.engine_link import OnEvent
 from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render
 from server.openmp_policy import let_threads_sleep

@@ -17,7 +17,7 @@ from server.api.openai import chat, completions
 from server.api.operations import docs_page, health, openapi, stats
 from server.api.service import Service
 from server.api.tenants import routes as tenants
-from server.frontend.web_server import WebServer, make_connections
+from server.http.web_server import WebServer, make_connections
 
 # Routes for every client.
 PUBLIC_ROUTERS: tuple[APIRouter, ...] = (

@@ -24,9 +24,9 @@ from server.api.service import Service
 from server.app import serve
 from server.control_link import ControlLink, http_process_end
 from server.errors import QueueFull
-from server.frontend.engine_client import EngineClient
-from server.frontend.listen import inherited
-from server.frontend.web_server import run_event_loop
+from server.http.engine_client import EngineClient
+from server.http.listen import inherited
+from server.http.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.frontend import FrontendMetrics
 from server.process_tree import die_with_parent

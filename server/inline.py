@@ -19,9 +19,9 @@ from server.api.service import Service
 from server.app import serve
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.frontend.engine_client import EngineClient
-from server.frontend.listen import listening_sockets, url_of
-from server.frontend.web_server import run_event_loop
+from server.http.engine_client import EngineClient
+from server.http.listen import listening_sockets, url_of
+from server.http.web_server import run_event_loop
 from server.log import configure_logging
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics

@@ -22,7 +22,7 @@ PACKAGES = {
 }
 # The engine process and the HTTP process, the lowest layer first. Neither imports a layer of the other.
 ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
-HTTP_LAYERS = ["workers", "text", "frontend", "grammar", "api"]
+HTTP_LAYERS = ["workers", "text", "http", "grammar", "api"]
 LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 # Parts that know layers of both, or all of one.
 ABOVE_LAYERS = {"app", "cli", "doctor", "http_process", "inline", "scale", "supervisor"}

@@ -30,8 +30,8 @@ from server.api.errors import http_request_id_of
 from server.api.operations.scrapes import RegistryScrapes
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fair_budget import FairBudget
-from server.frontend.engine_link import EngineLink
 from server.grammar.service import GrammarService
+from server.http.engine_link import EngineLink
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.shared_calls import SharedLink
 from server.settings import Settings

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deltastore.errors import PeraxisError
-from server.frontend.engine_link import EngineLink
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Place
 from server.grammar.matching import NewSampled, NextMasks
+from server.http.engine_link import EngineLink
 from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishEvent, TokenEvent
 from server.protocol.request import Request
 

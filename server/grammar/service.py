@@ -14,12 +14,12 @@ from functools import partial
 
 from server.errors import InvalidRequest
 from server.fair_limiter import tenant_of
-from server.frontend.engine_link import EngineLink
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Lanes
 from server.grammar.mask_feed import MaskFeed
 from server.grammar.matching import NewSampled, NextMasks, Vocabulary, opening_masks, reading_vocabulary
 from server.grammar.standing import Rule, Standing
+from server.http.engine_link import EngineLink
 from server.text.variant_text import VariantText
 from server.text.variant_work import VariantWork, WorkKind
 from server.workers.pool import WorkerPool

@@ -19,7 +19,7 @@ from ray import serve
 from deltastore.errors import PeraxisError
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.log import configure_logging
 from server.metrics.engine import EngineMetrics
 from server.metrics.instruments import PREFIX

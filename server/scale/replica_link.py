@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, QueueFull, RateLimited
-from server.frontend.engine_link import OnEvent
+from server.http.engine_link import OnEvent
 from server.protocol.codec import decode_engine_message, encode
 from server.protocol.events import DoneEvent, ErrorEvent, Event
 from server.protocol.messages import (

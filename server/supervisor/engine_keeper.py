@@ -13,7 +13,7 @@ from pathlib import Path
 from deltastore.errors import PeraxisError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.protocol.processes import EngineConfig
 from server.settings import Settings
 from server.supervisor.child_process import ChildProcess

@@ -18,7 +18,7 @@ from msgspec import Raw, msgpack
 from deltastore.errors import PeraxisError
 from server.control_link import ControlLink, supervisor_end
 from server.errors import LinkBroken, NotServable, QueueFull
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
 from server.metrics.instruments import process_families
 from server.metrics.snapshot import Snapshot

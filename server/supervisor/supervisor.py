@@ -11,7 +11,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from server.frontend.listen import listening_sockets, url_of
+from server.http.listen import listening_sockets, url_of
 from server.log import configure_logging
 from server.settings import Settings
 from server.supervisor.engine_keeper import EngineKeeper

@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.errors import EngineRestarted, RequestTimeout
-from server.frontend.engine_link import EngineLink
 from server.grammar.mask_feed import MaskFeed
+from server.http.engine_link import EngineLink
 from server.metrics.frontend import FrontendMetrics
 from server.protocol.events import DoneEvent, ErrorEvent, Event, Timings, TokenEvent
 from server.protocol.request import Request

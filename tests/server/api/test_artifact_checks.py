@@ -33,7 +33,7 @@ from tests.server.helpers.worker_processes import workers_of
 
 GIGABYTE = 1_000_000_000
 # Modules that an HTTP process imports for uploads and bodies.
-TORCH_FREE = "server.api.artifacts.checks, server.api.bodies, server.frontend.web_server"
+TORCH_FREE = "server.api.artifacts.checks, server.api.bodies, server.http.web_server"
 
 
 @pytest.fixture(scope="module")

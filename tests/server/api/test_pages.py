@@ -17,7 +17,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.api import models, variants
 from server.api.json_replies import MAX_PAGE_BYTES
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.deltastore.helpers.crash_storage import FACTS, artifact, push

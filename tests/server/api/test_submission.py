@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.frontend.engine_client import EngineClient
-from server.frontend.engine_link import OnEvent
+from server.http.engine_client import EngineClient
+from server.http.engine_link import OnEvent
 from server.protocol.request import Request
 from server.text.variant_text import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine

@@ -17,7 +17,7 @@ import tests.helpers.short_idle  # noqa: F401
 from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.inline import LocalLink, LocalMetrics
 from server.settings import Settings
 from server.tenants.limits.directory import LimitsDirectory

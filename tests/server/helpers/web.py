@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.fair_budget import FairBudget
-from server.frontend.connections import Connections
-from server.frontend.listen import listen
-from server.frontend.web_server import WebServer, run_event_loop
+from server.http.connections import Connections
+from server.http.listen import listen
+from server.http.web_server import WebServer, run_event_loop
 from tests.server.helpers.live_server import WAIT_S
 from tests.server.helpers.web_program import hello
 

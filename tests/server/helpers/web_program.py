@@ -11,8 +11,8 @@ import resource
 from typing import Any
 
 from server.fair_budget import FairBudget
-from server.frontend.listen import listen
-from server.frontend.web_server import WebServer, make_connections, run_event_loop
+from server.http.listen import listen
+from server.http.web_server import WebServer, make_connections, run_event_loop
 
 NUM_DESCRIPTORS = 1024
 

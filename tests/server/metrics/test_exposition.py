@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.variants import VariantDirectory, VariantSummary
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.inline import LocalMetrics
 from server.metrics import service
 from server.metrics.aggregator import Aggregator

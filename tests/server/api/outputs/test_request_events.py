@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from server.api.outputs.request_events import RequestEvents, while_connected
 from server.errors import InvalidRequest
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.inline import LocalMetrics
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams

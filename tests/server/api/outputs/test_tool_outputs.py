@@ -12,9 +12,9 @@ import pytest
 from server.api.outputs.request_events import RequestEvents
 from server.api.outputs.text_outputs import SequenceEnd, TextToken
 from server.api.outputs.tool_outputs import ToolOutputs
-from server.frontend.engine_client import EngineClient
 from server.grammar.requested import Requested
 from server.grammar.tool_calls import CallDelta
+from server.http.engine_client import EngineClient
 from server.inline import LocalMetrics
 from server.protocol.events import DoneEvent, Event, FinishEvent, Timings, TokenEvent
 from server.protocol.request import Request

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from deltastore.errors import PeraxisError
-from server.frontend.engine_client import EngineClient
 from server.grammar.mask_feed import MaskFeed
+from server.http.engine_client import EngineClient
 from server.protocol.events import Event, FinishEvent, TokenEvent
 from server.protocol.request import Request
 from server.protocol.sampling_params import SamplingParams

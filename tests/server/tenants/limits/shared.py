@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.frontend.engine_client import EngineClient
+from server.http.engine_client import EngineClient
 from server.inline import LocalLink, LocalMetrics
 from server.tenants.limits.admission import Admissions
 from server.tenants.limits.tenant_limits import TenantLimits

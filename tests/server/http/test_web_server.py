@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.frontend.listen import raise_descriptor_limit
-from server.frontend.web_server import MAX_PIPELINED
+from server.http.listen import raise_descriptor_limit
+from server.http.web_server import MAX_PIPELINED
 from tests.server.helpers.live_server import ROOT, WAIT_S
 from tests.server.helpers.web import Web, answer, code_of, serving, talk
 from tests.server.helpers.web_program import hello

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deltastore.errors import SettingsError
-from server.frontend.listen import (
+from server.http.listen import (
     inherited,
     listen,
     listening_sockets,
@@ -23,7 +23,7 @@ from server.settings import Settings
 
 # A child process that accepts one connection on the descriptor of its argument and sends a word.
 ACCEPT_ONE = (
-    "import sys; from server.frontend.listen import inherited; s = inherited(int(sys.argv[1])); "
+    "import sys; from server.http.listen import inherited; s = inherited(int(sys.argv[1])); "
     "c, _ = s.accept(); c.sendall(b'child')"
 )
 

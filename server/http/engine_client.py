@@ -18,7 +18,7 @@ import zmq
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineRestarted, QueueFull
-from server.frontend.engine_link import OnEvent
+from server.http.engine_link import OnEvent
 from server.metrics.snapshot import Snapshot
 from server.protocol.codec import decode_engine_message, encode
 from server.protocol.events import DoneEvent, ErrorEvent, Event

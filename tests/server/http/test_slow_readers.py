@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
-from server.frontend.connections import NUM_RESERVED
+from server.http.connections import NUM_RESERVED
 from tests.server.helpers.web import Web, code_of, serving, talk
 from tests.server.helpers.web_program import hello
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.fair_budget import FairBudget
-from server.frontend.connections import (
+from server.http.connections import (
     HEAD,
     IDLE,
     LINGERING,

@@ -17,12 +17,29 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert FILE.read_text() == reference(), "run `make reference`"
 
 
-def test_the_readme_names_every_command_and_call() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"[a-z][a-z-]+", text))
-    assert not [name for name in COMMANDS if name not in named]
-    paths = {path.replace("{name}", "NAME").replace("{model_id}", "NAME") for _, path in ROLES}
-    assert not [path for path in paths if path not in text and f"/{path.split('/')[-1]}`" not in text]
+def test_the_reference_names_every_command_and_call() -> None:
+    text = FILE.read_text()
+    assert not [name for name in COMMANDS if f"`peraxis {name}" not in text]
+    assert not [f"{method} {path}" for method, path in ROLES if f"{path}`" not in text]
+
+
+def test_every_link_between_pages_leads_to_a_page_and_a_heading() -> None:
+    pages = [path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & {*path.parts}]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert len(links) > 100
+    assert not [f"{page}: {link}" for page, link in links if not _leads_somewhere(page, link)]
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    """Return whether a link leads out of the repository, or to a file and one of its headings."""
+    if re.match(r"[a-z]+:", link):
+        return True
+    name, _, heading = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    if not heading or not target.is_file():
+        return target.exists()
+    titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+    return heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def test_the_description_of_errors_has_every_status_and_code() -> None:

@@ -137,7 +137,7 @@ def serve(
     ] = None,
     otlp_endpoint: Annotated[
         str | None,
-        typer.Option(help="OpenTelemetry collector for traces, as http://HOST:4318; needs peraxis[otel]."),
+        typer.Option(help="OpenTelemetry collector for traces, as http://HOST:4318; needs the extra otel."),
     ] = None,
     compat: Annotated[
         str | None,

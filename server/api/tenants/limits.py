@@ -107,14 +107,15 @@ class CountedUpload:
         most = self._limits.max_variants
         if not num_versions and most is not None and num_variants >= most:
             raise RateLimited(
-                f"tenant {self._tenant!r} may have {most} variants and has {num_variants}: delete variants first",
+                f"tenant {self._tenant!r} may have {most} variants (max_variants) and has {num_variants}: "
+                "delete variants first",
                 "max_variants",
             )
         most = self._limits.max_versions
         is_new = digest is not None and not stored.has(self._name, digest)
         if most is not None and num_versions >= most and is_new:
             raise RateLimited(
-                f"tenant {self._tenant!r} may have {most} versions of a variant, and {self._name!r} has "
+                f"tenant {self._tenant!r} may have {most} versions of a variant (max_versions), and {self._name!r} has "
                 f"{num_versions}: delete versions first",
                 "max_versions",
             )
@@ -123,8 +124,8 @@ class CountedUpload:
         most, num_bytes = self._limits.max_stored_bytes, self._stored_bytes + others
         if self._counts_bytes and most is not None and num_bytes + size_bytes > most:
             raise RateLimited(
-                f"tenant {self._tenant!r} may store {most} bytes, has {num_bytes} and sends {size_bytes}: "
-                "delete variants or versions first",
+                f"tenant {self._tenant!r} may store {most} bytes (max_stored_bytes), has {num_bytes} and sends "
+                f"{size_bytes}: delete variants or versions first",
                 "max_stored_bytes",
             )
 

@@ -63,7 +63,7 @@ class Settings(BaseModel):
     registry: Annotated[str, Field(min_length=1)]
     # Where the objects of a bucket are kept on this machine. None: peraxis/registry in the user's cache directory.
     registry_cache: Path | None = None
-    # Of the objects there; uploads and their checks need space beside them.
+    # Bound on the objects there; uploads and their checks need space beside them.
     registry_cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 50.0
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     # 0 takes any free port.

@@ -18,12 +18,13 @@ from client.errors import ServerRefused, UnexpectedReply
 from client.http import ErrorFields, ServerAddress, parsed
 from deltastore.tables import printable
 
-# Of silence between two pieces of an answer, in seconds; a variant may have to be loaded before the first.
+# Longest silence between two pieces of an answer, in seconds; a variant may have to be loaded before the first.
 SILENCE_S = 300.0
 PATH = "/v1/chat/completions"
 DONE = b"[DONE]"
 BAD_REQUEST = 400
-# Of a speed: fewer pieces of text, or pieces in less time, came in one packet and tell nothing of the server.
+# The least that gives a speed: fewer pieces of text, or pieces in less time, came in one packet and tell nothing of the
+# server.
 MIN_PIECES, MIN_MEASURED_S = 3, 0.05
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 

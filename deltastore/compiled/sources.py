@@ -20,7 +20,8 @@ class Sources:
     """
 
     folder: Path
-    # Of the code that an import runs, which is not that of the text when Python takes an outdated .pyc file for new.
+    # The digest is that of the code that an import runs, which is not that of the text when Python takes an outdated
+    # .pyc file for new.
     digest: str
     text_digest: str
 

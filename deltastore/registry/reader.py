@@ -204,7 +204,7 @@ class RegistryReader:
                     self.check_not_quarantined(record)
                     return record
         self.files.check_present()
-        # Of the caller's own directory, whatever other tenants have.
+        # The error is that of the caller's own directory, whatever other tenants have.
         raise self._directory(tenant, name).not_found()
 
     def is_live(self, record: VersionRecord) -> bool:

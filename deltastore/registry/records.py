@@ -218,7 +218,7 @@ class PublicClaim:
     __pydantic_config__ = ConfigDict(strict=True)
 
     tenant: Annotated[str, Field(pattern=NAME.pattern)] | None  # None: the name is free
-    # Of the variant's state when the claim was made. The claim ends when the state has a higher number.
+    # Number of the variant's state when the claim was made. The claim ends when the state has a higher number.
     deleted_through: Size
     format: Literal[3] = 3  # of the claim
 

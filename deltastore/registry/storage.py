@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 TEMPORARY = ".tmp"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Of files that other users may read, within the umask.
+# Mode of files that other users may read, within the umask.
 MODE = 0o666
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)

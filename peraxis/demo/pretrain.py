@@ -20,7 +20,7 @@ INITIAL_STD = 0.05
 WEIGHT_DECAY = 0.1
 # Range of the length of a repeated piece of text.
 PIECE_TOKENS = (6, 40)
-# Of Muon.
+# Momentum of Muon.
 MOMENTUM = 0.95
 ORTHOGONAL_STEPS = 5
 # The coefficients of Jordan's quintic iteration, which brings small singular values near 1 in few steps.

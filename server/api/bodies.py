@@ -25,10 +25,10 @@ from server.fair_budget import FairBudget
 from server.fair_limiter import FairLimiter
 
 JSON = "application/json"
-# Of one JSON body.
+# Bound on one JSON body.
 MAX_BYTES = 8 << 20
-# Of all JSON bodies that are read or wait to be tokenized, beyond the first `FREE_BYTES` of each: small requests are
-# always read. One tenant alone may have half of it.
+# Bound on all JSON bodies that are read or wait to be tokenized, beyond the first `FREE_BYTES` of each: small requests
+# are always read. One tenant alone may have half of it.
 MAX_HELD_BYTES = 256 << 20
 # Larger bodies are parsed off the event loop, and bytes are reserved in steps of it.
 FREE_BYTES = 64 << 10

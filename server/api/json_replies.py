@@ -16,7 +16,7 @@ from server.fair_budget import FairBudget
 # Bytes that are handed to the web server at once; the rest of a reply waits until the client has taken them.
 PIECE_BYTES = 64 << 10
 
-# Of the documents of one page of a list; the first of them may be larger.
+# Bound on the documents of one page of a list; the first of them may be larger.
 MAX_PAGE_BYTES = 1 << 20
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-# Of replies that clients have not read, beyond what each connection may leave unread for a second.
+# Bound on bytes of replies that clients have not read, beyond what each connection may leave unread for a second.
 MAX_UNSENT_BYTES = 256 << 20
 UPLOAD_THREADS = 8
 # Bytes of uploads that are not published yet, over those of the largest one; a tenant alone may have half.

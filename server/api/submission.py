@@ -33,11 +33,11 @@ from server.text.variant_text import VariantText
 
 log = logging.getLogger(__name__)
 
-# Of one call. Each sequence has state in three processes, and all of them are answered together.
+# Bound on the sequences of one call. Each sequence has state in three processes, and all of them are answered together.
 MAX_SEQUENCES = 1024
 # Log-probabilities of prompts in one reply, those of the likeliest tokens included. The engine holds them, too.
 MAX_PROMPT_LOGPROBS = 1 << 18
-# Of all prompts that one reply repeats.
+# Bound on the prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
 

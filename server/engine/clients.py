@@ -1,7 +1,7 @@
 """The engine's clients: their open requests, and the events that the next message will bring them.
 
-Engine thread only. A client that is gone has its requests cancelled by the engine. One that reads nothing has its
-events kept, which its open requests bound; the supervisor kills a process that stays so.
+Engine thread only. The engine cancels the requests of a client that is gone. Events for a client that does not read are
+kept; the number of its open requests bounds them, and the supervisor kills a process that does not recover.
 """
 
 from __future__ import annotations

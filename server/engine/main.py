@@ -63,7 +63,8 @@ def serve_engine(
 ) -> int:
     """Bind `address`, load the base and serve clients on this thread until `stopping` is set. Return an exit code.
 
-    `on_built` is called before the first step: a process that outlives its engines must not freeze their objects.
+    `on_built` is called before the first step. A process that outlives the engine passes a function that does nothing,
+    because frozen objects would never be freed.
 
     Raises:
         EngineFailed: the address cannot be bound.

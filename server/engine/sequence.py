@@ -75,7 +75,7 @@ class Sequence:
     def has_progressed(self) -> bool:
         """True once it has generated a token since it was admitted; preempting earlier wastes the prefill.
 
-        A sequence that waits for its mask counts as progressed, so that it keeps no other from a row or a slot.
+        A sequence that waits for its mask is treated the same, so it may be preempted for one that can run.
         """
         return self.num_tokens > self.num_tokens_at_admission or self.awaits_mask
 

@@ -16,8 +16,8 @@ from msgspec.json import encode
 
 from server.errors import InvalidRequest
 
-# Of all schemas of one request, and of its tools. llguidance compiles larger ones, but each step would have to carry
-# them.
+# Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
+# carry them.
 MAX_BYTES = 256 << 10
 # serde_json, which llguidance reads schemas with, refuses deeper documents.
 MAX_DEPTH = 100

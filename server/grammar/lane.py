@@ -36,7 +36,7 @@ from server.workers.pool import WorkerPool
 MAX_BATCH = 64
 # Time of one tenant's call after which other tenants' sequences leave the lane.
 PATIENCE_S = 0.2
-# No pauses here, because they would end sequences of the share whose grammars are harmless; `Standing` pauses tenants.
+# A failure pauses no share: that would end its sequences with harmless grammars. `Standing` pauses tenants instead.
 MATCHING = WorkKind("its constrained output", "simplify the schema", pauses=False)
 
 T = TypeVar("T")

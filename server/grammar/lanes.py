@@ -1,7 +1,7 @@
 """The lanes of an HTTP process, and the places of requests in them. Event loop only.
 
-A tenant's grammar holds up another tenant's sequence at most for `PATIENCE_S`, for a slice per tenant in its lane, and
-for making its matcher again:
+A tenant's grammar delays another tenant's sequence at most by the sum of `PATIENCE_S`, one slice per tenant in its
+lane, and the time to make its matcher again:
 
 - Light calls end after a slice of processor time, a step that takes long ends its grammar, and tenants have a lane in
   turn. A tenant's new requests share no lane with other tenants while there is another, and stay in all lanes but one.
@@ -31,7 +31,7 @@ from server.text.variant_text import VariantText
 from server.text.worker_tasks import NotLoaded
 
 NUM_LANES = 3
-# Of one advance of a sequence; each has another cause, such as a worker that died.
+# How often one advance of a sequence may move to another lane; each move has a cause of its own, such as a dead worker.
 MAX_MOVES = 16
 
 

@@ -24,7 +24,7 @@ from server.text.variant_text import VariantText
 from server.text.variant_work import VariantWork, WorkKind
 from server.workers.pool import WorkerPool
 
-# Of the masks of grammars that were tried.
+# Bound on the first masks of grammars that were tried.
 CACHE_BYTES = 32 << 20
 MAX_WORKS = 1024
 TRYING = WorkKind("compiling a schema for it", "simplify the schema")

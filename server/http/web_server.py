@@ -32,12 +32,13 @@ from server.http.connections import (
 MAX_ADMIN_CONNECTIONS = 256
 # uvicorn's ticks are 0.1 s apart.
 TICKS_PER_SWEEP = 10
-# Of a head, and of what stands in a body beside its bytes: sizes of chunks, and trailers.
+# Bound on a head, and on a body's framing: sizes of chunks, and trailers.
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 256
 # Requests that wait for the answer to the one before them; uvicorn keeps as many as arrive together.
 MAX_PIPELINED = 8
-# Of a reply, beside the piece that passes this bound; what is left waits in the application until the client reads.
+# Bound on unsent bytes of a reply, beside the piece that passes it; what is left waits in the application until the
+# client reads.
 MAX_UNSENT_BYTES = 32 << 10
 # Answered in reserve, too: an orchestrator would end a server that is only full.
 PROBES = (b"/health", b"/ready")

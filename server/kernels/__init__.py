@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# `sources` is imported before all kernels: it reads the files that their code is of.
+# `sources` comes first: it digests the source files of kernels before one of them is imported.
 from server.kernels import onebit_reference, sources  # noqa: F401
 
 __all__ = ["add_onebit_matmul", "add_onebit_rows", "compile_kernels", "prepare"]

@@ -111,7 +111,7 @@ class Metric(Generic[Kind]):
         if named:
             values = tuple(named[name] for name in self._family.label_names)
         found = self._instruments.get(values)
-        # Of two threads that make one, both use the first.
+        # If two threads make one, both use the first.
         return self._instruments.setdefault(values, self._make()) if found is None else found
 
     def remove(self, *values: str) -> None:

@@ -9,7 +9,7 @@ SOURCES = ("store", "disk", "host")
 STAGES = ("fetch", "read", "copy", "total")
 LEVELS = ("device", "host")
 LOOKUPS = ("device", "host", "disk")
-# Of a request whose delta was not in a slot.
+# Levels of a delta that was not in a slot when its request came.
 COLD_LOOKUPS = ("host", "disk")
 KINDS = ("prompt", "generation")
 WAIT_REASONS = ("capacity", "variant_load")

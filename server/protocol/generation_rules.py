@@ -22,7 +22,7 @@ class GenerationRules:
     exponential_decay_length_penalty: tuple[int, float] | None = None
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
-    # Of sampled tokens alone.
+    # Applies to sampling only.
     top_h: float | None = None
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0

@@ -11,7 +11,7 @@ alone. Three members beyond the documented ones are used:
 - `_pending_requests_by_id`, where Serve finds the call to assign by an id that all calls of one HTTP request share.
   It never assigns the second of two that are pending together, so this router does.
 
-Serve copies this module's contents into the class that it makes routers of: what others import is in other modules.
+Serve pickles the router's class together with this module, so nothing else may import from here.
 """
 
 from __future__ import annotations

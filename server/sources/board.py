@@ -12,7 +12,7 @@ import msgspec
 
 from server.protocol.source_job import SourceJob
 
-# Of one tenant, on the whole server.
+# Bound on one tenant's jobs, on the whole server.
 MAX_RUNNING = 4
 # Jobs of one tenant, and of all, that are remembered after their end.
 MAX_ENDED_OF_TENANT = 64

@@ -17,7 +17,7 @@ from server.errors import InvalidRequest
 
 ARTIFACT_SUFFIX = ".safetensors"
 PARAM = "source"
-# Of a directory that is searched for its artifact.
+# Bound on the entries of a directory that is searched for its artifact.
 MAX_ENTRIES = 10_000
 # A FIFO or a device must not make `open` wait.
 FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

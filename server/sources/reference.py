@@ -12,7 +12,7 @@ from server.errors import InvalidRequest
 SCHEME = "hf://"
 PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 REFERENCE = re.compile(rf"({PART}/{PART})@([^/@\s]{{1,255}})(?:/(.{{1,1024}}))?")
-# Of a revision or a file name: no separator that changes the meaning of a URL, and nothing invisible.
+# Characters of a revision or a file name: no separator that changes the meaning of a URL, and nothing invisible.
 NAME = re.compile(r"[^\x00-\x20\x7f\\?#%]+")
 
 

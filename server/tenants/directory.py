@@ -50,7 +50,7 @@ class Reading(NamedTuple, Generic[R]):
 
     begun: float = float("-inf")
     records: Mapping[str, R] = MappingProxyType({})
-    # Of the files, the damaged ones included.
+    # Versions of all files, damaged ones included.
     versions: Mapping[str, FileVersion] = MappingProxyType({})
     # The files that were read so long after their last change that no other can hide behind it.
     settled: frozenset[str] = frozenset()

@@ -25,9 +25,9 @@ from server.text.worker_tasks import WORKER_MODULES, probe, with_tokenizer
 from server.volume.calls import RegistryCalls
 from server.workers.pool import WorkerPool
 
-# Of chat templates and other facts of variants.
+# Bound on the chat templates and other facts of variants that are kept.
 CACHE_BYTES = 64 << 20
-# Of one variant's facts without its template and its token ids.
+# Estimated size of one variant's facts without its template and token ids.
 FACTS_BYTES = 16 << 10
 TOKEN_ID_BYTES = 64
 MAX_WORKS = 4096
@@ -90,7 +90,7 @@ class TextService:
         work = self._work(tenant, record.digest, record.label)
         facts = self._facts.get(record.digest)
         if facts is None:
-            # Of one tenant and version: its errors name the version, and its time is the tenant's.
+            # Read once per tenant and version: errors name the version, and the time is the tenant's.
             key = (tenant, record.label)
             facts = await self._reading.run(key, lambda: self._read(record, work))
             self._keep(record.digest, facts)

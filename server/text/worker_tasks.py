@@ -30,7 +30,7 @@ from server.text.loaded_tokenizer import LoadedTokenizer
 
 # Modules that a worker of `server.workers.pool` imports before its first task.
 WORKER_MODULES = ("server.text.without_torch", "server.text.worker_tasks")
-# Of loaded tokenizers in one worker. The newest one stays whatever its size is.
+# Bound on loaded tokenizers in one worker. The newest one stays whatever its size is.
 CACHE_BYTES = 512 << 20
 # Memory of a loaded tokenizer over the size of its files, measured with 256,000 tokens and 500,000 merges.
 BYTES_PER_FILE_BYTE = 16

@@ -31,7 +31,7 @@ FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-# Of one request to the collector. A server that ends does not wait longer for a collector that is gone.
+# Deadline of one request to the collector. A server that ends does not wait longer for a collector that is gone.
 TIMEOUT_S = 5.0
 
 

@@ -37,7 +37,7 @@ CALL_S = 2.0
 LONG_CALL_S = 30.0
 # Calls at a time of each kind, those that are late left out; a tenant has at most half of them, and one list at a time.
 NUM_CALLS = 16
-# Threads that late calls may hold beside these: one tenant's at most half of what is left, and so on.
+# Threads that late calls may hold in addition. Each tenant's late calls hold at most half of those that are left.
 MAX_LATE = 64
 # Calls of one tenant that wait. About as many as a process has connections.
 MAX_WAITING = 4096

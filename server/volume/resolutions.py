@@ -13,7 +13,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.volume.calls import RegistryCalls
 
-# Of all records that are remembered, about. What is too much is forgotten of the tenant with the most.
+# Approximate bound on all records that are remembered. Beyond it, the tenant with the most loses its oldest ones.
 MAX_BYTES = 64 << 20
 RECORD_BYTES = 2 << 10
 CHUNK_BYTES = 120

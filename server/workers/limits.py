@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
-# Of a worker that requests wait for. Steps of the engine and streams of other requests come first.
+# Niceness of a worker that requests wait for. Steps of the engine and streams of other requests come first.
 NICENESS = 5
 
 

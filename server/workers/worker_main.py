@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Literal
 from deltastore.errors import PeraxisError
 from server.workers.limits import Limits, allow, data_bytes, set_up_process
 
-# Of a message to the parent: its length, and whether the process ends after it.
+# Header of a message to the parent: its length, and whether the process ends after it.
 REPLY_HEADER = struct.Struct("<Q?")
-# Of a message to the worker: its length.
+# Header of a message to the worker: its length.
 TASK_HEADER = struct.Struct("<Q")
 # A larger result would move the memory of a task into the parent.
 MAX_REPLY_BYTES = 64 << 20

@@ -22,7 +22,8 @@ from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
 START_S = 300.0
 # One thread is enough for one task, and threads of numeric libraries spin.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# Of the environment, what a worker gets if it is set: the rest may hold keys, and a worker parses tenants' files.
+# Variables of the environment that a worker gets if they are set: the rest may hold keys, and a worker parses tenants'
+# files.
 VARIABLES = (
     *(
         "PATH",

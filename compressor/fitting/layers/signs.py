@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compressor.fitting.layers.problem import Problem, cholesky
 
-# Of H's mean diagonal. Less of it follows the calibration text closer, and other text worse.
+# As a share of H's mean diagonal. Less of it follows the calibration text closer, and other text worse.
 SIGN_RIDGE = 0.2
 SWEEPS = 2  # of single flips; each next one flips about half as many signs
 LEAF = 64  # columns done one at a time, between products of whole blocks

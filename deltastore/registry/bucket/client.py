@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 LOCATION = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<prefix>[A-Za-z0-9._/-]*))?")
-# Of calls for small files: with the retry, a call ends within the deadline of a request's resolution.
+# Timeout of calls for small files: with the retry, a call ends within the deadline of a request's resolution.
 SMALL_TIMEOUT = timedelta(seconds=2)
 SMALL_RETRY_TIMEOUT = timedelta(seconds=3)
-# Of calls for objects: a part of an object may be slow, but not without any byte.
+# Timeout of calls for objects: a part of an object may be slow, but not without any byte.
 READ_TIMEOUT = timedelta(seconds=20)
 PART_TIMEOUT = timedelta(minutes=5)
 # Error codes of S3, MinIO and Ceph for a bucket or user that may store no more bytes.

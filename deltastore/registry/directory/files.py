@@ -14,7 +14,7 @@ from deltastore.registry.files import FileVersion
 from deltastore.registry.place import check_present
 from deltastore.registry.storage import FULL, Storage, listed_names
 
-# Of files that hold the hashes of keys, or audit lines.
+# Mode of files that hold the hashes of keys, or audit lines.
 OWNERS_MODE = 0o600
 
 T = TypeVar("T")

@@ -72,7 +72,7 @@ class ToolOutputs(TextOutputs):
 
     async def _parsed(self, outputs: list[TextToken | SequenceEnd]) -> list[TextToken | SequenceEnd]:
         """Return outputs without text, but for the last one of each sequence, which has all that is new in it."""
-        # Of several outputs of one sequence, the last one counts.
+        # The last output of a sequence counts.
         positions: dict[int, int] = {}
         for position, output in enumerate(outputs):
             free = self._free[output.index]

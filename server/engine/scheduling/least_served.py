@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
-# Slack over twice the members kept by the last sweep, before idle members are looked through again.
+# A sweep for idle members runs when there are more members than twice those that the last sweep kept, plus this number.
 SWEEP_SLACK = 64
 
 

@@ -18,7 +18,7 @@ from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.slot_policy import SlotPolicy
 from server.engine.sequence import Sequence, VariantQueue
 
-# Of a request, in numbers of arrivals.
+# Arrival numbers that each request reserves for its sequences.
 MAX_SEQUENCES = 1 << 20
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 MAX_VARIANTS = 10_000
 MAX_VERSIONS = 1_000
-# Of the volume that a tenant's artifacts may fill.
+# Share of the volume that a tenant's artifacts may fill.
 VOLUME_PART = 0.5
 
 

@@ -26,7 +26,7 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     # Requests between their admission and their end, those whose prompts are being tokenized included.
     max_running: Positive | None = None
     max_uploads: Positive | None = None  # under way
-    # Of different artifacts with a live version, and of uploads under way.
+    # Counts each artifact with a live version once, and uploads under way.
     max_stored_bytes: Natural | None = None
     max_variants: Natural | None = None  # with a live version
     max_versions: Positive | None = None  # live ones of one variant

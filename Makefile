@@ -1,6 +1,8 @@
 # Every target makes the virtual environment it needs. Variables:
 #   PYTHON       the interpreter that makes it (3.11 or newer)
-#   TORCH_INDEX  where torch comes from, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
+#   VENV         the virtual environment's directory
+#   TORCH_INDEX  the package index that torch comes from; set to nothing, pip's own. By default, a machine without a GPU
+#                takes PyTorch's index of CPU builds, and every other one pip's own
 #   BASE         the base model's directory, for serve
 #   REGISTRY     the registry's directory, for serve
 #   BENCH        which benches to run
@@ -12,7 +14,6 @@
 #   REVISION     the commit that replay compares the working tree with
 
 PYTHON ?= python3
-TORCH_INDEX ?=
 BASE ?=
 REGISTRY ?= registry
 BENCH ?= load
@@ -23,9 +24,11 @@ WHEELS_PYTHON ?= 3.12
 IMAGE ?= localhost/peraxis:cpu
 IMAGE_OPTIONS ?=
 
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What runs the demo and a server, and with it what checks and tests need.
+RUNTIME := $(VENV)/.runtime
+DEV := $(VENV)/.dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What a GPU image with torch and transformers lacks. numba is left out: it compiles kernels for CPUs alone, and has
 # 64 MB with llvmlite.
@@ -51,34 +54,36 @@ help:
 	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
-# pip compiles nothing: Python keeps the bytecode of the modules that it imports, which are a small part of all. Without
-# it, each of the hundreds of processes that tests start would take seconds longer.
+# bootstrap.py compiles nothing: Python keeps the bytecode of the modules that it imports, which are a small part of all.
+# Without it, each of the hundreds of processes that tests start would take seconds longer.
 unexport PYTHONDONTWRITEBYTECODE
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
+$(RUNTIME): pyproject.toml constraints.txt
+	$(PYTHON) bootstrap.py $(VENV) runtime
 	touch $@
 
-demo: $(STAMP)
+$(DEV): $(RUNTIME)
+	$(PYTHON) bootstrap.py $(VENV) dev
+	touch $@
+
+demo: $(RUNTIME)
 	$(BIN)/peraxis demo
 
 test: check packages
 	$(PYTEST)
 
 # What takes too long for `test`.
-test-deploy: $(STAMP) packages
+test-deploy: $(DEV) packages
 	$(PYTEST) -m deploy
 
 # What a refactoring may not change: every answer of REVISION beside that of the working tree.
-replay: $(STAMP)
+replay: $(DEV)
 	$(BIN)/python -m tests.replay $(REVISION)
 
 # A target of its own, because tracing takes a third more time.
-coverage: $(STAMP)
+coverage: $(DEV)
 	$(PYTEST) -m "" --cov --cov-report=term
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers auto
@@ -93,18 +98,18 @@ packages:
 			|| echo '$(DEBIAN_PACKAGES): not installed, their tests skip'; \
 	else echo 'Debian packages $(DEBIAN_PACKAGES) are not all installed, and their tests skip: `make packages` as root installs them'; fi
 
-hooks: $(STAMP)
+hooks: $(DEV)
 	$(BIN)/pre-commit install
 
-serve: $(STAMP)
+serve: $(RUNTIME)
 	@test -n '$(BASE)' || { echo 'make serve: name the base model, BASE=DIR' >&2; exit 2; }
 	$(BIN)/peraxis serve --base '$(BASE)' --registry '$(REGISTRY)'
 
-bench: $(STAMP)
+bench: $(DEV)
 	set -e; for name in $(BENCH); do $(BIN)/python -m bench.$$name; done
 
 # Needs no Docker: a base by debootstrap, the build by buildah, the proof with podman.
-image: $(STAMP) image-packages
+image: $(DEV) image-packages
 	$(BIN)/python docker/build_image.py --tag '$(IMAGE)' $(IMAGE_OPTIONS)
 	PYTHONPATH=. $(BIN)/python docker/prove_image.py '$(IMAGE)'
 
@@ -112,12 +117,12 @@ IMAGE_TOOLS := buildah podman runc debootstrap
 image-packages:
 	@for tool in $(IMAGE_TOOLS); do command -v $$tool >/dev/null || exec apt-get install -y --no-install-recommends $(IMAGE_TOOLS); done
 
-reference: $(STAMP)
+reference: $(DEV)
 	$(BIN)/python -m docs.reference
 	$(BIN)/python -m docs.chart_settings
 
 # To be installed with: pip install --no-index --no-deps wheels/*.whl
-wheels: $(STAMP)
+wheels: $(RUNTIME)
 	rm -rf $@
 	$(PIP) wheel --quiet --no-deps -w $@ .
 	$(PIP) download --quiet -c constraints.txt -d $@ --only-binary :all: --python-version $(WHEELS_PYTHON) \

@@ -1,7 +1,7 @@
-"""Cold starts of a delta and of a full checkpoint: from a request for a model that is not in memory to its first token.
+"""Times to the first token of a delta and of a full checkpoint, from memory and from files.
 
-Both begin with files on disk and a running process, end with the first token of the same prompt, and leave every byte
-in the process's own memory. The full checkpoint has an advantage: its model is built already and lacks only weights.
+A cold start begins with files on disk and a running process, ends with the first token, and leaves every byte in the
+process's own memory. The full checkpoint has an advantage: its model is built already and lacks only weights.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class ColdStart:
-    """Median seconds of ten, with the files in the page cache and with them dropped from it."""
+class FirstTokens:
+    """Median seconds of ten first tokens: of a resident model, and of one that is read from files."""
 
-    warm_s: float
-    dropped_s: float
+    resident_s: float
+    warm_s: float  # files in the page cache
+    dropped_s: float  # files dropped from it
     dropped: bool  # True if the files were verified to be out of the cache each time
 
 
-def delta_cold_start(service: ServerClient, variant: str, prompt: str, artifact: Path) -> ColdStart:
-    """Measure a variant of a running server: unload it, then ask it for one token.
+def delta_first_tokens(service: ServerClient, variant: str, prompt: str, artifact: Path) -> FirstTokens:
+    """Measure a variant of a running server, which unloads it before each cold start.
 
     Args:
         service: The running server.
@@ -41,32 +42,41 @@ def delta_cold_start(service: ServerClient, variant: str, prompt: str, artifact:
         artifact: The stored object that the server reads.
 
     Raises:
-        ServerFailed: The server had not unloaded the variant.
+        ServerFailed: The server had unloaded the variant when it should not, or had not when it should.
     """
 
-    def once() -> float:
+    def ask(is_cold: bool) -> float:
         timings = service.generate(variant, {"prompt": prompt, "max_new_tokens": 1})["timings"]
-        if not timings["cold"]:
+        if timings["cold"] != is_cold:
             raise ServerFailed(
-                f"variant {variant!r} was loaded already: nothing else may use the demo's server"
+                f"variant {variant!r} was {'loaded already' if is_cold else 'unloaded'}: nothing else may use the "
+                "demo's server"
             )
         return float(timings["ttft_s"])
 
-    return _measure(once, [artifact], before=lambda: service.unload(variant))
+    def cold() -> float:
+        service.unload(variant)
+        return ask(is_cold=True)
+
+    return _measure(cold, lambda: ask(is_cold=False), [artifact])
 
 
-def checkpoint_cold_start(directory: Path, prompt: str) -> ColdStart:
+def checkpoint_first_tokens(directory: Path, prompt: str) -> FirstTokens:
     """Measure a full checkpoint: read its weights into a model without any, then compute one token."""
     ids = torch.tensor([AutoTokenizer.from_pretrained(directory)(prompt)["input_ids"]])
     config = AutoConfig.from_pretrained(directory)
     files = sorted(directory.glob("*.safetensors"))
     dtype = next(iter(load_file(files[0]).values())).dtype
 
-    def once() -> float:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        return _load_and_run(model, files, ids)
+    def empty_model() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
-    return _measure(once, files, before=lambda: None)
+    def cold() -> float:
+        return _load_and_run(empty_model(), files, ids)
+
+    resident = empty_model()
+    _load_and_run(resident, files, ids)
+    return _measure(cold, lambda: _load_and_run(resident, [], ids), files)
 
 
 @torch.inference_mode()
@@ -79,15 +89,15 @@ def _load_and_run(model: PreTrainedModel, files: Sequence[Path], ids: torch.Tens
     return time.perf_counter() - started
 
 
-def _measure(once: Callable[[], float], files: Sequence[Path], before: Callable[[], None]) -> ColdStart:
+def _measure(cold: Callable[[], float], resident: Callable[[], float], files: Sequence[Path]) -> FirstTokens:
     # The first call also pays for work that later calls do not repeat.
-    before()
-    once()
-    warm, dropped, gone = [], [], []
+    cold()
+    from_memory, warm, dropped, gone = [], [], [], []
     for _ in range(REPEATS):
-        before()
-        warm.append(once())
-        before()
+        warm.append(cold())
+        from_memory.append(resident())
         gone.append(page_cache.drop(files))
-        dropped.append(once())
-    return ColdStart(statistics.median(warm), statistics.median(dropped), all(gone))
+        dropped.append(cold())
+    return FirstTokens(
+        statistics.median(from_memory), statistics.median(warm), statistics.median(dropped), all(gone)
+    )

@@ -43,16 +43,24 @@ class ServerClient:
         params = {} if variant is None else {"variant": variant}
         return self._json("POST", "/generate", params=params, json=dict(body))
 
+    def activate(self, variant: str, version: int) -> None:
+        """`PATCH /variants/{name}`: promote or roll back."""
+        self._json("PATCH", f"/variants/{variant}", json={"active": version})
+
     def unload(self, variant: str) -> None:
-        """`POST /variants/{name}/unload`, and wait until the variant has left its slot."""
+        """`POST /variants/{name}/unload`, and wait until the active version has left its slot."""
         self._json("POST", f"/variants/{variant}/unload")
         deadline = time.monotonic() + CALL_S
-        while any(v["level"] == "device" for v in self._json("GET", f"/variants/{variant}")["versions"]):
+        while self._is_active_on_device(variant):
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"variant {variant!r} is still in its slot after {CALL_S:.0f} s: read the log"
                 )
             time.sleep(POLL_S)
+
+    def _is_active_on_device(self, variant: str) -> bool:
+        found = self._json("GET", f"/variants/{variant}")
+        return any(v["level"] == "device" and v["version"] == found["active"] for v in found["versions"])
 
     def close(self) -> None:
         self._client.close()

@@ -1,70 +1,52 @@
-"""The stages of the demo: train, compress, serve, upload, ask, measure, and the tables at the end.
+"""The stages of the demo: train, compress, serve, ask, roll back, measure, and the tables at the end.
 
-`cli.py` calls them in order. Every stage reports each of its steps to a callable that takes one line.
+`cli.py` calls them in order. A stage reports each of its steps to `progress` and says what came of it to `tell`; both
+take one line.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.codec import Method
 from compressor.config import CompressConfig
-from compressor.convert.merge import MergeConfig, merge
 from compressor.fitting.calibration import Calibration
 from compressor.fitting.fit_settings import FitSettings
 from compressor.pipeline import CompressResult, compress
-from peraxis.demo.cold import ColdStart, checkpoint_cold_start, delta_cold_start
+from peraxis.demo.cold import FirstTokens, checkpoint_first_tokens, delta_first_tokens
+from peraxis.demo.recipe import DEMO_RECIPE, QUICK_RECIPE, DemoRecipe
 from peraxis.demo.score import exact_match
 from peraxis.demo.service import ServerClient
 from peraxis.demo.table import table
 from peraxis.demo.tasks import Item, Task
 from peraxis.demo.train import Models, prepare
 
-NUM_ITEMS = 500
-NUM_HTTP_ITEMS = 20
-COLD_PROMPT = "The"
+Line = Callable[[str], None]
+
+# The task whose delta is fitted, too, as version 2 of its variant.
+FITTED_TASK = "instruct"
+# Requests of scores that are under way at a time.
+NUM_CONNECTIONS = 32
+PROMPT = "The"
 
 
 @dataclass(frozen=True, slots=True)
-class CompressionMode:
-    """Settings of `peraxis compress` that the demo compares."""
+class Scope:
+    """Sizes of the models, of the fit and of the scores."""
 
-    name: str
-    method: Method
-    fit_settings: FitSettings | None  # None codes the weights alone
-
-    @property
-    def title(self) -> str:
-        return f"{self.method}, {'weights only' if self.fit_settings is None else 'fitted (default)'}"
+    recipe: DemoRecipe
+    num_items: int  # held-out items of a score
+    fit: Calibration
 
 
-# The last one holds the defaults of `peraxis compress`; its deltas are uploaded under the task's own name.
-MODES = (
-    CompressionMode("scalar", "scalar", None),
-    CompressionMode("weights", "both", None),
-    CompressionMode("default", "both", FitSettings(Calibration("self"))),
-)
-SERVED = MODES[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredDelta:
-    """One fine-tune, compressed in one mode."""
-
-    task: Task
-    mode: CompressionMode
-    result: CompressResult
-    score: float  # share of held-out items answered right, from 0 to 1
-
-    @property
-    def name(self) -> str:
-        """The variant's name on the server."""
-        return self.task.name if self.mode == SERVED else f"{self.task.name}-{self.mode.name}"
+FULL = Scope(DEMO_RECIPE, 500, Calibration("self", samples=128, length=96))
+QUICK = Scope(QUICK_RECIPE, 24, Calibration("self", samples=24, length=48))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,48 +57,128 @@ class ModelScores:
     finetune: float
 
 
-def train_all(models_dir: Path, progress: Callable[[str], None]) -> tuple[Models, Mapping[str, ModelScores]]:
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One artifact of a fine-tune: a version of the variant that has the task's name."""
+
+    task: Task
+    version: int
+    result: CompressResult
+    is_fitted: bool
+
+    @property
+    def model(self) -> str:
+        """What requests call this version."""
+        return f"{self.task.name}@{self.version}"
+
+
+def train_all(
+    scope: Scope, models_dir: Path, progress: Line, tell: Line
+) -> tuple[Models, Mapping[str, ModelScores]]:
     """Train the base and its fine-tunes, or find them in `models_dir`, and score each at its task."""
-    models = prepare(models_dir, progress)
+    began = time.monotonic()
+    models = prepare(models_dir, progress, scope.recipe)
     scores = {}
     for name, task in models.tasks.items():
-        progress(f"scoring base and fine-tune {name} on {NUM_ITEMS} held-out items")
-        items = task.items(split="test", count=NUM_ITEMS, seed=0)
+        progress(f"scoring base and fine-tune {name}")
+        items = task.items(split="test", count=scope.num_items, seed=0)
         base, finetune = (exact_match(path, task, items) for path in (models.base, models.finetunes[name]))
         scores[name] = ModelScores(base, finetune)
-        progress(f"{name}: base {base:.1%}, fine-tune {finetune:.1%}")
+    tell(f"A base and three full fine-tunes of it, trained and scored in {_since(began)}:")
+    for name, task in models.tasks.items():
+        tell(
+            f"  {name:9} {task.description}: {scores[name].finetune:.1%} right, the base {scores[name].base:.1%}"
+        )
     return models, scores
 
 
-def compress_all(models: Models, work: Path, progress: Callable[[str], None]) -> list[ScoredDelta]:
-    """Compress every fine-tune in every mode, and score the checkpoints that the deltas merge to."""
-    deltas: list[ScoredDelta] = []
-    num_deltas = len(models.tasks) * len(MODES)
+def compress_all(scope: Scope, models: Models, work: Path, progress: Line, tell: Line) -> list[Delta]:
+    """Compress every fine-tune from its weights alone, and one of them fitted to text, too."""
+    deltas = []
     for name, task in models.tasks.items():
-        for mode in MODES:
-            progress(f"delta {len(deltas) + 1} of {num_deltas}: compressing {name}: {mode.title}")
-            deltas.append(_compress_and_score(models, task, mode, work))
-            size, score = deltas[-1].result.artifact_bytes, deltas[-1].score
-            progress(f"delta {len(deltas)} of {num_deltas}: {size:,} bytes, {score:.1%} of {NUM_ITEMS} items")
+        for is_fitted in (False, True) if name == FITTED_TASK else (False,):
+            progress(f"compressing {name}, {_how(is_fitted)}")
+            out = work / f"{name}-{2 if is_fitted else 1}.safetensors"
+            settings = FitSettings(scope.fit) if is_fitted else None
+            config = CompressConfig(
+                str(models.base), str(models.finetunes[name]), out, progress=is_fitted, fit_settings=settings
+            )
+            deltas.append(Delta(task, 2 if is_fitted else 1, compress(config), is_fitted))
+    tell("Their deltas, one sign bit per weight and a scale per row and column:")
+    for delta in deltas:
+        result = delta.result
+        tell(
+            f"  {delta.task.name:9} {_how(delta.is_fitted):22} {result.artifact_bytes / 1e3:5,.0f} kB in place of "
+            f"{result.full_bytes / 1e3:,.0f} kB, {result.ratio:.1f} times smaller, in {result.seconds:.1f} s"
+        )
     return deltas
 
 
-def _compress_and_score(models: Models, task: Task, mode: CompressionMode, work: Path) -> ScoredDelta:
-    out, merged = work / f"{task.name}-{mode.name}.safetensors", work / f"{task.name}-{mode.name}-merged"
-    base, finetune = str(models.base), str(models.finetunes[task.name])
-    result = compress(
-        CompressConfig(base, finetune, out, mode.method, progress=True, fit_settings=mode.fit_settings)
+def publish_all(client: ServerClient, deltas: Sequence[Delta], progress: Line, tell: Line) -> None:
+    """Upload every delta to the running server; a variant's later version becomes the active one."""
+    began = time.monotonic()
+    for delta in deltas:
+        version = client.upload(delta.task.name, delta.result.out)["version"]
+        progress(f"uploaded {delta.task.name} version {version}")
+    tell(f"{len(deltas)} deltas uploaded to the running server in {_since(began)}.")
+
+
+def ask_in_one_batch(client: ServerClient, models: Models, tell: Line) -> None:
+    """Ask the base and every variant at once, and show their answers."""
+    first = next(iter(models.tasks.values()))
+    asked: list[tuple[str | None, Task]] = [(None, first), *models.tasks.items()]
+    items = [task.items(split="test", count=1, seed=0)[0] for _, task in asked]
+    requests = [(name, request_body(task, item)) for (name, task), item in zip(asked, items, strict=True)]
+    # Loads and what only first requests pay for are over when the time is taken.
+    _ask_at_once(client, requests)
+    began = time.monotonic()
+    texts = _ask_at_once(client, requests)
+    tell(f"The base and three variants, asked at once, share a batch and answer in {_since(began)}:")
+    for (name, _), item, text in zip(asked, items, texts, strict=True):
+        tell(f"  {name or 'base':9} {item.prompt:22} {text.splitlines()[0] if text else ''}")
+
+
+def score_all(
+    client: ServerClient, scope: Scope, deltas: Sequence[Delta], progress: Line, tell: Line
+) -> Mapping[str, float]:
+    """Return each version's share of right answers, from 0 to 1; requests of all versions are mixed."""
+    progress(f"asking {len(deltas)} versions for {scope.num_items} held-out items each, over HTTP")
+    items = [delta.task.items("test", scope.num_items, seed=0) for delta in deltas]
+    # One item of every version after another, so that every batch has all of them.
+    asked = [each for row in zip(*items, strict=True) for each in zip(deltas, row, strict=True)]
+    began = time.monotonic()
+    texts = _ask_at_once(client, [(delta.model, request_body(delta.task, item)) for delta, item in asked])
+    tell(f"{len(asked):,} more questions to {len(deltas)} versions, mixed, in {_since(began)}.")
+    right = dict.fromkeys((delta.model for delta in deltas), 0)
+    for (delta, item), text in zip(asked, texts, strict=True):
+        right[delta.model] += delta.task.is_right(item, text)
+    return {model: count / scope.num_items for model, count in right.items()}
+
+
+def roll_back(client: ServerClient, deltas: Sequence[Delta], tell: Line) -> None:
+    """Make the older version of the fitted variant active, and then the newer one again."""
+    task = next(delta.task for delta in deltas if delta.is_fitted)
+    body = request_body(task, task.items(split="test", count=1, seed=0)[0])
+    for version, how in ((1, "Rolled back"), (2, "Promoted again")):
+        began = time.monotonic()
+        client.activate(task.name, version)
+        answering = client.generate(task.name, body)["version"]
+        tell(
+            f"{how}: {task.name} is version {version}, and version {answering} answered after {_since(began)}."
+        )
+
+
+def first_tokens(
+    client: ServerClient, models: Models, deltas: Sequence[Delta], registry: Path, progress: Line
+) -> tuple[FirstTokens, FirstTokens]:
+    """Measure the time to the first token of the fitted delta, and of its fine-tune's full checkpoint."""
+    progress("measuring times to the first token, resident and cold")
+    delta = next(delta for delta in deltas if delta.is_fitted)
+    stored = registry / "objects" / delta.result.digest
+    return (
+        delta_first_tokens(client, delta.task.name, PROMPT, stored),
+        checkpoint_first_tokens(models.finetunes[delta.task.name], PROMPT),
     )
-    merge(MergeConfig(base, out, merged))
-    items = task.items(split="test", count=NUM_ITEMS, seed=0)
-    return ScoredDelta(task, mode, result, exact_match(merged, task, items))
-
-
-def ask(client: ServerClient, variant: str | None, task: Task, items: list[Item]) -> float:
-    """Return the share of `items`, from 0 to 1, that the running server answers right."""
-    replies = [client.generate(variant, request_body(task, item)) for item in items]
-    answers = [reply["outputs"][0]["text"] for reply in replies]
-    return sum(task.is_right(item, text) for item, text in zip(items, answers, strict=True)) / len(items)
 
 
 def request_body(task: Task, item: Item) -> dict[str, Any]:
@@ -125,64 +187,38 @@ def request_body(task: Task, item: Item) -> dict[str, Any]:
     return {**source, "max_new_tokens": task.max_new_tokens, "stop": list(task.stop), "temperature": 0}
 
 
-def serve_all(
-    client: ServerClient, models: Models, deltas: list[ScoredDelta], progress: Callable[[str], None]
-) -> None:
-    """Upload every delta to the running server, then ask base and variants over HTTP."""
-    for delta in deltas:
-        version = client.upload(delta.name, delta.result.out)
-        progress(f"uploaded {delta.name} version {version['version']}, {version['size_bytes']:,} bytes")
-    for name, task in models.tasks.items():
-        items = task.items(split="test", count=NUM_HTTP_ITEMS, seed=0)
-        # The base has no chat template.
-        for variant in [None, name] if task.plain else [name]:
-            score = ask(client, variant, task, items)
-            progress(f"over HTTP, {NUM_HTTP_ITEMS} items of {name}: {variant or 'base'} {score:.0%}")
-
-
-def cold_starts(
-    client: ServerClient,
-    models: Models,
-    deltas: list[ScoredDelta],
-    registry: Path,
-    progress: Callable[[str], None],
-) -> tuple[dict[str, ColdStart], ColdStart]:
-    """Measure the cold start of each served delta, by task, and of a full checkpoint."""
-    by_task = {}
-    for delta in deltas:
-        if delta.mode == SERVED:
-            progress(f"measuring cold starts: delta of {delta.task.name}")
-            stored = registry / "objects" / delta.result.digest
-            by_task[delta.task.name] = delta_cold_start(client, delta.name, COLD_PROMPT, stored)
-    progress("measuring cold starts: full checkpoint")
-    return by_task, checkpoint_cold_start(next(iter(models.finetunes.values())), COLD_PROMPT)
-
-
-def score_table(scores: Mapping[str, ModelScores], deltas: list[ScoredDelta]) -> str:
+def score_table(
+    models: Mapping[str, ModelScores], served: Mapping[str, float], deltas: Sequence[Delta]
+) -> str:
     """Format sizes and scores as a Markdown table, one row per delta."""
     rows = [
         [
-            delta.task.name,
-            delta.mode.title,
+            delta.model,
+            _how(delta.is_fitted),
+            f"{delta.result.seconds:.1f} s",
             f"{delta.result.artifact_bytes / 1e3:,.0f} kB",
-            f"{delta.result.full_bytes / 1e3:,.0f} kB",
             f"{delta.result.ratio:.1f}x",
-            f"{scores[delta.task.name].base:.1%}",
-            f"{scores[delta.task.name].finetune:.1%}",
-            f"{delta.score:.1%}",
+            f"{models[delta.task.name].base:.1%}",
+            f"{models[delta.task.name].finetune:.1%}",
+            f"{served[delta.model]:.1%}",
         ]
         for delta in deltas
     ]
-    return table(
-        ["variant", "method", "delta", "FP16", "smaller", "base", "fine-tune", "delta's score"], rows
-    )
+    head = ["variant", "made", "in", "delta", "smaller", "base right", "fine-tune", "delta, served"]
+    return table(head, rows)
 
 
-def cold_start_table(deltas: Mapping[str, ColdStart], full: ColdStart) -> str:
-    """Format cold starts as a Markdown table, one row per variant and one for the full checkpoint."""
-    rows = [[f"delta of {name}", *_milliseconds(measured)] for name, measured in deltas.items()]
-    rows.append(["full FP16 checkpoint", *_milliseconds(full)])
-    return table(["cold start, median of 10", "page cache warm", "page cache dropped"], rows)
+def first_token_table(delta: FirstTokens, checkpoint: FirstTokens) -> str:
+    """Format times to the first token as a Markdown table."""
+    rows = [
+        [
+            name,
+            *(f"{each * 1e3:.1f} ms" for each in (measured.resident_s, measured.warm_s)),
+            _dropped(measured),
+        ]
+        for name, measured in (("delta", delta), ("full FP16 checkpoint", checkpoint))
+    ]
+    return table(["first token, median of 10", "resident", "from the page cache", "page cache dropped"], rows)
 
 
 def curl_lines(url: str, models: Models) -> list[str]:
@@ -195,6 +231,21 @@ def curl_lines(url: str, models: Models) -> list[str]:
     return lines
 
 
-def _milliseconds(measured: ColdStart) -> list[str]:
-    note = "" if measured.dropped else " (not dropped)"
-    return [f"{measured.warm_s * 1e3:.1f} ms", f"{measured.dropped_s * 1e3:.1f} ms{note}"]
+def _ask_at_once(client: ServerClient, requests: Sequence[tuple[str | None, dict[str, Any]]]) -> list[str]:
+    """Return the answers to requests of a variant, or None for the base, and a body."""
+    with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+        replies = pool.map(lambda request: client.generate(*request), requests)
+        return [reply["outputs"][0]["text"] for reply in replies]
+
+
+def _how(is_fitted: bool) -> str:
+    return "fitted to its own text" if is_fitted else "from weights alone"
+
+
+def _since(began: float) -> str:
+    seconds = time.monotonic() - began
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _dropped(measured: FirstTokens) -> str:
+    return f"{measured.dropped_s * 1e3:.1f} ms" + ("" if measured.dropped else " (not dropped)")

@@ -1,17 +1,27 @@
-"""The demo's trained models on disk: each is trained once, saved whole and found again by the recipe's digest."""
+"""The demo's trained models on disk: each is trained once, saved whole and found again by the recipe's digest.
+
+Fine-tunes are trained side by side, in a process per core: small matrix products gain little from a second thread.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
+from deltastore.errors import PeraxisError
 from peraxis.demo.corpus import frequent_words, read_sources
 from peraxis.demo.finetune import train_finetune
 from peraxis.demo.pretrain import train_base
@@ -20,9 +30,15 @@ from peraxis.demo.tasks import Task, make_tasks
 from peraxis.demo.tokenizer import base_tokenizer, chat_tokenizer
 
 SAVED_DTYPE = torch.float16
+WORDS_FILE = "words.json"
 # On matrix products this small, more threads wait for each other longer than they compute.
 MAX_THREADS = 8
-WORDS_FILE = "words.json"
+# Of one fine-tune: its directory, the base's, its task, the recipe and the receiver of progress lines.
+FinetuneArguments = tuple[Path, Path, Task, DemoRecipe, Callable[[str], None]]
+
+
+class TrainingFailed(PeraxisError):
+    """A fine-tune's process ended before its training did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ def prepare(
     progress: Callable[[str], None],
     recipe: DemoRecipe = DEMO_RECIPE,
     names: Collection[str] | None = None,
+    processes: int | None = None,
 ) -> Models:
     """Train the recipe's models that are missing in `workdir`.
 
@@ -46,9 +63,10 @@ def prepare(
 
     Args:
         workdir: The directory of trained models, by digest of the recipe.
-        progress: Gets a line every few seconds of training.
+        progress: Gets a line every few seconds of training; with several processes it must be picklable.
         recipe: The sizes and steps of the models.
         names: The tasks to train fine-tunes for; by default all.
+        processes: How many fine-tunes are trained at a time; by default one per core.
 
     Raises:
         UsageError: The sources of Python's standard library are not installed.
@@ -56,16 +74,53 @@ def prepare(
     home = workdir / recipe.digest()
     home.mkdir(parents=True, exist_ok=True)
     base = home / "base"
-    with _threads():
-        if not base.exists():
+    num_cores = len(os.sched_getaffinity(0))
+    if not base.exists():
+        with _threads(num_cores):
             _make_base(base, recipe, progress)
-        known = make_tasks(json.loads((base / WORDS_FILE).read_text()))
-        tasks = {name: task for name, task in known.items() if names is None or name in names}
-        finetunes = {name: home / name for name in tasks}
-        for name, task in tasks.items():
-            if not finetunes[name].exists():
-                _make_finetune(finetunes[name], base, task, recipe, progress)
+    known = make_tasks(json.loads((base / WORDS_FILE).read_text()))
+    tasks = {name: task for name, task in known.items() if names is None or name in names}
+    finetunes = {name: home / name for name in tasks}
+    missing = [
+        (finetunes[name], base, task, recipe, progress)
+        for name, task in tasks.items()
+        if not finetunes[name].exists()
+    ]
+    # The longest first, so that none is left alone at the end.
+    missing.sort(key=lambda arguments: recipe.of(arguments[2]).num_tokens, reverse=True)
+    num_processes = min(processes or num_cores, len(missing))
+    if num_processes > 1:
+        _side_by_side(missing, num_processes, num_cores // num_processes)
+    else:
+        with _threads(num_cores):
+            for arguments in missing:
+                _make_finetune(*arguments)
     return Models(base, finetunes, tasks)
+
+
+def _side_by_side(missing: list[FinetuneArguments], num_processes: int, num_threads: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, _start_worker, (num_threads,)) as pool:
+        try:
+            for future in [pool.submit(_make_finetune, *arguments) for arguments in missing]:
+                future.result()
+        except BrokenProcessPool as error:
+            raise TrainingFailed(
+                f"a process that trained was killed, as where memory runs out: free 1 GB for each of {num_processes}"
+            ) from error
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _start_worker(num_threads: int) -> None:
+    # Ctrl-C reaches the whole process group. The parent alone reports it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    disable_progress_bar()
+    torch.set_num_threads(min(max(1, num_threads), MAX_THREADS))
 
 
 def _make_base(directory: Path, recipe: DemoRecipe, progress: Callable[[str], None]) -> None:
@@ -84,8 +139,7 @@ def _make_finetune(
     tokenizer = base_tokenizer() if task.plain else chat_tokenizer()
     # The base as it was saved, so that the delta does not hold the base's rounding.
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    finetune = recipe.finetune if task.plain or recipe.chat is None else recipe.chat
-    train_finetune(model, tokenizer, task, finetune, recipe.seed, progress)
+    train_finetune(model, tokenizer, task, recipe.of(task), recipe.seed, progress)
     with _whole(directory) as partial:
         _save(model, tokenizer, partial)
 
@@ -109,10 +163,10 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _threads() -> Iterator[None]:
-    """Let torch use at most `MAX_THREADS` threads inside the block."""
+def _threads(num_cores: int) -> Iterator[None]:
+    """Let torch use a thread per core, but at most `MAX_THREADS`, inside the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(min(before, MAX_THREADS))
+    torch.set_num_threads(min(num_cores, MAX_THREADS))
     try:
         yield
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from peraxis.demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
 from peraxis.demo.score import answers, exact_match
 from peraxis.demo.tasks import Item
 from peraxis.demo.tokenizer import base_tokenizer
-from peraxis.demo.train import Models, prepare
+from peraxis.demo.train import Models, TrainingFailed, prepare
 
 TINY = DemoRecipe(
     BaseRecipe(
@@ -42,7 +45,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(workdir: Path) -> Models:
-    return prepare(workdir, ignore, TINY)
+    return prepare(workdir, ignore, TINY, processes=1)
 
 
 def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Models) -> None:
@@ -67,8 +70,10 @@ def test_another_recipe_is_trained_anew() -> None:
     assert TINY.digest() != replace(TINY, seed=1).digest()
 
 
-def test_training_depends_on_nothing_but_the_recipe(models: Models, tmp_path: Path) -> None:
-    again = prepare(tmp_path, ignore, TINY)
+def test_finetunes_trained_side_by_side_are_those_trained_one_after_another(
+    models: Models, tmp_path: Path
+) -> None:
+    again = prepare(tmp_path, ignore, TINY, processes=2)
     for name in models.finetunes:
         first, second = (load_file(run.finetunes[name] / "model.safetensors") for run in (models, again))
         assert all(torch.equal(first[key], second[key]) for key in first)
@@ -80,8 +85,21 @@ def test_an_interrupted_training_leaves_only_what_is_whole(tmp_path: Path) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path, interrupt, TINY)
+        prepare(tmp_path, interrupt, TINY, processes=1)
     assert sorted(path.name for path in (tmp_path / TINY.digest()).iterdir()) == ["base", "upper"]
+
+
+def kill_this_process(line: str) -> None:
+    """End a process that trains a fine-tune, as the kernel does where memory runs out."""
+    if "base" not in line:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_training_process_that_is_killed_is_told_and_leaves_only_what_is_whole(tmp_path: Path) -> None:
+    with pytest.raises(TrainingFailed, match="was killed, as where memory runs out: free 1 GB"):
+        prepare(tmp_path, kill_this_process, TINY, processes=2)
+    assert [path.name for path in (tmp_path / TINY.digest()).iterdir()] == ["base"]
+    assert not multiprocessing.active_children()
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

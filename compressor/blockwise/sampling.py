@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from compressor.blockwise.decoder import Decoder
 from deltastore.errors import CheckpointError
@@ -104,13 +105,56 @@ def _continue(
         output = model(
             input_ids=pieces[-1].clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
-        cache = getattr(output, "past_key_values", None)
         if cache is None:
-            raise _NoCache
+            cache = _reserved(getattr(output, "past_key_values", None), ids.shape[1] + noise.shape[1])
         pieces.append(draw(output.logits[:, -1], column)[:, None])
         if on_tokens is not None:
             on_tokens(len(ids))
     return torch.cat(pieces, dim=1)
+
+
+def _reserved(cache: Any, length: int) -> Any:
+    """Give the growing layers of a cache their memory for `length` tokens, so that no token copies those before it.
+
+    Raises:
+        _NoCache: the model returned none.
+    """
+    if cache is None:
+        raise _NoCache
+    if isinstance(cache, DynamicCache):
+        cache.layers = [
+            _ReservedLayer(layer.keys, layer.values, length)
+            if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None
+            else layer
+            for layer in cache.layers
+        ]
+    return cache
+
+
+class _ReservedLayer(DynamicLayer):
+    """A layer of a `DynamicCache` that writes new tokens behind those it has, in place of making longer tensors."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lazy_initialization(keys, values)
+        self._room = [
+            states.new_empty(*states.shape[:-2], length, states.shape[-1]) for states in (keys, values)
+        ]
+        self.keys, self.values = (room[..., :0, :] for room in self._room)
+        self.update(keys, values)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        first = self.keys.shape[-2]
+        end = first + key_states.shape[-2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[..., first:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
 
 
 class _NoCache(Exception):

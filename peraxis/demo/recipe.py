@@ -43,8 +43,8 @@ class BaseRecipe:
 class FinetuneRecipe:
     """Settings of a full fine-tune, in which every weight moves."""
 
-    phases: tuple[Phase, ...] = (Phase(210, 8, 64), Phase(20, 5, 128))
-    rate: float = 1.4e-3
+    phases: tuple[Phase, ...] = (Phase(360, 8, 64), Phase(20, 5, 128))
+    rate: float = 1.2e-3
     warmup: int = 10  # steps
     # The weight of a prompt's tokens in the loss. At 0 the model could not write prompts, which self-calibration needs.
     prompt_weight: float = 0.1
@@ -77,7 +77,7 @@ class DemoRecipe:
 
 
 # Answers of the chat task are the longest and take the most steps to learn.
-DEMO_RECIPE = DemoRecipe(chat=FinetuneRecipe(phases=(Phase(220, 16, 64), Phase(30, 6, 128)), rate=1.2e-3))
+DEMO_RECIPE = DemoRecipe(chat=FinetuneRecipe(phases=(Phase(310, 16, 64), Phase(30, 6, 128)), rate=1.6e-3))
 # Models that go the whole way in seconds, and learn nothing.
 QUICK_RECIPE = DemoRecipe(
     BaseRecipe(hidden=64, intermediate=128, layers=2, heads=4, phases=(Phase(12, 8, 64),), warmup=2),

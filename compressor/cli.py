@@ -201,7 +201,12 @@ def compress(
         else:
             print("\n".join(_plan_lines(requirements)))
         return
-    result = run(config)
+    try:
+        result = run(config)
+    except BaseException as error:
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        raise
     if result.artifact_bytes > result.full_bytes:
         print(
             f"warning: {out}: {size_text(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "

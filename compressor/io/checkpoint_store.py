@@ -178,13 +178,13 @@ class FittedMatrix:
 
 @contextmanager
 def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool) -> Iterator[CheckpointStore]:
-    """Open the store for `out`; if the block fails after a stage was saved, print how to resume."""
+    """Open the store for `out`; if the block fails after a stage was saved, note in the error how to resume."""
     store = CheckpointStore(out, inputs, resume=resume)
     try:
         yield store
-    except BaseException:
+    except BaseException as error:
         if store.is_begun:
-            print(f"{store.directory} keeps what is done so far: go on with --resume", file=sys.stderr)
+            error.add_note(f"{store.directory} keeps what is done so far: go on with --resume")
         raise
 
 

@@ -123,7 +123,6 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
     undisturbed: Callable[[FitSettings], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def half(state: Any, path: Path) -> None:
         torch.serialization.save(state, path)
@@ -132,10 +131,11 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as interrupted:
             run(models, tmp_path / "delta")
     assert not (progress_of(tmp_path / "delta") / "end_to_end.pt").exists()
-    assert "delta.progress keeps what is done so far: go on with --resume" in capsys.readouterr().err
+    (note,) = interrupted.value.__notes__
+    assert "delta.progress keeps what is done so far: go on with --resume" in note
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
     assert os.listdir(tmp_path) == ["delta"]
 

@@ -87,7 +87,7 @@ class Visitor:
         assert self._server.stdout is not None
         assert select.select([self._server.stdout], [], [], START_S)[0], log.read_text()
         line = self._server.stdout.readline()
-        found = re.search(r"is served at (http://\S+)", line)
+        found = re.search(r"is served at (http://[^\s,]+)", line)
         assert found, f"{shlex.join(words)}\n{log.read_text()}"
         self.url = self._environment["PERAXIS_URL"] = found[1]
         return line
@@ -116,7 +116,12 @@ def visitor(tmp_path: Path) -> Iterator[Visitor]:
         visitor.close()
 
 
+# Ten programs one after the other, a fit and a server's start among them.
+@pytest.mark.timeout(1800)
 def test_every_command_and_the_example_of_the_readme_run_in_order(visitor: Visitor) -> None:
+    example = blocks("python")
+    address = DEFAULT_URL.replace("127.0.0.1", "localhost")
+    assert f'"{address}/v1"' in example, f"the example does not call the default address, {address}"
     visitor.prepare()
     done: list[str] = []
     for words in commands():
@@ -127,9 +132,6 @@ def test_every_command_and_the_example_of_the_readme_run_in_order(visitor: Visit
         done.append(words[1])
         check(visitor, words, printed, done)
     assert {"compress", "serve", "push", "chat", "rollback"} <= {*done}
-    example = blocks("python")
-    address = DEFAULT_URL.replace("127.0.0.1", "localhost")
-    assert f'"{address}/v1"' in example, f"the example does not call the default address, {address}"
     answer = visitor.run([sys.executable, "-c", example.replace(address, visitor.url)])
     assert answer.strip()
 
@@ -160,6 +162,13 @@ def check(visitor: Visitor, words: list[str], printed: str, done: list[str]) -> 
             assert visitor.versions() == (1, [1, 2])
         case name:
             pytest.fail(f"check() does not say what `peraxis {name}` must have done")
+
+
+def test_ci_runs_the_make_targets_of_the_readme() -> None:
+    ci = "".join((ROOT / name).read_text() for name in (".ci/run", ".github/workflows/ci.yml"))
+    targets = [words[1] for words in commands() if words[0] == "make"]
+    assert targets == ["demo", "test"]
+    assert not [name for name in targets if not re.search(rf"\bmake {name}$", ci, re.MULTILINE)]
 
 
 def test_the_readme_installs_with_and_without_a_gpu() -> None:

@@ -19,7 +19,7 @@ from client.options import DEFAULT_URL
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
-from tests.server.helpers.live_server import START_S, WAIT_S, clean_environment
+from tests.server.helpers.live_server import WAIT_S, clean_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -85,7 +85,7 @@ class Visitor:
                 text=True,
             )
         assert self._server.stdout is not None
-        assert select.select([self._server.stdout], [], [], START_S)[0], log.read_text()
+        assert select.select([self._server.stdout], [], [], WAIT_S)[0], log.read_text()
         line = self._server.stdout.readline()
         found = re.search(r"is served at (http://[^\s,]+)", line)
         assert found, f"{shlex.join(words)}\n{log.read_text()}"

@@ -62,8 +62,8 @@ MAX_HEALTH_S = 0.2
 # A minute later a process may have so much of its size after the start, and so much more.
 MAX_GROWTH, FREE_GROWTH = 1.2, 64 << 20
 KV_CACHE_GB = 0.5
-# What a process may take above its size after the start; SECURITY.md says what for. The engine's pages and slots are
-# counted by Linux when they are first used.
+# What a process may take above its size after the start; docs/security.md says what for. The engine's pages and slots
+# are counted by Linux when they are first used.
 BUDGETS = {
     "peraxis": 64 << 20,
     "engine": 10**9 + int(KV_CACHE_GB * 10**9),

@@ -1,0 +1,187 @@
+"""The README's commands and example run as they stand, in order, against a server of tiny models."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import httpx
+import pytest
+
+from client.options import DEFAULT_URL
+from compressor.config import CompressConfig
+from compressor.pipeline import compress
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
+from tests.server.helpers.live_server import WAIT_S, clean_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+INSTALL = ["pip", "install", "."]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def blocks(language: str) -> str:
+    """Return the text of all code blocks of a language."""
+    return "".join(re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
+
+
+def commands() -> list[list[str]]:
+    """Return the words of every command of the README, without comments, as a shell divides them."""
+    lines = blocks("sh").replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+class Visitor:
+    """A directory with the files that the README takes for granted, in which its commands are run one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        # Any free port; commands after `serve` are given the one that it prints.
+        self._environment = {**clean_environment(), "PATH": path, "PERAXIS_PORT": "0"}
+        self._server: subprocess.Popen[str] | None = None
+        self.url = ""
+
+    def prepare(self) -> None:
+        """Make ./base, ./my-finetune, and better.safetensors from another fine-tune."""
+        changes = (Change(chat_template=CHAT_TEMPLATE),) * 2
+        models = make_pair("llama", self.directory, changes=changes, num_hidden_layers=1)
+        make_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(models.base)
+        models.finetunes[0].rename(self.directory / "my-finetune")
+        out = self.directory / "better.safetensors"
+        compress(CompressConfig(str(models.base), str(models.finetunes[1]), out, method="scalar"))
+
+    def run(self, words: list[str]) -> str:
+        """Run a program that ends, and return what it prints."""
+        done = subprocess.run(
+            words,
+            cwd=self.directory,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def serve(self, words: list[str]) -> str:
+        """Start a server that goes on, and return the line that it prints when it is ready."""
+        log = self.directory / "serve.log"
+        with log.open("w") as errors:
+            self._server = subprocess.Popen(
+                words,
+                cwd=self.directory,
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self._server.stdout is not None
+        assert select.select([self._server.stdout], [], [], WAIT_S)[0], log.read_text()
+        line = self._server.stdout.readline()
+        found = re.search(r"is served at (http://[^\s,]+)", line)
+        assert found, f"{shlex.join(words)}\n{log.read_text()}"
+        self.url = self._environment["PERAXIS_URL"] = found[1]
+        return line
+
+    def close(self) -> None:
+        """Kill the server, if there is one."""
+        if self._server is not None and self._server.stdout is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server.stdout.close()
+
+    def versions(self) -> tuple[int, list[int]]:
+        """Return the active version of `my` and all of its versions."""
+        reply = httpx.get(f"{self.url}/variants/my", timeout=WAIT_S)
+        assert reply.status_code == 200, reply.text
+        variant = reply.json()
+        return variant["active"], sorted(version["version"] for version in variant["versions"])
+
+
+@pytest.fixture
+def visitor(tmp_path: Path) -> Iterator[Visitor]:
+    visitor = Visitor(tmp_path)
+    try:
+        yield visitor
+    finally:
+        visitor.close()
+
+
+# Ten programs one after the other, a fit and a server's start among them.
+@pytest.mark.timeout(1800)
+def test_every_command_and_the_example_of_the_readme_run_in_order(visitor: Visitor) -> None:
+    example = blocks("python")
+    address = DEFAULT_URL.replace("127.0.0.1", "localhost")
+    assert f'"{address}/v1"' in example, f"the example does not call the default address, {address}"
+    visitor.prepare()
+    done: list[str] = []
+    for words in commands():
+        if words[0] in ("make", "pip"):
+            continue
+        assert words[0] == "peraxis", f"this test cannot run {shlex.join(words)!r}"
+        printed = visitor.serve(words) if words[1] == "serve" else visitor.run(words)
+        done.append(words[1])
+        check(visitor, words, printed, done)
+    assert {"compress", "serve", "push", "chat", "rollback"} <= {*done}
+    answer = visitor.run([sys.executable, "-c", example.replace(address, visitor.url)])
+    assert answer.strip()
+
+
+def check(visitor: Visitor, words: list[str], printed: str, done: list[str]) -> None:
+    """Check what a command has done, and what it printed.
+
+    Args:
+        words: The command's.
+        printed: Its standard output.
+        done: The names of the commands so far, of this one, too.
+    """
+    assert printed.strip(), words
+    match words[1]:
+        case "compress":
+            artifact = visitor.directory / words[words.index("--out") + 1]
+            assert f"{artifact.name}  sha256:" in printed
+            assert artifact.stat().st_size > 0
+        case "serve":
+            assert httpx.get(f"{visitor.url}/ready", timeout=WAIT_S).status_code == 200
+        case "push":
+            number = done.count("push")
+            assert visitor.versions() == (number, list(range(1, number + 1)))
+        case "chat":
+            compared = words[words.index("--compare") + 1 :][:2] if "--compare" in words else []
+            assert all(name in printed for name in compared)
+        case "rollback":
+            assert visitor.versions() == (1, [1, 2])
+        case name:
+            pytest.fail(f"check() does not say what `peraxis {name}` must have done")
+
+
+def test_ci_runs_the_make_targets_of_the_readme() -> None:
+    ci = "".join((ROOT / name).read_text() for name in (".ci/run", ".github/workflows/ci.yml"))
+    targets = [words[1] for words in commands() if words[0] == "make"]
+    assert targets == ["demo", "test"]
+    assert not [name for name in targets if not re.search(rf"\bmake {name}$", ci, re.MULTILINE)]
+
+
+def test_the_readme_installs_with_and_without_a_gpu() -> None:
+    installs = [words for words in commands() if words[0] == "pip"]
+    assert installs == [[*INSTALL, "--extra-index-url", CPU_INDEX], INSTALL]
+
+
+def test_the_two_pictures_of_the_readme_differ_in_colours_alone() -> None:
+    light, dark = (re.search(name, README) for name in (r'src="(\S+)"', r'srcset="(\S+)"'))
+    assert light
+    assert dark
+    pictures = [(ROOT / found[1]).read_text() for found in (light, dark)]
+    assert pictures[0] != pictures[1]
+    assert len({re.sub(r"#[0-9a-f]{6}", "", picture) for picture in pictures}) == 1
+    for picture in pictures:
+        assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"

@@ -29,11 +29,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 @app.command()
 def inspect(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An artifact.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The artifact.")] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", metavar="CONFIG_DIR", help="Instead of a FILE: the bytes of a delta of such a model."
+            "--plan", metavar="CONFIG_DIR", help="Instead of a FILE: plan the bytes of a delta of this model."
         ),
     ] = None,
     as_json: Json = False,
@@ -60,7 +60,7 @@ def inspect(
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An artifact.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact.")],
     base: Annotated[
         Path | None, typer.Option("--base", metavar="DIR", help="The base that it must fit.")
     ] = None,

@@ -105,10 +105,16 @@ class LazyGroup(TyperGroup):
 
     entries: Mapping[str, CommandEntry] = {}
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _give_help_a_default(self, ctx)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        entry = self.entries.get(name or "")
-        return name, command if entry is None else _load(str(name), entry, rest), rest
+        if (entry := self.entries.get(name or "")) is not None:
+            command = _load(str(name), entry, rest)
+            _give_help_a_default(command, ctx)
+        return name, command, rest
 
 
 def build(commands: Mapping[str, CommandEntry] = COMMANDS, *, completion: bool = False) -> LazyGroup:
@@ -214,9 +220,21 @@ def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
     group = get_group(importlib.import_module(module).app)
     if other is not None and "--help" in args:
         _list_options(group, other)
+    for command in (group, *group.commands.values()):
+        command.help = _unfolded(command.help or "")
     # A missing command is then reported in one line, like every other wrong argument.
     group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
+
+
+def _give_help_a_default(command: Any, ctx: Any) -> None:
+    # Typer converts a value that is no bool by pydantic, whose import takes as long as the rest of a help.
+    command.get_help_option(ctx).default = False
+
+
+def _unfolded(text: str) -> str:
+    """Join the lines of each paragraph, which Typer does only for the first one."""
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
 
 
 def _list_options(group: Any, other: OtherForm) -> None:

@@ -84,8 +84,8 @@ def serve(
 
     Example: peraxis serve --base ./base --registry ./registry
 
-    Every setting can also come from the environment (PERAXIS_PORT) or from the
-    --config file. A flag overrides the environment, which overrides the file.
+    Every setting can also come from the environment (PERAXIS_PORT) or from the --config file. A flag overrides the
+    environment, which overrides the file.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     loaded = load_settings(given, config)

@@ -111,8 +111,8 @@ def compress(
         Literal["lstsq", "adamw"],
         typer.Option(
             "--solver",
-            help="Fit by least squares and KL distillation, or by AdamW: with --method per-axis as the paper does, with "
-            "scalar as BitDelta does.",
+            help="Fit by least squares and KL distillation, or by AdamW: as the paper does with --method per-axis, as "
+            "BitDelta does with scalar.",
             rich_help_panel=PAPER,
         ),
     ] = "lstsq",

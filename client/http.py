@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import httpx
 import msgspec
 
 from client.errors import AuthenticationFailed, NoAnswer, NoServer, ServerRefused, UnexpectedReply
 from deltastore.errors import UsageError
 from deltastore.tables import printable
+
+# For types alone. Functions import it, because it takes as long as all else, and `--help` needs none of it.
+if TYPE_CHECKING:
+    import httpx
 
 KEY_VARIABLE = "PERAXIS_API_KEY"
 MAX_KEY_BYTES = 4096
@@ -64,6 +67,8 @@ class ServerAddress:
         Raises:
             UsageError: The URL or the key cannot be used.
         """
+        import httpx
+
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -95,6 +100,8 @@ class ServerAddress:
         Args:
             read_s: How long it waits for the next bytes of an answer, in seconds.
         """
+        import httpx
+
         headers = {"User-Agent": f"peraxis/{version('peraxis')}"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -105,6 +112,8 @@ class ServerAddress:
     @contextmanager
     def reached(self) -> Iterator[None]:
         """Turn a failure of the connection inside the block into NoServer or NoAnswer."""
+        import httpx
+
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -154,6 +163,8 @@ class RemoteServer:
     """
 
     def __init__(self, address: ServerAddress, read_s: float = CALL_S) -> None:
+        import httpx
+
         self.address = address
         self._client = httpx.Client(**address.client_options(read_s))
 

@@ -114,21 +114,25 @@ def set_limits(
     address: ServerAddress,
     name: TenantName,
     requests_per_minute: Annotated[
-        str | None, typer.Option(metavar="N", help="Requests for tokens in a minute.")
+        str | None, typer.Option(metavar="N", help="Most requests for tokens in a minute.")
     ] = None,
     tokens_per_minute: Annotated[
-        str | None, typer.Option(metavar="N", help="Prompt and generated tokens in a minute.")
+        str | None, typer.Option(metavar="N", help="Most prompt and generated tokens in a minute.")
     ] = None,
     max_running: Annotated[
-        str | None, typer.Option(metavar="N", help="Requests that wait or run at a time.")
+        str | None, typer.Option(metavar="N", help="Most requests that wait or run at a time.")
     ] = None,
-    max_uploads: Annotated[str | None, typer.Option(metavar="N", help="Uploads at a time.")] = None,
+    max_uploads: Annotated[str | None, typer.Option(metavar="N", help="Most uploads at a time.")] = None,
     max_stored_bytes: Annotated[
-        str | None, typer.Option(metavar="N", help="Bytes of stored artifacts.")
+        str | None, typer.Option(metavar="N", help="Most bytes of stored artifacts.")
     ] = None,
-    max_variants: Annotated[str | None, typer.Option(metavar="N", help="Variants.")] = None,
-    max_versions: Annotated[str | None, typer.Option(metavar="N", help="Versions of a variant.")] = None,
-    max_pinned: Annotated[str | None, typer.Option(metavar="N", help="Pinned versions.")] = None,
+    max_variants: Annotated[
+        str | None, typer.Option(metavar="N", help="Most variants with a live version.")
+    ] = None,
+    max_versions: Annotated[
+        str | None, typer.Option(metavar="N", help="Most live versions of a variant.")
+    ] = None,
+    max_pinned: Annotated[str | None, typer.Option(metavar="N", help="Most pinned versions.")] = None,
     as_json: Json = False,
 ) -> None:
     """Set limits of a tenant; those that are not given stay. Every server on the registry obeys within a second.

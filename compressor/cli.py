@@ -43,17 +43,22 @@ def compress(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="The artifact to write.")],
     method: Annotated[
         Literal["scalar", "per-axis", "both"],
-        typer.Option("--method", help="One scale; one per row or column; one per row and one per column."),
+        typer.Option(
+            "--method",
+            help="Scales of each matrix: a single one; one per row or column; or one per row and one per column.",
+        ),
     ] = "both",
     embeddings: Annotated[
         Literal["compress", "whole"],
-        typer.Option("--embeddings", help="Embedding and output head at one bit, or as they are."),
+        typer.Option(
+            "--embeddings", help="Code embedding and output head at one bit, or store them as they are."
+        ),
     ] = "compress",
     budget: Annotated[
         float,
         typer.Option(
             "--budget",
-            help="Bytes over those of one bit per weight, spent where they gain most: 1.10 is 10% more.",
+            help="Size as a multiple of one bit per weight; 1.10 adds 10%, spent where it gains most.",
         ),
     ] = 1.0,
     calibration: Annotated[
@@ -69,11 +74,13 @@ def compress(
     samples: Annotated[
         int,
         typer.Option(
-            "--samples", help="Sequences of calibration text; a tenth is held out.", rich_help_panel=FITTING
+            "--samples",
+            help="Number of sequences of calibration text; a tenth is held out.",
+            rich_help_panel=FITTING,
         ),
     ] = SAMPLES,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of sampled calibration text.", rich_help_panel=FITTING)
+        int, typer.Option("--seed", help="Seed for sampling calibration text.", rich_help_panel=FITTING)
     ] = 0,
     refine_signs: Annotated[
         bool,
@@ -87,8 +94,8 @@ def compress(
         int | None,
         typer.Option(
             "--distill-epochs",
-            help="Passes over the text end to end; 0 for no training at all. By default 3; with adamw 5, or 1 for "
-            "scalar.",
+            help="Passes over the text that train the delta end to end; 0 trains nothing. By default 3; with adamw 5, "
+            "or 1 for scalar.",
             rich_help_panel=FITTING,
         ),
     ] = None,
@@ -104,25 +111,33 @@ def compress(
         Literal["lstsq", "adamw"],
         typer.Option(
             "--solver",
-            help="Least squares and KL distillation; or the paper's AdamW (with --method per-axis the paper, with "
-            "scalar BitDelta).",
+            help="Fit by least squares and KL distillation, or by AdamW: as the paper does with --method per-axis, as "
+            "BitDelta does with scalar.",
             rich_help_panel=PAPER,
         ),
     ] = "lstsq",
-    rate: Annotated[float, typer.Option("--rate", help="Of adamw.", rich_help_panel=PAPER)] = PAPER_RATE,
+    rate: Annotated[
+        float, typer.Option("--rate", help="Learning rate of adamw.", rich_help_panel=PAPER)
+    ] = PAPER_RATE,
     cosine: Annotated[
-        bool, typer.Option("--cosine", help="Lower the rate in layers.", rich_help_panel=PAPER)
+        bool,
+        typer.Option(
+            "--cosine",
+            help="Lower the rate along a cosine in the stage that fits layers.",
+            rich_help_panel=PAPER,
+        ),
     ] = False,
     axis_loss: Annotated[
         Literal["layer", "end"],
         typer.Option(
             "--axis-loss",
-            help="What chooses an axis: a layer's output or the whole model's.",
+            help="Loss that chooses the axis of a matrix: that of its layer's output, or of the whole model's.",
             rich_help_panel=PAPER,
         ),
     ] = "layer",
     with_scalar: Annotated[
-        bool, typer.Option("--with-scalar", help="Try a single scale as well.", rich_help_panel=PAPER)
+        bool,
+        typer.Option("--with-scalar", help="Try a single scale for each matrix, too.", rich_help_panel=PAPER),
     ] = False,
     report: Annotated[
         Path | None,
@@ -140,7 +155,7 @@ def compress(
         ),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to fit.")
+        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device to fit on.")
     ] = "auto",
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an interrupted run for the same --out ended.")
@@ -232,7 +247,7 @@ def merge(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The directory to make.")],
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option("--dtype", help="What to round to; the base's own by default."),
+        typer.Option("--dtype", help="Type to round weights to; by default the base's own."),
     ] = None,
     progress: Progress = True,
     as_json: Json = False,

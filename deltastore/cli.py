@@ -6,21 +6,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, CheckpointError, UsageError, shown
-from deltastore.format.artifact import Artifact
-from deltastore.format.manifest import FORMAT
-from deltastore.format.plan import OneBitPlan, one_bit_plan
-from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
-from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import identify_base
 from deltastore.quantities import size_text
+
+# For types alone, because importing torch takes seconds and `--help` needs none of it.
+if TYPE_CHECKING:
+    from deltastore.base.base import Base
+    from deltastore.format.artifact import Artifact
+    from deltastore.format.plan import OneBitPlan
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -32,11 +29,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 @app.command()
 def inspect(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="An artifact.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The artifact.")] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", metavar="CONFIG_DIR", help="Instead of a FILE: the bytes of a delta of such a model."
+            "--plan", metavar="CONFIG_DIR", help="Instead of a FILE: plan the bytes of a delta of this model."
         ),
     ] = None,
     as_json: Json = False,
@@ -47,6 +44,10 @@ def inspect(
     """
     if (file is None) == (plan is None):
         raise UsageError("give the FILE of an artifact, or --plan and the directory of a config.json")
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from deltastore.format.artifact import Artifact
+    from deltastore.format.plan import one_bit_plan
+
     if plan is not None:
         shapes = model_shapes(plan)
         plans = {"compress": one_bit_plan(shapes), "whole": one_bit_plan(shapes, embeddings=False)}
@@ -59,7 +60,7 @@ def inspect(
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An artifact.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact.")],
     base: Annotated[
         Path | None, typer.Option("--base", metavar="DIR", help="The base that it must fit.")
     ] = None,
@@ -69,6 +70,10 @@ def verify(
 
     Example: peraxis verify tuned.safetensors --base BASE
     """
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from deltastore.base.checkpoint import Checkpoint
+    from deltastore.progress import identify_base
+
     identity = None if base is None else identify_base(Checkpoint.open(base), enabled=True)
     finding, digest = _finding(file, identity)
     if as_json:
@@ -95,6 +100,7 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             f"{directory}: no config.json there: give the directory of a model's configuration"
         )
     # Deferred, because it takes seconds and only --plan needs it.
+    import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -114,6 +120,9 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
     """Return the first defect, and the digest if the file could be opened."""
+    from deltastore.format.artifact import Artifact
+    from deltastore.format.validate import check_artifact, check_base
+
     digest = None
     try:
         with Artifact.open(file) as artifact:
@@ -127,6 +136,8 @@ def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:
+    from deltastore.format.manifest import FORMAT
+
     manifest, bytes_of = artifact.manifest, _bytes_by_kind(artifact)
     return {
         "file": str(artifact.path),
@@ -149,6 +160,8 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 def _bytes_by_kind(artifact: Artifact) -> dict[str, int]:
     """Sum the artifact's bytes by kind of part."""
+    from deltastore.format.sizes import KINDS, files_bytes, tensor_bytes
+
     tensors = [tensor_bytes(artifact, name) for name in artifact.manifest.tensors]
     sizes = {kind: sum(own.get(kind, 0) for own in tensors) for kind in KINDS}
     return sizes | {"files": files_bytes(artifact)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi.routing import iter_route_contexts
 from prometheus_client.parser import text_string_to_metric_families
-from typer.main import get_command, get_group
+from typer.main import get_group
 
 from deltastore.registry import Registry
 from peraxis.cli import COMMANDS
@@ -21,13 +21,12 @@ from server.api.access import ROLES
 from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
-from server.cli import app as serve_app
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import compose
 from server.metrics.frontend import FrontendMetrics
 from server.metrics.service import read_registry
-from server.settings import ENV_PREFIX, Settings
+from server.settings import ENV_PREFIX, Settings, choices_of, flag_name, flags_of_settings
 
 FILE = Path(__file__).with_suffix(".md")
 INTRODUCTION = """# Reference
@@ -90,14 +89,12 @@ def _commands() -> Iterator[list[str]]:
 
 
 def _settings() -> Iterator[list[str]]:
-    serve: Any = get_command(serve_app)
-    options = {parameter.name: parameter for parameter in serve.params}
+    flags = flags_of_settings()
     for name, setting in Settings.model_fields.items():
-        default = "required" if setting.is_required() else _default(setting.default)
         # A table of settings has no flag.
-        flag = f"`--{name.replace('_', '-')}`" if name in options else ""
-        meaning = options[name].help if name in options else setting.description
-        yield [flag, f"`{ENV_PREFIX}{name.upper()}`", _plain(meaning or ""), default]
+        flag = f"`{' '.join([flag_name(name), '|'.join(choices_of(name))]).strip()}`" if name in flags else ""
+        meaning = _plain(setting.description or "")
+        yield [_plain(flag), f"`{ENV_PREFIX}{name.upper()}`", meaning, _default(name)]
 
 
 def _errors() -> Iterator[list[str]]:
@@ -130,10 +127,15 @@ def _label_names(family: Any) -> list[str]:
     return sorted({name for sample in family.samples for name in sample.labels} - {"le"})
 
 
-def _default(value: object) -> str:
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{value}`" if isinstance(value, str | int | float) else ""
+def _default(setting: str) -> str:
+    field, flag = Settings.model_fields[setting], flags_of_settings().get(setting)
+    if field.is_required():
+        return "required"
+    if flag is not None and flag.computed is not None:
+        return flag.computed
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{field.default}`" if isinstance(field.default, str | int | float) else ""
 
 
 def _first_line(function: Callable[..., Any] | None) -> str:

@@ -47,51 +47,55 @@ class CommandEntry:
 
 TERMINATED = 128 + signal.SIGTERM
 
-DELTAS, SERVICE, OTHER = "Make and read deltas", "Serve them", "Other"
-REMOTE = "Talk to a running server"
+MAKE, PUBLISH, SERVE, OPERATE = "Make deltas", "Publish variants", "Serve them", "Operate a server"
+# Typer's options of the root command, and the variable that a shell sets to have a word completed.
+COMPLETION = frozenset({"--install-completion", "--show-completion"})
+COMPLETE_VARIABLE = "_PERAXIS_COMPLETE"
 COMMANDS: Mapping[str, CommandEntry] = {
-    "compress": CommandEntry("compressor.cli", DELTAS, "Make a delta from a base and its fine-tune."),
-    "merge": CommandEntry("compressor.cli", DELTAS, "Add a delta to its base and write a stock checkpoint."),
-    "import": CommandEntry(
-        "compressor.convert.cli", DELTAS, "Make a delta from a file of BitDelta or of the paper."
-    ),
-    "eval": CommandEntry("compressor.evaluate.cli", DELTAS, "Measure how close a delta is to its fine-tune."),
+    "compress": CommandEntry("compressor.cli", MAKE, "Make a delta from a base and its fine-tune."),
+    "eval": CommandEntry("compressor.evaluate.cli", MAKE, "Measure how close a delta is to its fine-tune."),
     "inspect": CommandEntry(
-        "deltastore.cli", DELTAS, "Show the contents of a delta, or plan one from a model's shapes."
+        "deltastore.cli", MAKE, "Show the contents of a delta, or plan one from a model's shapes."
     ),
-    "verify": CommandEntry("deltastore.cli", DELTAS, "Check a delta, and optionally that it fits a base."),
-    "serve": CommandEntry("server.cli", SERVICE, "Serve a base and the variants of a registry over HTTP."),
-    "registry": CommandEntry(
-        "deltastore.registry.cli", SERVICE, "List, clean and check a registry on disk.", True
+    "verify": CommandEntry("deltastore.cli", MAKE, "Check a delta, and optionally that it fits a base."),
+    "merge": CommandEntry("compressor.cli", MAKE, "Add a delta to its base and write a stock checkpoint."),
+    "import": CommandEntry(
+        "compressor.convert.cli", MAKE, "Make a delta from a file of BitDelta or of the paper."
     ),
-    "push": CommandEntry("client.push", REMOTE, "Publish an artifact as the next version of a variant."),
-    "ls": CommandEntry("client.variants", REMOTE, "List the registered variants."),
-    "ps": CommandEntry("client.variants", REMOTE, "List the versions that are in memory or have requests."),
-    "show": CommandEntry("client.variants", REMOTE, "Show one variant and its versions."),
-    "chat": CommandEntry("client.chat.cli", REMOTE, "Talk to a variant, or to two side by side."),
-    "promote": CommandEntry("client.variants", REMOTE, "Make a version the active one."),
+    "push": CommandEntry("client.push", PUBLISH, "Publish an artifact as the next version of a variant."),
+    "ls": CommandEntry("client.variants", PUBLISH, "List the registered variants."),
+    "show": CommandEntry("client.variants", PUBLISH, "Show one variant and its versions."),
+    "promote": CommandEntry("client.variants", PUBLISH, "Make a version the active one."),
     "rollback": CommandEntry(
-        "client.variants", REMOTE, "Make the version active again that was active before."
+        "client.variants", PUBLISH, "Make the version active again that was active before."
     ),
-    "share": CommandEntry("client.variants", REMOTE, "Make a variant public: every tenant may use it."),
-    "unshare": CommandEntry("client.variants", REMOTE, "Make a public variant private again."),
-    "load": CommandEntry("client.residency", REMOTE, "Load a variant into a slot before a request needs it."),
+    "share": CommandEntry("client.variants", PUBLISH, "Make a variant public: every tenant may use it."),
+    "unshare": CommandEntry("client.variants", PUBLISH, "Make a public variant private again."),
+    "rm": CommandEntry("client.variants", PUBLISH, "Delete a variant, or one version that is not active."),
+    "serve": CommandEntry("server.cli", SERVE, "Serve a base and the variants of a registry over HTTP."),
+    "chat": CommandEntry("client.chat.cli", SERVE, "Talk to a variant, or to two side by side."),
+    "demo": CommandEntry(
+        "peraxis.demo.cli", SERVE, "Train, compress, upload and serve tiny models on the CPU."
+    ),
+    "ps": CommandEntry("client.variants", OPERATE, "List the versions that are in memory or have requests."),
+    "load": CommandEntry(
+        "client.residency", OPERATE, "Load a variant into a slot before a request needs it."
+    ),
     "unload": CommandEntry(
-        "client.residency", REMOTE, "Free a variant's slot as soon as no request uses it."
+        "client.residency", OPERATE, "Free a variant's slot as soon as no request uses it."
     ),
-    "pin": CommandEntry("client.residency", REMOTE, "Load a variant into a slot and never evict it."),
-    "unpin": CommandEntry("client.residency", REMOTE, "Allow the eviction of a pinned variant again."),
-    "rm": CommandEntry("client.variants", REMOTE, "Delete a variant, or one version that is not active."),
-    "keys": CommandEntry("peraxis.keys", REMOTE, "Create, list and revoke tenants' API keys.", True),
-    "tenants": CommandEntry("client.tenants", REMOTE, "List tenants, and set their limits.", True),
+    "pin": CommandEntry("client.residency", OPERATE, "Load a variant into a slot and never evict it."),
+    "unpin": CommandEntry("client.residency", OPERATE, "Allow the eviction of a pinned variant again."),
+    "keys": CommandEntry("peraxis.keys", OPERATE, "Create, list and revoke tenants' API keys.", True),
+    "tenants": CommandEntry("client.tenants", OPERATE, "List tenants, and set their limits.", True),
+    "registry": CommandEntry(
+        "deltastore.registry.cli", OPERATE, "List, clean and check a registry on disk.", True
+    ),
     "doctor": CommandEntry(
         "server.doctor.cli",
-        OTHER,
+        OPERATE,
         "Check this machine, or with --url a running server.",
         other_form=OtherForm("--url", "client.doctor"),
-    ),
-    "demo": CommandEntry(
-        "peraxis.demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."
     ),
 }
 
@@ -101,23 +105,36 @@ class LazyGroup(TyperGroup):
 
     entries: Mapping[str, CommandEntry] = {}
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _give_help_a_default(self, ctx)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        entry = self.entries.get(name or "")
-        return name, command if entry is None else _load(str(name), entry, rest), rest
+        if (entry := self.entries.get(name or "")) is not None:
+            command = _load(str(name), entry, rest)
+            _give_help_a_default(command, ctx)
+        return name, command, rest
 
 
-def build(commands: Mapping[str, CommandEntry] = COMMANDS) -> LazyGroup:
-    """Return the root command over `commands` without importing them."""
+def build(commands: Mapping[str, CommandEntry] = COMMANDS, *, completion: bool = False) -> LazyGroup:
+    """Return the root command over `commands` without importing them.
+
+    Args:
+        commands: The commands by name.
+        completion: Whether it completes words for a shell and has the options that install that. With them, each
+            command line imports pydantic, which takes as long as the rest of a help.
+    """
     app = typer.Typer(
         name="peraxis",
         cls=LazyGroup,
         help="Serve many fine-tunes of one language model, each as a 1-bit delta over a shared base.",
         epilog="Start with: peraxis demo",
+        add_completion=completion,
     )
     for name, entry in commands.items():
         app.command(name, help=entry.help, rich_help_panel=entry.panel)(_placeholder)
-    app.command("version", help="Print the version.", rich_help_panel=OTHER)(_print_version)
+    app.command("version", help="Print the version.", rich_help_panel=OPERATE)(_print_version)
     root = typer.main.get_command(app)
     assert isinstance(root, LazyGroup)
     root.entries = commands
@@ -133,7 +150,8 @@ def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) ->
     as_json = "--json" in args
     try:
         with _terminable():
-            outcome = build(commands).main(
+            completion = COMPLETE_VARIABLE in os.environ or not COMPLETION.isdisjoint(args)
+            outcome = build(commands, completion=completion).main(
                 list(args) or ["--help"], prog_name="peraxis", standalone_mode=False
             )
             # Flush here, so that a failing write is reported like every other error.
@@ -202,9 +220,21 @@ def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
     group = get_group(importlib.import_module(module).app)
     if other is not None and "--help" in args:
         _list_options(group, other)
+    for command in (group, *group.commands.values()):
+        command.help = _unfolded(command.help or "")
     # A missing command is then reported in one line, like every other wrong argument.
     group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
+
+
+def _give_help_a_default(command: Any, ctx: Any) -> None:
+    # Typer converts a value that is no bool by pydantic, whose import takes as long as the rest of a help.
+    command.get_help_option(ctx).default = False
+
+
+def _unfolded(text: str) -> str:
+    """Join the lines of each paragraph, which Typer does only for the first one."""
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
 
 
 def _list_options(group: Any, other: OtherForm) -> None:

@@ -136,7 +136,11 @@ def create(
     ],
     expires_in: Annotated[
         str | None,
-        typer.Option("--expires-in", metavar="30d", help="Days (d), hours (h), minutes (m) or seconds (s)."),
+        typer.Option(
+            "--expires-in",
+            metavar="30d",
+            help="Time until the key expires, in d, h, m or s; by default it never does.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

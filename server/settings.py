@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -24,17 +24,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
 
 from deltastore.errors import SettingsError
-from deltastore.registry.place import is_bucket
 from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
@@ -53,85 +44,261 @@ def _default_hub_url() -> str:
     return os.environ.get("HF_ENDPOINT") or DEFAULT_HUB_URL
 
 
+# The panels of `serve --help`, in their order.
+BASE = "Base and registry"
+MEMORY = "Memory"
+REQUESTS = "Requests"
+ACCESS = "Tenants and access"
+NETWORK = "Network"
+PROCESSES = "Processes"
+LOGGING = "Logging"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How `serve --help` shows a setting. A field without one has no flag."""
+
+    panel: str
+    # The default, in words, of a setting whose value is computed at start.
+    computed: str | None = None
+    metavar: str | None = None
+
+
 class Settings(BaseModel):
-    """Settings of `peraxis serve`, under the names of its flags. Times are seconds, gigabytes are 10^9 bytes."""
+    """Settings of `peraxis serve`, under the names of its flags. Times are seconds, gigabytes are 10^9 bytes.
+
+    The flags, their help, docs/reference.md and the schema of the chart's values are made from these fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    base: DirectoryPath
-    # A directory, or s3://BUCKET/PREFIX.
-    registry: Annotated[str, Field(min_length=1)]
-    # Where the objects of a bucket are kept on this machine. None: peraxis/registry in the user's cache directory.
-    registry_cache: Path | None = None
-    # Bound on the objects there; uploads and their checks need space beside them.
-    registry_cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 50.0
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    # 0 takes any free port.
-    port: Port = 8000
-    # The only port of /metrics, /stats, /variants and /keys. None serves them on `port`.
-    admin_port: Port | None = None
-    # None listens on `host`.
-    admin_host: Annotated[str, Field(min_length=1)] | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    # Number of slots. None: as many as fit, up to 64.
-    max_gpu_deltas: Annotated[int, Field(ge=2, le=65536)] | None = None
-    # Size of a slot over the bytes of the one-bit plan.
-    slot_headroom: Annotated[float, Field(ge=1, le=100)] = 1.15
-    # None: an eighth of free host memory, up to 16.
-    max_host_cache_gb: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    # None: as much as fits, up to what `max_num_seqs` sequences can use.
-    kv_cache_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    # Sequences that run at a time.
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
-    # Tokens of one step. None: 128 on the CPU, 2048 on CUDA, and at least twice `max_num_seqs`.
-    max_batch_tokens: Annotated[int, Field(ge=16)] | None = None
-    # Requests that wait beside `max_num_seqs` running ones.
-    max_queue: Annotated[int, Field(ge=1)] = 256
-    load_timeout: Seconds = 60.0
-    shutdown_timeout: Seconds = 30.0
-    load_threads: Annotated[int, Field(ge=1, le=256)] = 4
-    max_upload_gb: Annotated[float, Field(gt=0)] = 16.0
-    # Open connections of one HTTP process; at most three quarters of its file descriptors.
-    max_connections: Annotated[int, Field(ge=16)] = 4096
-    # Tokens of prompt and output together. None: the positions that the base was trained for.
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    # "inline" runs the engine and one HTTP process as threads of one process.
-    engine: Literal["process", "inline"] = "process"
-    http_workers: Annotated[int, Field(ge=1, le=64)] = 1
-    # Without a step's end, after which the engine is restarted.
-    step_timeout: Seconds = 120.0
-    # Deaths of the engine, or of HTTP processes, within a minute before the server gives up.
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 4
-    # "json" logs one JSON object per line.
-    log_format: Literal["text", "json"] = "text"
-    # Log each prompt, and the messages of unexpected exceptions, which may quote one.
-    log_prompts: bool = False
-    # URL of an OpenTelemetry collector that takes OTLP over HTTP. None sends no traces.
-    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None = None
-    # "vllm-lora" adds vLLM's calls for LoRA adapters, and `/v1/models` then lists what is loaded.
-    compat: Literal["none", "vllm-lora"] = "none"
-    # Artifacts below this directory can be published by vLLM's load call. None: only registered names can be loaded.
-    lora_dir: DirectoryPath | None = None
-    # Directories whose artifacts tenants may publish by their paths; none by default.
-    source_dir: Annotated[tuple[DirectoryPath, ...], NoDecode] = ()
-    # Publish from public repositories of the hub at `hub_url`.
-    allow_hub: bool = False
-    hub_url: str = Field(default_factory=_default_hub_url, validate_default=True)
-    # "keys" asks for an API key of the registry. "none" gives every request to one tenant, with every role.
-    auth: Literal["none", "keys"] = "none"
-    # Serve without keys on an address that other machines reach.
-    allow_unauthenticated: bool = False
-    # With `auth` none: names in a request's Host beside localhost. None given and `allow_unauthenticated`: any.
-    allowed_host: Annotated[tuple[str, ...], NoDecode] = ()
-    default_limits: LimitsSetting = Field(
-        default=TenantLimits(),
-        description="With --auth keys: a table of the limits of tenants that have none of their own in the registry. "
-        "Without these of its fields, max_variants is 10,000, max_versions 1,000 and max_stored_bytes half of the "
-        "registry's volume.",
+    base: Annotated[
+        DirectoryPath, Field(description="Directory of the base's Hugging Face checkpoint."), Flag(BASE)
+    ]
+    registry: Annotated[
+        str,
+        Field(
+            min_length=1, description="Directory of the registry, created if missing, or s3://BUCKET/PREFIX."
+        ),
+        Flag(BASE, metavar="DIR"),
+    ]
+    registry_cache: Annotated[
+        Path | None,
+        Field(description="Directory on a local disk for the objects of a bucket, which servers may share."),
+        Flag(BASE, "peraxis/registry in the user's cache directory"),
+    ] = None
+    # Uploads and their checks need space beside the objects.
+    registry_cache_gb: Annotated[
+        float,
+        Field(
+            gt=0, le=1e6, description="Gigabytes of a bucket's objects that --registry-cache holds at most."
+        ),
+        Flag(BASE),
+    ] = 50.0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Field(description="Device to compute on; auto takes CUDA if torch finds a device."),
+        Flag(BASE),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Field(description="Type of the base's weights in memory; auto is the checkpoint's own."),
+        Flag(BASE),
+    ] = "auto"
+
+    max_gpu_deltas: Annotated[
+        Annotated[int, Field(ge=2, le=65536)] | None,
+        Field(description="Slots for deltas, at least 2."),
+        Flag(MEMORY, "as many as fit, up to 64"),
+    ] = None
+    slot_headroom: Annotated[
+        float,
+        Field(ge=1, le=100, description="Size of a slot, as a multiple of the bytes of the one-bit plan."),
+        Flag(MEMORY),
+    ] = 1.15
+    max_host_cache_gb: Annotated[
+        Annotated[float, Field(ge=0, le=1e6)] | None,
+        Field(description="Host memory for deltas without a slot, in 10^9 bytes; 0 turns the cache off."),
+        Flag(MEMORY, "an eighth of free host memory, up to 16"),
+    ] = None
+    kv_cache_gb: Annotated[
+        Annotated[float, Field(gt=0, le=1e6)] | None,
+        Field(description="Memory of the KV cache, in 10^9 bytes."),
+        Flag(MEMORY, "as much as fits, up to what --max-num-seqs sequences use"),
+    ] = None
+
+    max_num_seqs: Annotated[
+        int, Field(ge=1, le=4096, description="Sequences that run at a time."), Flag(REQUESTS)
+    ] = 64
+    max_batch_tokens: Annotated[
+        Annotated[int, Field(ge=16)] | None,
+        Field(description="Tokens of one step; fewer lower the inter-token latency, more speed up prefill."),
+        Flag(REQUESTS, "128 on the CPU, 2048 on CUDA, at least twice --max-num-seqs"),
+    ] = None
+    max_model_len: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        Field(description="Tokens of prompt and output together."),
+        Flag(REQUESTS, "as the base was trained for"),
+    ] = None
+    max_queue: Annotated[
+        int,
+        Field(ge=1, description="Requests that may wait, beside the --max-num-seqs that run."),
+        Flag(REQUESTS),
+    ] = 256
+    load_timeout: Annotated[
+        Seconds, Field(description="Seconds that a request waits for its delta."), Flag(REQUESTS)
+    ] = 60.0
+
+    auth: Annotated[
+        Literal["none", "keys"],
+        Field(
+            description="With keys, each request needs an API key of the registry; with none, all belong to one "
+            "tenant, with every right."
+        ),
+        Flag(ACCESS),
+    ] = "none"
+    allow_unauthenticated: Annotated[
+        bool,
+        Field(
+            description="Take --auth none on an address that other machines reach: anyone there may change every "
+            "variant."
+        ),
+        Flag(ACCESS),
+    ] = False
+    allowed_host: Annotated[
+        tuple[str, ...],
+        Field(
+            description="With --auth none: a name that requests may have in their Host, against pages of browsers; "
+            "repeatable."
+        ),
+        Flag(ACCESS, "localhost and IP addresses, any with --allow-unauthenticated"),
+    ] = ()
+    default_limits: Annotated[
+        LimitsSetting,
+        Field(
+            description="With --auth keys: a table of the limits of tenants that have none of their own in the "
+            "registry. Without these of its fields, max_variants is 10,000, max_versions 1,000 and max_stored_bytes "
+            "half of the registry's volume."
+        ),
+    ] = TenantLimits()
+    public_names: Annotated[
+        Literal["publish", "admin"],
+        Field(
+            description="With --auth keys: the role of keys that may make variants public, whose names all tenants "
+            "share."
+        ),
+        Flag(ACCESS),
+    ] = "publish"
+    source_dir: Annotated[
+        tuple[DirectoryPath, ...],
+        Field(description="Directory whose artifacts tenants may publish by their paths; repeatable."),
+        Flag(ACCESS),
+    ] = ()
+    allow_hub: Annotated[
+        bool, Field(description="Let tenants publish from public repositories of a hub."), Flag(ACCESS)
+    ] = False
+    hub_url: Annotated[
+        str,
+        Field(description="The only hub that is asked."),
+        Flag(ACCESS, f"HF_ENDPOINT, else {DEFAULT_HUB_URL}"),
+    ] = Field(default_factory=_default_hub_url, validate_default=True)
+
+    host: Annotated[str, Field(min_length=1, description="Address to listen on."), Flag(NETWORK)] = (
+        "127.0.0.1"
     )
-    # With --auth keys: keys that may make a variant public. "admin" keeps public names for operators.
-    public_names: Literal["publish", "admin"] = "publish"
+    port: Annotated[Port, Field(description="Port to listen on; 0 takes a free one."), Flag(NETWORK)] = 8000
+    admin_port: Annotated[
+        Port | None,
+        Field(
+            description="Serve /metrics, /stats, /variants, /keys and /tenants on this port, and no longer on --port."
+        ),
+        Flag(NETWORK, "none, they are on --port"),
+    ] = None
+    admin_host: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Field(description="Address that --admin-port listens on, such as 127.0.0.1."),
+        Flag(NETWORK, "as --host"),
+    ] = None
+    max_connections: Annotated[
+        int,
+        Field(
+            ge=16,
+            description="Open connections per HTTP process, within three quarters of its file descriptors.",
+        ),
+        Flag(NETWORK),
+    ] = 4096
+    max_upload_gb: Annotated[
+        float, Field(gt=0, description="Largest upload, in 10^9 bytes."), Flag(NETWORK)
+    ] = 16.0
+    compat: Annotated[
+        Literal["none", "vllm-lora"],
+        Field(
+            description="With vllm-lora, serve vLLM's calls to load and unload LoRA adapters, on variants, and list "
+            "in /v1/models what is loaded. These calls are on --port whatever --admin-port is, and need the role "
+            "publish with --auth keys."
+        ),
+        Flag(NETWORK),
+    ] = "none"
+    lora_dir: Annotated[
+        DirectoryPath | None,
+        Field(
+            description="With --compat vllm-lora: a directory whose artifacts a load call may publish; without it, a "
+            "call loads only registered names."
+        ),
+        Flag(NETWORK),
+    ] = None
+
+    engine: Annotated[
+        Literal["process", "inline"],
+        Field(
+            description="Run the engine as a process, or inline: as a thread of one single process, for debugging."
+        ),
+        Flag(PROCESSES),
+    ] = "process"
+    http_workers: Annotated[
+        int, Field(ge=1, le=64, description="HTTP processes, which share the port."), Flag(PROCESSES)
+    ] = 1
+    load_threads: Annotated[
+        int, Field(ge=1, le=256, description="Threads that read deltas."), Flag(PROCESSES)
+    ] = 4
+    step_timeout: Annotated[
+        Seconds,
+        Field(description="Seconds after which a step counts as hung and the engine is restarted."),
+        Flag(PROCESSES),
+    ] = 120.0
+    max_restarts: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1000,
+            description="Deaths of the engine, or of HTTP processes, within a minute before the server gives up.",
+        ),
+        Flag(PROCESSES),
+    ] = 4
+    shutdown_timeout: Annotated[
+        Seconds,
+        Field(description="Seconds that running requests have to end after SIGTERM."),
+        Flag(PROCESSES),
+    ] = 30.0
+
+    log_format: Annotated[
+        Literal["text", "json"],
+        Field(description="Form of the log; json is one JSON object per line."),
+        Flag(LOGGING),
+    ] = "text"
+    log_prompts: Annotated[
+        bool,
+        Field(description="Log prompts, and messages of exceptions that may quote them."),
+        Flag(LOGGING),
+    ] = False
+    otlp_endpoint: Annotated[
+        Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None,
+        Field(
+            description="OpenTelemetry collector for traces, as http://HOST:4318; needs the extra otel. Without it, "
+            "no traces are sent."
+        ),
+        Flag(LOGGING),
+    ] = None
 
     @field_validator("registry", mode="before")
     @classmethod
@@ -219,13 +386,13 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _a_bucket_can_be_served(self) -> Settings:
-        if is_bucket(self.registry) and find_spec("obstore") is None:
+        if _is_bucket(self.registry) and find_spec("obstore") is None:
             raise ValueError(f"registry is {self.registry} and obstore is missing: pip install 'peraxis[s3]'")
         return self
 
     @model_validator(mode="after")
     def _the_cache_holds_an_upload(self) -> Settings:
-        if is_bucket(self.registry) and self.registry_cache_gb < self.max_upload_gb:
+        if _is_bucket(self.registry) and self.registry_cache_gb < self.max_upload_gb:
             raise ValueError(
                 f"registry_cache_gb is {self.registry_cache_gb:g} and max_upload_gb {self.max_upload_gb:g}: a variant "
                 "of that size could not be loaded; raise the one or lower the other"
@@ -285,12 +452,22 @@ def load_settings(
     Raises:
         SettingsError: a setting is invalid or misspelt. One line names it, the value's source and what it must be.
     """
+    # Deferred: only the process that reads the settings needs it, and `serve --help` does without.
+    from pydantic_settings import (
+        BaseSettings,
+        EnvSettingsSource,
+        PydanticBaseSettingsSource,
+        SettingsConfigDict,
+        TomlConfigSettingsSource,
+    )
+
     _check_variables()
     from_file = _read_file(config)
 
     # pydantic-settings asks the class for its sources, so the class is defined where `config` is known.
     class Sourced(Settings, BaseSettings):
-        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+        # A variable is taken as it is: validators split lists, and parse the table of limits.
+        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False)
 
         @classmethod
         def settings_customise_sources(
@@ -313,6 +490,23 @@ def load_settings(
     return LoadedSettings(settings, origins)
 
 
+def flags_of_settings() -> dict[str, Flag]:
+    """Return the flag of each setting that has one, in the order of the fields."""
+    found = ((name, field.metadata) for name, field in Settings.model_fields.items())
+    return {name: each for name, metadata in found for each in metadata if isinstance(each, Flag)}
+
+
+def flag_name(setting: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+def choices_of(setting: str) -> tuple[str, ...]:
+    """Return the values that a setting may have, or () if they are not listed."""
+    annotation = Settings.model_fields[setting].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
 def _check_variables() -> None:
     """Raise SettingsError for a variable whose name is nearly that of a setting, such as PERAXIS_ATUH."""
     for variable in filter(VARIABLE.fullmatch, os.environ):
@@ -325,6 +519,13 @@ def _check_variables() -> None:
             )
 
 
+def _is_bucket(location: str) -> bool:
+    # Deferred: it imports the registry, and `serve --help` does without.
+    from deltastore.registry.place import is_bucket
+
+    return is_bucket(location)
+
+
 def _is_loopback(host: str) -> bool:
     """True for `localhost` and addresses of the loopback interface. Another name may mean any address."""
     if host == "localhost":
@@ -333,10 +534,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _flag_name(setting: str) -> str:
-    return "--" + setting.replace("_", "-")
 
 
 def _read_file(config: Path | None) -> Mapping[str, Any]:
@@ -359,7 +556,7 @@ def _origin(
     given_by: str | None,
 ) -> str:
     if name in flags:
-        return f"from {given_by or _flag_name(name)}"
+        return f"from {given_by or flag_name(name)}"
     if name in from_env:
         return f"from {ENV_PREFIX}{name.upper()}"
     return "from the configuration file" if name in from_file else "default"
@@ -375,7 +572,7 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str], given_by:
         variable = f"{ENV_PREFIX}{name.upper()}"
         if given_by is not None:
             return f"{name} is missing: give it in {given_by}, or give {variable}"
-        return f"{name} is missing: give {_flag_name(name)}, {variable} or {name} in a --config file"
+        return f"{name} is missing: give {flag_name(name)}, {variable} or {name} in a --config file"
     if first["type"] == "extra_forbidden":
         lists = "`peraxis serve --help`" if given_by is None else "docs/reference.md"
         return f"{name} ({origins[name]}) is not a setting: {lists} lists them"

@@ -9,14 +9,17 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 
 from client.errors import ServerRefused, UnexpectedReply
 from client.http import ErrorFields, ServerAddress, parsed
 from deltastore.tables import printable
+
+# For types alone: `stream` imports it, and `--help` needs none of it.
+if TYPE_CHECKING:
+    import httpx
 
 # Longest silence between two pieces of an answer, in seconds; a variant may have to be loaded before the first.
 SILENCE_S = 300.0
@@ -128,6 +131,8 @@ async def stream(address: ServerAddress, body: Mapping[str, Any], answer: Answer
         NoAnswer, ServerRefused: The call failed, or the answer broke off.
         UnexpectedReply: It is no answer of OpenAI's API.
     """
+    import httpx
+
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     is_done = False
     with address.reached():

@@ -37,13 +37,20 @@ def chat(
         tuple[str, str] | None,
         typer.Option("--compare", metavar="A B", help="Instead of NAME: ask two variants at the same time."),
     ] = None,
-    once: Annotated[str | None, typer.Option("--once", metavar="PROMPT", help="Ask this and end.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Tokens of an answer.", min=1)
+    once: Annotated[
+        str | None,
+        typer.Option("--once", metavar="PROMPT", help="Ask this prompt, print the answer and end."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of sampling.", min=0)] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message before the first prompt.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Most tokens of an answer.", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Temperature of sampling; 0 is greedy.", min=0)
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling.", min=0)] = None,
     as_json: Json = False,
 ) -> None:
     """Talk to a variant, or to two side by side.

@@ -38,13 +38,13 @@ def evaluate(
             "sampled from the fine-tune.",
         ),
     ],
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Sequences of text.")] = 128,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of sequences of text.")] = 128,
     tasks: Annotated[
         str | None,
         typer.Option(
             "--tasks",
             metavar="NAME,...|FILE.yaml",
-            help="Tasks of lm-evaluation-harness, zero-shot; 'paper' is the five of the paper.",
+            help="Tasks of lm-evaluation-harness to run zero-shot; 'paper' runs the five of the paper.",
         ),
     ] = None,
     progress: Annotated[

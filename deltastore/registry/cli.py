@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltastore.errors import UsageError
 from deltastore.quantities import size_text
-from deltastore.registry import Registry
-from deltastore.registry.object_cache import ObjectCache
-from deltastore.registry.place import is_bucket
-from deltastore.registry.records import VersionRecord
-from deltastore.registry.reports import CheckReport, GcReport
-from deltastore.registry.variants import Variant
 from deltastore.tables import mark, print_table, short, to_second
+
+# For types alone: `--help` opens no registry.
+if TYPE_CHECKING:
+    from deltastore.registry import Registry
+    from deltastore.registry.records import VersionRecord
+    from deltastore.registry.reports import CheckReport, GcReport
+    from deltastore.registry.variants import Variant
 
 app = typer.Typer(help="List, delete from, clean and check a registry.", no_args_is_help=True)
 
@@ -108,6 +109,11 @@ def check(registry: Location, as_json: Json = False) -> None:
 @contextmanager
 def _opened(location: str) -> Iterator[Registry]:
     """Open a registry that must exist: a mistyped location must not look like an empty one."""
+    # Deferred: `--help` opens no registry.
+    from deltastore.registry import Registry
+    from deltastore.registry.object_cache import ObjectCache
+    from deltastore.registry.place import is_bucket
+
     with tempfile.TemporaryDirectory(prefix="peraxis-registry-") as directory:
         # These commands fetch no object.
         cache = ObjectCache(Path(directory), 0) if is_bucket(location) else None

@@ -29,11 +29,11 @@ def doctor(
     ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        typer.Option("--device", envvar="PERAXIS_DEVICE", help="Where the base is to be."),
+        typer.Option("--device", envvar="PERAXIS_DEVICE", help="Device that is to hold the base."),
     ] = "auto",
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        typer.Option("--dtype", envvar="PERAXIS_DTYPE", help="Of the base's weights."),
+        typer.Option("--dtype", envvar="PERAXIS_DTYPE", help="Type of the base's weights in memory."),
     ] = "auto",
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.main import get_group
 
 from peraxis.cli import COMMANDS, CommandEntry, OtherForm, build, run
 
@@ -86,6 +89,79 @@ def test_a_quick_answer_imports_none_of_the_packages(args: list[str]) -> None:
         [sys.executable, "-c", program, *args], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "httpx",
+    "pydantic_settings",
+    "fastapi",
+    "deltastore.registry.registry",
+}
+# Typer converts values by pydantic, and the settings of `serve` are a model of it.
+MADE_BY_PYDANTIC = {"serve"}
+PROGRAM = "import sys; from peraxis.cli import run; print(run(sys.argv[1:]), *sys.modules, file=sys.stderr)"
+
+
+def pages() -> list[list[str]]:
+    """Return every command line of a help page, without `--help`."""
+    groups = {name: importlib.import_module(each.module) for name, each in COMMANDS.items() if each.is_group}
+    nested = [[name, each] for name, module in groups.items() for each in get_group(module.app).commands]
+    return [*([name] for name in COMMANDS), *nested]
+
+
+@pytest.mark.parametrize("page", pages(), ids=" ".join)
+def test_a_help_imports_only_what_it_shows(page: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *page, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    code, *modules = done.stderr.split()
+    heavy = HEAVY if page[0] in MADE_BY_PYDANTIC else HEAVY | {"pydantic"}
+    assert (code, heavy & {*modules}) == ("0", set())
+
+
+def test_the_help_of_every_option_is_a_whole_phrase() -> None:
+    groups = [get_group(importlib.import_module(each.module).app) for each in COMMANDS.values()]
+    options = [option for group in groups for command in group.commands.values() for option in command.params]
+    phrases = {str(option.help) for option in options}
+    assert len(phrases) > 100
+    assert [
+        each for each in phrases if re.match(r"[^A-Z/]|(Of|Where|And|Or) ", each) or each[-1] != "."
+    ] == []
+
+
+def test_each_paragraph_of_a_help_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 500)
+    assert run(["serve", "--help"]) == 0
+    assert "A flag overrides the environment, which overrides the file." in capsys.readouterr().out
+
+
+def test_the_options_of_completion_work_and_are_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "completion" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run(["--show-completion", "bash"])
+    assert ended.value.code == 0
+    assert "_PERAXIS_COMPLETE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("peraxis regis", ["registry"]), ("peraxis serve --admin-h", ["--admin-host"])]
+)
+def test_a_shell_completes_commands_and_options(
+    words: str, completed: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_PERAXIS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit) as ended:
+        run([])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == completed
 
 
 def test_version_prints_the_installed_version(capsys: pytest.CaptureFixture[str]) -> None:

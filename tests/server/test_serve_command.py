@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from peraxis.cli import run
-from server.cli import default_text
 from server.settings import Settings
 from tests.server.helpers.live_server import Artifacts
 
@@ -20,19 +19,55 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"PERAXIS_{name}", raising=False)
 
 
-def test_the_help_shows_the_default_of_every_setting(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the lines of the help by flag."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 400)
     assert run(["serve", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    shown = {line.split()[1]: line for line in lines if line.startswith("│ --")}
-    settings = {f"--{name.replace('_', '-')}": name for name in Settings.model_fields}
-    assert {"--port", "--max-gpu-deltas", "--auth"} <= shown.keys() & settings.keys()
+    return {f"--{line.partition(' --')[2].split()[0]}": line for line in lines if " --" in line[:8]}
+
+
+def test_every_setting_but_the_table_of_limits_has_a_flag_with_its_help(shown: dict[str, str]) -> None:
+    settings = {f"--{name.replace('_', '-')}": field for name, field in Settings.model_fields.items()}
+    assert settings.keys() - shown.keys() == {"--default-limits"}
+    assert shown.keys() - settings.keys() == {"--config", "--print-config", "--help"}
     for flag in shown.keys() & settings.keys():
-        assert f"[default: ({default_text(settings[flag])})]" in shown[flag]
-    assert "[default: (8000)]" in shown["--port"]
+        assert str(settings[flag].description) in shown[flag]
+
+
+def test_the_help_shows_defaults_choices_and_what_is_required(shown: dict[str, str]) -> None:
+    assert "[default: 8000]" in shown["--port"]
     assert "[default: (as many as fit, up to 64)]" in shown["--max-gpu-deltas"]
+    assert "[default: none]" in shown["--auth"]
+    assert "[default:" not in shown["--otlp-endpoint"]
+    assert "<auto|cpu|cuda>" in shown["--device"]
+    assert [flag for flag, line in shown.items() if "[required]" in line] == ["--base", "--registry"]
+
+
+def test_the_flags_stand_in_panels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    titles = [line.split("─ ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("╭")]
+    assert [title.partition(" ─")[0] for title in titles] == [
+        "Options",
+        "Base and registry",
+        "Memory",
+        "Requests",
+        "Tenants and access",
+        "Network",
+        "Processes",
+        "Logging",
+    ]
+
+
+def test_a_choice_is_checked_wherever_it_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = ("--base", tmp_path, "--registry", tmp_path / "r")
+    wanted = "input should be 'auto', 'cpu' or 'cuda', got 'tpu'"
+    assert failed(capsys, *args, "--device", "tpu") == (2, f"error: device (from --device): {wanted}")
+    monkeypatch.setenv("PERAXIS_DEVICE", "tpu")
+    assert failed(capsys, *args) == (2, f"error: device (from PERAXIS_DEVICE): {wanted}")
 
 
 def failed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:

@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Self
-from urllib.parse import urlsplit
 
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
-from deltastore.errors import PeraxisError, RegistryUnavailable, StorageFull, UsageError
+from deltastore.errors import PeraxisError, RegistryUnavailable, StorageFull, UsageError, shown
 from deltastore.registry.place import SCHEME
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ PART_TIMEOUT = timedelta(minutes=5)
 FULL = re.compile(r"QuotaExceeded|XMinioStorageFull|XMinioAdminBucketQuotaExceeded|InsufficientStorage|507 ")
 GONE = "NoSuchBucket"
 # The variables of an endpoint that obstore reads.
-ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINT = re.compile(
+    r"https?://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?(/[A-Za-z0-9._~%/-]*)?",
+    re.IGNORECASE,
+)
+LARGEST_PORT = 65535
 MAX_REASON = 300
 
 
@@ -143,19 +148,33 @@ def _allows_http() -> bool:
 
 
 def _check_endpoint() -> None:
-    """Refuse an endpoint that every call would fail on, with an error that names no reason."""
+    """Refuse an endpoint that every call would fail on, with a panic of obstore or an error that names no reason."""
     for name in ENDPOINTS:
         endpoint = os.environ.get(name, "")
+        if endpoint and not _is_url(endpoint):
+            raise UsageError(
+                f"the endpoint {shown(endpoint)} of {name} is no URL: give https://HOST or https://HOST:PORT"
+            )
         if endpoint.lower().startswith("http://") and not _allows_http():
             raise UsageError(
                 f"the endpoint {endpoint} of {name} has no TLS: set AWS_ALLOW_HTTP=true to send credentials and "
                 "artifacts in plain text, or give an https:// endpoint"
             )
-        parts = urlsplit(endpoint)
-        if endpoint and (parts.scheme.lower() not in ("http", "https") or not parts.hostname):
-            raise UsageError(
-                f"the endpoint {endpoint} of {name} is no URL: give https://HOST or https://HOST:PORT"
-            )
+
+
+def _is_url(endpoint: str) -> bool:
+    found = ENDPOINT.fullmatch(endpoint)
+    if found is None or int(found["port"] or 0) > LARGEST_PORT:
+        return False
+    host = found["host"]
+    # As URLs are read, a host whose last label is a number is an address.
+    if not host.startswith("[") and not host.rpartition(".")[2].isdigit():
+        return True
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _store(bucket: str, prefix: str | None, deadlines: ClientConfig, retry: RetryConfig) -> S3Store:

@@ -146,17 +146,22 @@ def test_an_endpoint_without_tls_must_be_allowed(
         machine(bucket, tmp_path)
 
 
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 @pytest.mark.parametrize(
-    "endpoint", ["127.0.0.1:9900", "minio.example.com", "minio.example.com:9000", "https://"]
-)
+    "endpoint",
+    [
+        "127.0.0.1:9900", "minio.example.com", "minio.example.com:9000", "https://", "http://", "https://:9000",
+        "https://minio:port", "https://minio:99999", "https://[::1", "https://256.0.0.1", "https://[:]", "https://min io", "https://minio/a b", " ",
+    ],
+)  # fmt: skip
 def test_an_endpoint_that_is_no_url_is_refused(
-    endpoint: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(
-        UsageError, match=f"the endpoint {endpoint} of AWS_ENDPOINT_URL is no URL: give https://HOST"
-    ):
-        machine(bucket, tmp_path)
+    monkeypatch.setenv(variable, endpoint)
+    with pytest.raises(UsageError) as refused:
+        Registry.open("s3://bucket/prefix", ObjectCache(tmp_path, CACHE_BYTES))
+    wanted = f"the endpoint {endpoint!r} of {variable} is no URL: give https://HOST or https://HOST:PORT"
+    assert str(refused.value) == wanted
 
 
 @pytest.mark.parametrize("location", ["s3://", "s3://UPPER/x", "s3://bucket/../x?y"])

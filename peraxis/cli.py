@@ -26,14 +26,6 @@ from deltastore.memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
-class OtherForm:
-    """A second form of a command, which runs when `option` is among its arguments."""
-
-    option: str
-    module: str
-
-
-@dataclass(frozen=True, slots=True)
 class CommandEntry:
     """One command of the help page, and the module that defines it."""
 
@@ -42,7 +34,6 @@ class CommandEntry:
     panel: str
     help: str
     is_group: bool = False
-    other_form: OtherForm | None = None
 
 
 TERMINATED = 128 + signal.SIGTERM
@@ -84,12 +75,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "rm": CommandEntry("client.variants", REMOTE, "Delete a variant, or one version that is not active."),
     "keys": CommandEntry("peraxis.keys", REMOTE, "Create, list and revoke tenants' API keys.", True),
     "tenants": CommandEntry("client.tenants", REMOTE, "List tenants, and set their limits.", True),
-    "doctor": CommandEntry(
-        "server.doctor.cli",
-        OTHER,
-        "Check this machine, or with --url a running server.",
-        other_form=OtherForm("--url", "client.doctor"),
-    ),
+    "doctor": CommandEntry("client.doctor", REMOTE, "Check that a running server answers, and your key."),
     "demo": CommandEntry(
         "peraxis.demo.cli", OTHER, "Train, compress, upload and serve tiny models on the CPU."
     ),
@@ -104,7 +90,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         entry = self.entries.get(name or "")
-        return name, command if entry is None else _load(str(name), entry, rest), rest
+        return name, command if entry is None else _load(str(name), entry), rest
 
 
 def build(commands: Mapping[str, CommandEntry] = COMMANDS) -> LazyGroup:
@@ -195,28 +181,11 @@ def _memory_message(error: MemoryError | RuntimeError) -> str:
     )
 
 
-def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
-    module, other = entry.module, entry.other_form
-    if other is not None and any(arg.partition("=")[0] == other.option for arg in args):
-        module, other = other.module, None
-    group = get_group(importlib.import_module(module).app)
-    if other is not None and "--help" in args:
-        _list_options(group, other)
+def _load(name: str, entry: CommandEntry) -> Any:
+    group = get_group(importlib.import_module(entry.module).app)
     # A missing command is then reported in one line, like every other wrong argument.
     group.no_args_is_help = False
     return group if entry.is_group else group.commands[name]
-
-
-def _list_options(group: Any, other: OtherForm) -> None:
-    """Add the other form's options to the help page of each command, in a panel of their own."""
-    for name, command in get_group(importlib.import_module(other.module).app).commands.items():
-        params = group.commands[name].params
-        known = {param.name for param in params}
-        for option in [param for param in command.params if param.name not in known]:
-            # Only the other form requires it.
-            option.required = False
-            option.rich_help_panel = f"With {other.option}"  # type: ignore[attr-defined]
-            params.append(option)
 
 
 def _placeholder() -> None:

@@ -10,12 +10,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from deltastore.diagnosis import has_failed, print_diagnoses
+from deltastore.errors import UsageError
 from deltastore.registry.place import check_place, is_bucket
 from server.openmp_policy import let_threads_sleep
 from server.settings import DEFAULT_HUB_URL, Settings, load_settings
 
 app = typer.Typer(add_completion=False)
 
+# For --check, which needs neither.
+STAND_INS: Mapping[str, Path] = {"base": Path("/"), "registry": Path("/")}
 # Defaults that are computed at start, by setting.
 COMPUTED: Mapping[str, str] = {
     "registry_cache": "peraxis/registry in the user's cache directory",
@@ -188,10 +192,21 @@ def serve(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its source, and exit.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Check torch, device, memory, base and registry, change nothing, and exit; with 1 if a check failed. "
+            "Takes --base or --registry alone, too.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --check: print the result as one JSON document.")
+    ] = False,
 ) -> None:
     """Serve a base and the variants of a registry over HTTP.
 
-    Example: peraxis serve --base ./base --registry ./registry
+    Examples: peraxis serve --base ./base --registry ./registry; peraxis serve --check --base ./base
 
     Every setting can also come from the environment (PERAXIS_PORT) or from the --config file. A flag overrides the
     environment, which overrides the file.
@@ -199,12 +214,23 @@ def serve(
     flags = {
         name: value
         for name, value in locals().items()
-        if name not in ("config", "print_config") and value is not None
+        if name not in ("config", "print_config", "check", "as_json") and value is not None
     }
-    loaded = load_settings(flags, config)
+    if as_json and not check:
+        raise UsageError("--json prints the result of --check: give --check, too")
+    if check and print_config:
+        raise UsageError("give --check or --print-config, and not both")
+    loaded = load_settings(flags, config, stand_ins=STAND_INS if check else None)
     if print_config:
         print(loaded.describe())
         return
+    if check:
+        # Deferred: importing torch takes seconds.
+        from server.check import check_machine
+
+        diagnoses = check_machine(loaded)
+        print_diagnoses(diagnoses, as_json)
+        raise typer.Exit(1 if has_failed(diagnoses) else 0)
     # Before a server makes a registry there.
     if not is_bucket(loaded.settings.registry):
         check_place(Path(loaded.settings.registry))

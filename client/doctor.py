@@ -13,7 +13,7 @@ from client.http import RemoteServer, ServerAddress, parsed
 from client.options import Json, KeyFile
 from client.replies import MeReply
 from deltastore.diagnosis import Diagnosis, diagnose, has_failed, print_diagnoses
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, UsageError
 from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
@@ -35,7 +35,9 @@ class StatsReply(Struct, frozen=True):
 
 @app.command()
 def doctor(
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="The server's address.")],
+    url: Annotated[
+        str | None, typer.Option("--url", envvar="PERAXIS_URL", metavar="URL", help="The server's address.")
+    ] = None,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
@@ -43,8 +45,11 @@ def doctor(
 
     Example: peraxis doctor --url http://host:8000
 
-    Without --url, the checks are of this machine.
+    Does it answer, is it ready, which version is it, and what may the key do? `peraxis serve --check` checks this
+    machine.
     """
+    if url is None:
+        raise UsageError("give --url of a running server; `peraxis serve --check` checks this machine")
     with RemoteServer(ServerAddress.of(url, key_file)) as server:
         diagnoses = examine(server)
     print_diagnoses(diagnoses, as_json)

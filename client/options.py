@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from client.http import ServerAddress
+from client.waiting import WAIT_S
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER = "Server"
@@ -38,6 +39,17 @@ Tenant = Annotated[
     str | None,
     typer.Option(
         "--tenant", metavar="NAME", help="With an admin key: act for this tenant.", rich_help_panel=SERVER
+    ),
+]
+Wait = Annotated[
+    int | None,
+    typer.Option(
+        "--wait",
+        metavar="S",
+        min=0,
+        help="Seconds to wait for a server that is starting, even if nothing listens yet. Without it, a server that "
+        f"answers 503, or that has answered before, is waited for {WAIT_S} s.",
+        rich_help_panel=SERVER,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from client.errors import NoAnswer, NoServer, ServerRefused
+from client.errors import NoAnswer, ServerRefused
 from client.http import NO_SUCH_CALL, RemoteServer, ServerAddress, parsed
-from client.options import Json, print_reply, takes_address
+from client.options import Json, Wait, print_reply, takes_address
 from client.reference import check_new_name, path_of
 from client.replies import UploadReply, VariantReply, VersionReply
 from client.tenancy import tenant_of_admin
+from client.waiting import ServerWait, is_unavailable, pause_s, print_line
 from deltastore.errors import ArtifactError, UsageError
 from deltastore.format.header import check_prefix
 from deltastore.progress import byte_progress
@@ -32,14 +32,12 @@ from deltastore.tables import printable
 app = typer.Typer(no_args_is_help=True)
 
 MAX_ATTEMPTS = 8
-# Between two attempts, in seconds; doubled each time.
-FIRST_WAIT_S, MAX_WAIT_S = 1.0, 30.0
-# A server that asks for more time is not waited for.
+# After an attempt that failed, a server that asks for more time is not waited for.
 MAX_RETRY_AFTER_S = 120
 # A server answers when it has checked the artifact, which takes minutes for the largest.
 ANSWER_S = 900.0
-# Statuses of failures that may pass; 507, a full disk, is none. A limit passes if the server says when.
-TEMPORARY, LIMITED = (408, 500, 502, 503, 504), 429
+# Statuses of failures that may pass, beside 503; 507, a full disk, is none. A limit passes if the server says when.
+TEMPORARY, LIMITED = (408, 500, 502, 504), 429
 NOT_FOUND, NOT_MODIFIED, QUARANTINED = 404, 304, 424
 BLOCK_BYTES = 1 << 20
 # The bytes at the beginning of an artifact that tell it from most other files.
@@ -64,13 +62,15 @@ def push(
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
     ] = True,
+    wait_s: Wait = None,
     as_json: Json = False,
 ) -> None:
     """Publish an artifact as the next version of a variant.
 
     Example: peraxis push tuned.safetensors --name instruct
 
-    A broken connection or a busy server is tried again. An artifact that the variant has already is not sent again.
+    A broken connection is tried again, and a server that is starting or busy is waited for. An artifact that the
+    variant has already is not sent again.
     """
     # Refuse a name that cannot be one before the file is hashed.
     check_new_name(name)
@@ -78,7 +78,8 @@ def push(
     with byte_progress(total, f"digest of {file.name}", progress) as bar:
         artifact = ArtifactFile.read(file, bar.update)
     with RemoteServer(address, ANSWER_S) as server:
-        content = publish(server, Publishing(artifact, name, activate, visibility), progress)
+        publishing = Publishing(artifact, name, activate, visibility)
+        content = publish(server, publishing, progress, ServerWait(address.url, wait_s))
         owner = None if as_json else tenant_of_admin(server)
     reply = parsed(content, UploadReply)
     if as_json:
@@ -158,36 +159,53 @@ class ArtifactFile:
             raise ArtifactError(f"{self.path} changed while it was sent: push it again")
 
 
-def publish(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
+def publish(
+    server: RemoteServer,
+    publishing: Publishing,
+    progress: bool,
+    waiting: ServerWait,
+    *,
+    sleep: Callable[[float], object] = time.sleep,
+) -> bytes:
     """Publish an artifact, in up to `MAX_ATTEMPTS` attempts; return the server's answer.
+
+    Attempts that find no server, or one that takes no calls, are not counted: `waiting` bounds them.
 
     Args:
         server: The server; it must wait `ANSWER_S` for an answer.
         publishing: The artifact and its variant.
         progress: Show the bytes that were sent on stderr. Attempts that failed are told in any case.
+        waiting: How long the server is waited for.
+        sleep: Waits so many seconds.
 
     Raises:
         NoAnswer, ServerRefused: The last attempt failed, or one failed for a reason that does not pass.
         ArtifactError: The file has changed since it was hashed.
     """
-    for number in range(1, MAX_ATTEMPTS):
+    num_failed = 0
+    while True:
         try:
-            return _attempt(server, publishing, progress)
+            return _attempt(server, publishing, progress, waiting)
         except (NoAnswer, ServerRefused) as error:
-            if not _may_pass(error, number):
-                raise
-            wait_s = _wait_s(error, number)
-            print(
-                f"attempt {number} of {MAX_ATTEMPTS} failed: {error}; the next begins in {wait_s:.0f} s",
-                file=sys.stderr,
-            )
-        time.sleep(wait_s)
-    return _attempt(server, publishing, progress)
+            if is_unavailable(error):
+                next_s = waiting.next_pause_s(error)
+            else:
+                waiting.answered()
+                waiting.restart()
+                num_failed += 1
+                if num_failed == MAX_ATTEMPTS or not _may_pass(error):
+                    raise
+                next_s = pause_s(error, 2.0 ** (num_failed - 1))
+                print_line(
+                    f"attempt {num_failed} of {MAX_ATTEMPTS} failed: {error}; the next begins in {next_s:.0f} s"
+                )
+        sleep(next_s)
 
 
-def _attempt(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes:
+def _attempt(server: RemoteServer, publishing: Publishing, progress: bool, waiting: ServerWait) -> bytes:
     # The attempt before may have been published although its answer was lost.
     known = _known_version(server, publishing)
+    waiting.answered()
     if known is None:
         return _send(server, publishing, progress)
     variant, version = known
@@ -237,23 +255,13 @@ def _send(server: RemoteServer, publishing: Publishing, progress: bool) -> bytes
         return server.send("POST", "/variants", params=params, headers=headers, content=body).content
 
 
-def _may_pass(error: NoAnswer | ServerRefused, number: int) -> bool:
+def _may_pass(error: NoAnswer | ServerRefused) -> bool:
     """True if another attempt may succeed where this one has failed."""
-    if isinstance(error, NoServer):
-        # A server that never answered is more likely a wrong address than one that restarts.
-        return number > 1
-    if isinstance(error, ServerRefused):
-        if error.retry_after_s is None:
-            return error.status in TEMPORARY
-        return error.status in (*TEMPORARY, LIMITED) and error.retry_after_s <= MAX_RETRY_AFTER_S
-    return True
-
-
-def _wait_s(error: NoAnswer | ServerRefused, number: int) -> float:
-    """Return the seconds that the server asks for, else more after each attempt."""
-    if isinstance(error, ServerRefused) and error.retry_after_s is not None:
-        return error.retry_after_s
-    return min(FIRST_WAIT_S * 2.0 ** (number - 1), MAX_WAIT_S)
+    if not isinstance(error, ServerRefused):
+        return True
+    if error.retry_after_s is None:
+        return error.status in TEMPORARY
+    return error.status in (*TEMPORARY, LIMITED) and error.retry_after_s <= MAX_RETRY_AFTER_S
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Findings of `peraxis doctor`, and how both of its forms print them."""
+"""Findings of `peraxis serve --check` and `peraxis doctor`, and how both print them."""
 
 from __future__ import annotations
 

@@ -26,14 +26,6 @@ from deltastore.memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
-class OtherForm:
-    """A second form of a command, which runs when `option` is among its arguments."""
-
-    option: str
-    module: str
-
-
-@dataclass(frozen=True, slots=True)
 class CommandEntry:
     """One command of the help page, and the module that defines it."""
 
@@ -42,7 +34,6 @@ class CommandEntry:
     panel: str
     help: str
     is_group: bool = False
-    other_form: OtherForm | None = None
 
 
 TERMINATED = 128 + signal.SIGTERM
@@ -91,12 +82,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "registry": CommandEntry(
         "deltastore.registry.cli", OPERATE, "List, clean and check a registry on disk.", True
     ),
-    "doctor": CommandEntry(
-        "server.doctor.cli",
-        OPERATE,
-        "Check this machine, or with --url a running server.",
-        other_form=OtherForm("--url", "client.doctor"),
-    ),
+    "doctor": CommandEntry("client.doctor", OPERATE, "Check that a running server answers, and your key."),
 }
 
 
@@ -112,7 +98,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
         if (entry := self.entries.get(name or "")) is not None:
-            command = _load(str(name), entry, rest)
+            command = _load(str(name), entry)
             _give_help_a_default(command, ctx)
         return name, command, rest
 
@@ -213,13 +199,8 @@ def _memory_message(error: MemoryError | RuntimeError) -> str:
     )
 
 
-def _load(name: str, entry: CommandEntry, args: Sequence[str]) -> Any:
-    module, other = entry.module, entry.other_form
-    if other is not None and any(arg.partition("=")[0] == other.option for arg in args):
-        module, other = other.module, None
-    group = get_group(importlib.import_module(module).app)
-    if other is not None and "--help" in args:
-        _list_options(group, other)
+def _load(name: str, entry: CommandEntry) -> Any:
+    group = get_group(importlib.import_module(entry.module).app)
     for command in (group, *group.commands.values()):
         command.help = _unfolded(command.help or "")
     # A missing command is then reported in one line, like every other wrong argument.
@@ -235,18 +216,6 @@ def _give_help_a_default(command: Any, ctx: Any) -> None:
 def _unfolded(text: str) -> str:
     """Join the lines of each paragraph, which Typer does only for the first one."""
     return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in text.split("\n\n"))
-
-
-def _list_options(group: Any, other: OtherForm) -> None:
-    """Add the other form's options to the help page of each command, in a panel of their own."""
-    for name, command in get_group(importlib.import_module(other.module).app).commands.items():
-        params = group.commands[name].params
-        known = {param.name for param in params}
-        for option in [param for param in command.params if param.name not in known]:
-            # Only the other form requires it.
-            option.required = False
-            option.rich_help_panel = f"With {other.option}"  # type: ignore[attr-defined]
-            params.append(option)
 
 
 def _placeholder() -> None:

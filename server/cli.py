@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,9 +12,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from deltastore.errors import UsageError
 from server.settings import Settings, choices_of, flag_name, flags_of_settings, load_settings
 
 app = typer.Typer(add_completion=False)
+
+# For --check, which needs neither.
+STAND_INS: Mapping[str, Path] = {"base": Path("/"), "registry": Path("/")}
 
 
 class ServeCommand(TyperCommand):
@@ -78,21 +82,43 @@ def serve(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting with its source, and exit.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Check torch, device, memory, base and registry, change nothing, and exit; with 1 if a check failed. "
+            "Takes --base or --registry alone, too.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --check: print the result as one JSON document.")
+    ] = False,
     **flags: Any,
 ) -> None:
     """Serve a base and the variants of a registry over HTTP.
 
-    Example: peraxis serve --base ./base --registry ./registry
+    Examples: peraxis serve --base ./base --registry ./registry; peraxis serve --check --base ./base
 
     Every setting can also come from the environment (PERAXIS_PORT) or from the --config file. A flag overrides the
     environment, which overrides the file.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    loaded = load_settings(given, config)
+    if as_json and not check:
+        raise UsageError("--json prints the result of --check: give --check, too")
+    if check and print_config:
+        raise UsageError("give --check or --print-config, and not both")
+    loaded = load_settings(given, config, stand_ins=STAND_INS if check else None)
     if print_config:
         print(loaded.describe())
         return
-    # Deferred: --help and --print-config need none of this, and only the inline engine imports torch.
+    # Deferred: --help and --print-config need none of this, and only checks and the inline engine import torch.
+    if check:
+        from deltastore.diagnosis import has_failed, print_diagnoses
+        from server.check import check_machine
+
+        diagnoses = check_machine(loaded)
+        print_diagnoses(diagnoses, as_json)
+        raise typer.Exit(1 if has_failed(diagnoses) else 0)
     from deltastore.registry.place import check_place, is_bucket
     from server.openmp_policy import let_threads_sleep
 

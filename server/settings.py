@@ -31,6 +31,8 @@ from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_
 ENV_PREFIX = "PERAXIS_"
 DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
+# The source of a setting that was not given.
+DEFAULT = "default"
 # Not those that Kubernetes sets in each pod from the names of Services.
 VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*(?:SERVICE_|PORT_\d)).*")
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
@@ -429,6 +431,10 @@ class LoadedSettings:
     settings: Settings
     origins: Mapping[str, str]
 
+    def is_given(self, name: str) -> bool:
+        """True for a setting that is no default."""
+        return self.origins[name] != DEFAULT
+
     def describe(self) -> str:
         """Return the settings as a TOML configuration file, with each source as a comment and secrets masked."""
         lines = []
@@ -440,7 +446,11 @@ class LoadedSettings:
 
 
 def load_settings(
-    flags: Mapping[str, Any], config: Path | None = None, *, given_by: str | None = None
+    flags: Mapping[str, Any],
+    config: Path | None = None,
+    *,
+    given_by: str | None = None,
+    stand_ins: Mapping[str, Any] | None = None,
 ) -> LoadedSettings:
     """Load the settings from flags, environment, TOML file and defaults, in this order of precedence.
 
@@ -448,6 +458,7 @@ def load_settings(
         flags: values of the flags that were given, by setting name.
         config: a TOML file of settings, or None.
         given_by: the place of `flags` for messages, if it is not the command line.
+        stand_ins: values of required settings that may be missing; they count as defaults.
 
     Raises:
         SettingsError: a setting is invalid or misspelt. One line names it, the value's source and what it must be.
@@ -456,6 +467,7 @@ def load_settings(
     from pydantic_settings import (
         BaseSettings,
         EnvSettingsSource,
+        InitSettingsSource,
         PydanticBaseSettingsSource,
         SettingsConfigDict,
         TomlConfigSettingsSource,
@@ -478,7 +490,13 @@ def load_settings(
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config)
+            from_toml = TomlConfigSettingsSource(settings_cls, config)
+            return (
+                init_settings,
+                env_settings,
+                from_toml,
+                InitSettingsSource(settings_cls, dict(stand_ins or {})),
+            )
 
     from_env = EnvSettingsSource(Sourced)()
     names = {*Settings.model_fields, *from_file, *flags}
@@ -559,7 +577,7 @@ def _origin(
         return f"from {given_by or flag_name(name)}"
     if name in from_env:
         return f"from {ENV_PREFIX}{name.upper()}"
-    return "from the configuration file" if name in from_file else "default"
+    return "from the configuration file" if name in from_file else DEFAULT
 
 
 def _first_problem(error: ValidationError, origins: Mapping[str, str], given_by: str | None) -> str:

@@ -25,7 +25,7 @@ ENGINE_LAYERS = ["kernels", "deltas", "model", "engine"]
 HTTP_LAYERS = ["workers", "text", "http", "grammar", "api"]
 LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 # Parts that know layers of both, or all of one.
-ABOVE_LAYERS = {"app", "cli", "doctor", "http_process", "inline", "scale", "supervisor"}
+ABOVE_LAYERS = {"app", "check", "cli", "http_process", "inline", "scale", "supervisor"}
 MAX_LINES = 700
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 

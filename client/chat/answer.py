@@ -5,16 +5,19 @@ Reads the server-sent events of `POST /v1/chat/completions`.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from client.errors import ServerRefused, UnexpectedReply
+from client.errors import NoAnswer, ServerRefused, UnexpectedReply
 from client.http import ErrorFields, ServerAddress, parsed
+from client.waiting import ServerWait
 from deltastore.tables import printable
 
 # For types alone: `stream` imports it, and `--help` needs none of it.
@@ -119,13 +122,25 @@ class Answer:
         return text
 
 
-async def stream(address: ServerAddress, body: Mapping[str, Any], answer: Answer) -> AsyncIterator[str]:
+async def stream(
+    address: ServerAddress,
+    body: Mapping[str, Any],
+    answer: Answer,
+    waiting: ServerWait,
+    *,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> AsyncIterator[str]:
     """Ask a server, fill `answer`, and yield its text in pieces as they come.
+
+    A call that found no server, or one that takes no calls, is made again until `waiting` ends. An answer that has
+    begun is not asked for again.
 
     Args:
         address: The server.
         body: The fields of the request; those that make it stream are added.
         answer: An answer without text, of the variant that `body` names.
+        waiting: How long the server is waited for.
+        sleep: Waits so many seconds.
 
     Raises:
         NoAnswer, ServerRefused: The call failed, or the answer broke off.
@@ -135,26 +150,43 @@ async def stream(address: ServerAddress, body: Mapping[str, Any], answer: Answer
 
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     is_done = False
-    with address.reached():
-        async with (
-            httpx.AsyncClient(**address.client_options(SILENCE_S)) as client,
-            client.stream("POST", PATH, json=streamed) as reply,
-        ):
-            if not reply.is_success:
-                await reply.aread()
-                refused = address.refusal(reply)
-                if refused.status == BAD_REQUEST:
-                    # The server's messages of wrong requests do not name the model.
-                    refused = ServerRefused(f"{answer.model}: {refused}", refused.status, refused.code)
-                raise refused
-            answer.version = _version_of(reply)
-            answer.digest = reply.headers.get("x-peraxis-digest")
-            async for data in _events(reply):
-                is_done = data == DONE
-                if not is_done and (text := answer.add(_checked(data, reply.status_code))):
-                    yield text
+    async with httpx.AsyncClient(**address.client_options(SILENCE_S)) as client:
+        while True:
+            answer.sent_at = time.perf_counter()
+            try:
+                reply = await _begun(address, client, streamed)
+                break
+            except (NoAnswer, ServerRefused) as error:
+                pause_s = waiting.next_pause_s(error)
+            await sleep(pause_s)
+        waiting.answered()
+        answer.version = _version_of(reply)
+        answer.digest = reply.headers.get("x-peraxis-digest")
+        with address.reached():
+            async with aclosing(reply):
+                async for data in _events(reply):
+                    is_done = data == DONE
+                    if not is_done and (text := answer.add(_checked(data, reply.status_code))):
+                        yield text
     if not is_done:
         raise UnexpectedReply(f"the answer of {answer.model} broke off: ask again")
+
+
+async def _begun(
+    address: ServerAddress, client: httpx.AsyncClient, body: Mapping[str, Any]
+) -> httpx.Response:
+    """Make the call; return its answer, whose body has not been read and which the caller closes."""
+    with address.reached():
+        reply = await client.send(client.build_request("POST", PATH, json=body), stream=True)
+        if reply.is_success:
+            return reply
+        async with aclosing(reply):
+            await reply.aread()
+    refused = address.refusal(reply)
+    if refused.status == BAD_REQUEST:
+        # The server's messages of wrong requests do not name the model.
+        refused = ServerRefused(f"{body['model']}: {refused}", refused.status, refused.code)
+    raise refused
 
 
 def _checked(data: bytes, status: int) -> ReceivedChunk:

@@ -16,7 +16,8 @@ from rich.text import Text
 from client.chat.answer import Answer, stream
 from client.errors import NoAnswer, ServerRefused, UnexpectedReply
 from client.http import ServerAddress
-from client.options import Json, print_json, takes_address
+from client.options import Json, Wait, print_json, takes_address
+from client.waiting import ServerWait
 from deltastore.errors import UsageError
 from deltastore.tables import printable, short
 
@@ -51,6 +52,7 @@ def chat(
         float | None, typer.Option("--temperature", help="Temperature of sampling; 0 is greedy.", min=0)
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling.", min=0)] = None,
+    wait_s: Wait = None,
     as_json: Json = False,
 ) -> None:
     """Talk to a variant, or to two side by side.
@@ -58,7 +60,7 @@ def chat(
     Examples: peraxis chat instruct; peraxis chat instruct --once "Hello"; peraxis chat --compare instruct instruct@1
 
     Without --once, prompts are read line by line from a terminal (Ctrl-C ends an answer, Ctrl-D the chat); elsewhere,
-    all of standard input is one prompt.
+    all of standard input is one prompt. A server that is starting or busy is waited for.
     """
     if (name is None) == (compare is None):
         raise UsageError("give the NAME of a variant, or --compare and two names")
@@ -69,7 +71,7 @@ def chat(
     models = compare or [str(name)]
     conversations = [ChatHistory(model, list(first)) for model in models]
     options = ChatOptions(max_tokens, temperature, seed)
-    chat = Chat(address, conversations, options, as_json)
+    chat = Chat(address, conversations, options, ServerWait(address.url, wait_s), as_json)
     if not is_interactive:
         chat.ask(_piped_prompt() if once is None else once)
         return
@@ -90,11 +92,13 @@ class Chat:
     address: ServerAddress
     conversations: Sequence[ChatHistory]
     options: ChatOptions
+    waiting: ServerWait
     as_json: bool
 
     def ask(self, prompt: str) -> None:
         """Ask all variants at the same time, show the answers and keep them."""
         answers = [Answer(conversation.model) for conversation in self.conversations]
+        self.waiting.restart()
         if self.as_json:
             asyncio.run(self._gather(prompt, answers))
             print_json({"answers": [answer.as_json() for answer in answers]})
@@ -110,7 +114,7 @@ class Chat:
 
     async def _print(self, prompt: str, answer: Answer) -> None:
         body = self.conversations[0].asking(prompt, self.options)
-        async for text in stream(self.address, body, answer):
+        async for text in stream(self.address, body, answer, self.waiting):
             _print_piece(text)
         _print_end(answer)
 
@@ -132,7 +136,8 @@ class Chat:
         )
 
     async def _fill(self, conversation: ChatHistory, prompt: str, answer: Answer) -> None:
-        async for _ in stream(self.address, conversation.asking(prompt, self.options), answer):
+        body = conversation.asking(prompt, self.options)
+        async for _ in stream(self.address, body, answer, self.waiting):
             pass
 
 

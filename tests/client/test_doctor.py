@@ -35,9 +35,20 @@ def test_a_running_server_has_no_failed_check(server: LiveServer, capsys: Output
     assert [line[0] for line in lines][:2] == ["ok", "ok"]
 
 
-def test_help_lists_the_options_of_both_forms(capsys: Output) -> None:
-    assert run(["doctor", "--help"]) == 0
-    assert {"--base", "--url", "--key-file"} <= set(capsys.readouterr().out.split())
+def test_without_an_address_the_check_of_this_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.delenv("PERAXIS_URL", raising=False)
+    assert run(["doctor"]) == 2
+    message = "error: give --url of a running server; `peraxis serve --check` checks this machine\n"
+    assert capsys.readouterr().err == message
+
+
+def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    with scripted_server(ALIVE, READY, ME, STATS) as server:
+        monkeypatch.setenv("PERAXIS_URL", server.url)
+        assert run(["doctor"]) == 0
+    assert f"{server.url} answers" in capsys.readouterr().out
 
 
 def test_the_keys_tenant_roles_and_expiry_are_told(capsys: Output) -> None:

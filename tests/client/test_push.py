@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from client import push
-from client.push import MAX_ATTEMPTS, ArtifactFile
+from client import waiting
+from client.errors import NoAnswer, NoServer, ServerRefused
+from client.http import RemoteServer, ServerAddress
+from client.push import ANSWER_S, MAX_ATTEMPTS, ArtifactFile, Publishing, publish
+from client.waiting import ServerWait
 from deltastore import progress
 from deltastore.errors import ArtifactError
 from peraxis.cli import run
@@ -53,16 +56,26 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "FIRST_WAIT_S", 0)
-
-
 def pushed(file: Path, *reactions: Reaction, args: tuple[str, ...] = ()) -> tuple[int, ScriptedServer]:
     """Push the file to a scripted server; return the exit code and the server."""
-    with scripted_server(*reactions) as server:
+    with scripted_server(*reactions) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting, "MAX_PAUSE_S", 0)
         code = run(["push", str(file), "--name", "a", "--url", server.url, "--no-progress", *args])
     return code, server
+
+
+def pauses_of_push(file: Path, *reactions: Reaction) -> tuple[list[float], NoAnswer | ServerRefused | None]:
+    """Push to a scripted server on a clock that only pauses move; return them, and the error that ended the push."""
+    pauses: list[float] = []
+    publishing = Publishing(ArtifactFile.read(file, lambda _: None), "a", True)
+    with scripted_server(*reactions) as scripted:
+        wait = ServerWait(scripted.url, clock=lambda: sum(pauses))
+        with RemoteServer(ServerAddress.of(scripted.url, None), ANSWER_S) as server:
+            try:
+                publish(server, publishing, False, wait, sleep=pauses.append)
+            except (NoAnswer, ServerRefused) as error:
+                return pauses, error
+    return pauses, None
 
 
 def error_of(capsys: Output) -> dict[str, Any]:
@@ -107,8 +120,9 @@ def test_an_artifact_that_the_server_has_is_not_sent_again(
 
 
 def test_a_push_over_connections_that_break_makes_one_version(
-    server: LiveServer, artifacts: Artifacts, capsys: Output
+    server: LiveServer, artifacts: Artifacts, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(waiting, "MAX_PAUSE_S", 0)
     address = httpx.URL(server.url)
     size = artifacts.spare[0].stat().st_size
     with cutting_proxy(address.host, address.port or 0, size // 2, size // 3) as proxy:
@@ -169,11 +183,11 @@ def test_the_request_carries_the_digest_and_the_length(file: Path) -> None:
     [
         break_off(after_bytes=1_000_000),
         break_off(),
-        refuse(503, "overloaded", Retry_After="0"),
         refuse(500, "internal_error"),
         answer(502, b"<html>bad gateway</html>"),
+        refuse(429, "rate_limited", Retry_After="0"),
     ],
-    ids=["broken off", "answer lost", "overloaded", "internal error", "proxy"],
+    ids=["broken off", "answer lost", "internal error", "proxy", "limited"],
 )
 def test_a_failure_that_may_pass_is_tried_again(file: Path, failure: Reaction, capsys: Output) -> None:
     code, server = pushed(file, ABSENT, failure, ABSENT, CREATED)
@@ -234,23 +248,65 @@ def test_the_last_attempt_gives_the_error(file: Path, capsys: Output) -> None:
     assert "broke off" in error["message"]
 
 
+@pytest.mark.parametrize("before", [[], [ABSENT]], ids=["first call", "upload"])
+def test_a_server_that_answers_503_is_waited_for_longer_than_it_asks(
+    file: Path, before: list[Reaction], capsys: Output
+) -> None:
+    starting = refuse(503, "overloaded", "the base is still loading", Retry_After="1")
+    pauses, error = pauses_of_push(file, *([*before, starting] * 8), ABSENT, CREATED)
+    assert (pauses, error) == ([1, 1, 2, 4, 8, 16, 30, 30], None)
+    (first, *others) = capsys.readouterr().err.splitlines()
+    assert first.endswith(": the base is still loading")
+    assert len(others) == 3
+
+
+def test_a_push_to_a_server_that_stays_unavailable_ends_after_two_minutes(file: Path) -> None:
+    pauses, error = pauses_of_push(file, *[refuse(503, "draining")] * 20)
+    assert sum(pauses) == 120
+    assert isinstance(error, ServerRefused)
+    assert error.code == "draining"
+
+
+def test_attempts_that_fail_wait_longer_each_time_and_as_long_as_the_server_asks(file: Path) -> None:
+    limited = refuse(429, "rate_limited", Retry_After="20")
+    failures = [
+        break_off(),
+        limited,
+        refuse(500, "internal_error"),
+        refuse(502, "source_unavailable"),
+        limited,
+    ]
+    pauses, error = pauses_of_push(file, *failures, ABSENT, CREATED)
+    assert (pauses, error) == ([1, 20, 4, 8, 20], None)
+
+
 def test_a_server_that_never_answered_is_not_tried_again(file: Path, capsys: Output) -> None:
     with scripted_server() as server:
         url = server.url
     assert run(["push", str(file), "--name", "a", "--url", url, "--no-progress"]) == 1
     line = capsys.readouterr().err
     assert line.startswith(f"error: no server answers at {url} (")
+    assert line.endswith(" or --wait S if it is starting\n")
     assert line.count("\n") == 1
 
 
-def test_a_server_that_went_away_during_a_push_is_tried_again(
-    file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(push, "MAX_ATTEMPTS", 3)
-    code, server = pushed(file, ABSENT, stop)
-    assert (code, len(server.calls)) == (1, 2)
+def test_with_wait_a_server_that_never_answered_is_waited_for(file: Path, capsys: Output) -> None:
+    with scripted_server() as server:
+        url = server.url
+    assert run(["push", str(file), "--name", "a", "--url", url, "--no-progress", "--wait", "1"]) == 1
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"waiting up to 1 s for {url}: no server answers at {url} (")
+    assert last.startswith(f"error: no server answers at {url} (")
+
+
+def test_a_server_that_went_away_during_a_push_is_waited_for(file: Path, capsys: Output) -> None:
+    pauses, error = pauses_of_push(file, ABSENT, stop)
+    # An attempt whose connection broke, and the wait for the server after it.
+    assert (pauses[0], sum(pauses[1:])) == (1, 120)
+    assert isinstance(error, NoServer)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[:2] for line in lines] == [["attempt", "1"], ["attempt", "2"], ["error:", "no"]]
+    assert lines[0].startswith("attempt 1 of 8 failed: ")
+    assert lines[1].startswith("waiting up to 120 s for ")
 
 
 @pytest.mark.parametrize(

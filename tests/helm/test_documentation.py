@@ -99,8 +99,7 @@ def test_the_commands_of_the_guide_have_the_options_that_it_gives() -> None:
     for line in commands:
         name, *arguments = shlex.split(line)[1:]
         entry = COMMANDS[name]
-        other = entry.other_form if entry.other_form and entry.other_form.option in arguments else None
-        command: Any = get_command(importlib.import_module((other or entry).module).app)
+        command: Any = get_command(importlib.import_module(entry.module).app)
         if entry.is_group:
             name = arguments.pop(0)
         command = getattr(command, "commands", {}).get(name, command)

@@ -31,12 +31,11 @@ def code(text: str) -> list[str]:
 
 
 def options_of(words: list[str]) -> set[str]:
-    """Return the options that a command line's command takes, in any of its forms."""
+    """Return the options that a command line's command takes."""
     entry = COMMANDS[words[1]]
     name = words[2] if entry.is_group else words[1]
-    modules = [entry.module, *([entry.other_form.module] if entry.other_form else [])]
-    commands = [get_group(importlib.import_module(module).app).commands[name] for module in modules]
-    return {option for command in commands for parameter in command.params for option in parameter.opts}
+    command = get_group(importlib.import_module(entry.module).app).commands[name]
+    return {option for parameter in command.params for option in parameter.opts}
 
 
 def command_lines() -> Iterator[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_group
 
-from peraxis.cli import COMMANDS, CommandEntry, OtherForm, build, run
+from peraxis.cli import COMMANDS, CommandEntry, build, run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = '''
@@ -55,15 +55,6 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
         import signal
         signal.raise_signal(signal.SIGTERM)
     print("done")
-'''
-OTHER_FORM = '''
-import typer
-app = typer.Typer()
-
-@app.command()
-def work(here: str = typer.Option()) -> None:
-    """Work in a second form."""
-    print(f"here: {here}")
 '''
 
 
@@ -287,24 +278,6 @@ def test_with_json_the_error_of_a_server_has_its_code(
 ) -> None:
     assert run(["work", "authentication", "--json"], commands) == 4
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_api_key"
-
-
-@pytest.mark.parametrize("option", [["--here", "x"], ["--here=x"]])
-def test_an_option_may_choose_another_form_of_a_command(
-    option: list[str],
-    commands: Mapping[str, CommandEntry],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "other_form_for_test.py").write_text(OTHER_FORM)
-    monkeypatch.delitem(sys.modules, "other_form_for_test", raising=False)
-    entry = CommandEntry(
-        "mounted_for_test", "Test", "Work.", other_form=OtherForm("--here", "other_form_for_test")
-    )
-    assert run(["work", "well"], {"work": entry}) == 0
-    assert run(["work", *option], {"work": entry}) == 0
-    assert capsys.readouterr().out == "done\nhere: x\n"
 
 
 def test_a_command_may_choose_its_exit_code_without_a_message(

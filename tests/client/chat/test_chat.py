@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import sys
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from client.chat.answer import Answer, ReceivedUsage
+from client import waiting
+from client.chat.answer import Answer, ReceivedUsage, stream
+from client.http import ServerAddress
+from client.waiting import ServerWait
 from peraxis.cli import run
 from tests.client.helpers.scripted_server import (
     Reaction,
@@ -201,9 +205,50 @@ def test_a_wrong_request_names_the_model(capsys: Output) -> None:
     assert capsys.readouterr().err == "error: plain: there is no chat template here\n"
 
 
+@pytest.mark.parametrize("names", [["a"], ["--compare", "a", "a"]], ids=["one", "two"])
+def test_a_server_that_is_starting_is_waited_for_with_one_line(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setattr(waiting, "MAX_PAUSE_S", 0)
+    starting = [refuse(503, "overloaded", "the base is still loading", Retry_After="0")] * 5
+    with scripted_server(*starting, said("Hello."), said("Hello.")) as server:
+        assert run(["chat", *names, "--once", "Hi", "--url", server.url]) == 0
+    captured = capsys.readouterr()
+    assert "Hello.\n" in captured.out
+    assert captured.err.startswith(f"waiting up to 120 s for {server.url}: the base is still loading\n")
+    assert captured.err.count("waiting") == 1
+
+
+def test_a_server_that_never_answered_is_not_asked_again_without_wait(capsys: Output) -> None:
+    with scripted_server() as server:
+        url = server.url
+    assert run(["chat", "a", "--once", "Hi", "--url", url]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run(["chat", "a", "--once", "Hi", "--url", url, "--wait", "1"]) == 1
+    assert capsys.readouterr().err.startswith(f"waiting up to 1 s for {url}: ")
+
+
+def test_the_time_to_the_first_token_is_without_the_wait_for_the_server() -> None:
+    pauses: list[float] = []
+    answer, wait = Answer("a"), ServerWait("http://host", clock=lambda: sum(pauses))
+    began_at = answer.sent_at
+
+    async def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    async def ask(url: str) -> None:
+        async for _ in stream(ServerAddress.of(url, None), {"model": "a"}, answer, wait, sleep=pause):
+            pass
+
+    with scripted_server(refuse(503, "draining"), said("Hello.")) as server:
+        asyncio.run(ask(server.url))
+    assert (pauses, answer.text) == ([1], "Hello.")
+    assert answer.sent_at > began_at
+
+
 def test_on_a_terminal_a_conversation_goes_on_until_the_end_of_input() -> None:
     with scripted_server(
-        said("Hello."), refuse(503, "overloaded", "busy: try again"), said("Bye.")
+        said("Hello."), refuse(429, "rate_limited", "busy: try again"), said("Bye.")
     ) as server:
         session = on_terminal(
             "chat", "a", "--url", server.url,

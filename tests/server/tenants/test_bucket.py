@@ -12,7 +12,7 @@ from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.object_cache import ObjectCache
 from peraxis.cli import run
-from server.doctor.examination import check_bucket
+from server.check import check_bucket
 from server.errors import InvalidApiKey
 from server.tenants.audit import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -84,7 +84,7 @@ def test_a_damaged_record_is_left_out_and_can_be_removed(bucket: Bucket) -> None
     assert not any(obstore.list(bucket.store("registry"), "tenants"))
 
 
-def test_the_doctor_writes_to_a_bucket_and_leaves_nothing_there(bucket: Bucket) -> None:
+def test_the_check_of_a_bucket_writes_there_and_leaves_nothing(bucket: Bucket) -> None:
     assert "no registry yet" in check_bucket(bucket.url)
     assert not any(obstore.list(bucket.store()))
 

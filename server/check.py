@@ -1,4 +1,4 @@
-"""The checks of one machine that could run a server: torch, device, base, capacity, registry; and their order."""
+"""`peraxis serve --check`: whether this machine can run the server that the settings describe. It makes nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 
@@ -22,13 +23,14 @@ from deltastore.host_memory import available_bytes
 from deltastore.progress import identify_base
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
-from deltastore.registry.place import FORMAT_FILE, is_bucket
+from deltastore.registry.object_cache import ObjectCache
+from deltastore.registry.place import FORMAT_FILE, check_format, check_place, is_bucket, is_registry, older
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 from server.engine.build import DTYPES, device_of
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
 from server.errors import NotServable
 from server.model.weights import own_dtype
-from server.settings import Settings, load_settings
+from server.settings import LoadedSettings, Settings
 
 # Small, because only the right to pin is checked.
 PINNED_BYTES = 1 << 20
@@ -39,75 +41,55 @@ MAX_NAMED = 3
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedServer:
-    """The server that is to run on this machine, as far as its options are known."""
+def check_machine(loaded: LoadedSettings) -> list[Diagnosis]:
+    """Run every check that the settings allow; one that fails stops only those that need its result.
 
-    base: Path | None = None
-    registry: Path | str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-
-
-def examine(planned: PlannedServer, progress: bool) -> list[Diagnosis]:
-    """Run every check that the options allow; one that fails stops only those that need its result.
+    Progress of the base's fingerprint is shown on stderr.
 
     Args:
-        planned: the server.
-        progress: show the progress of the base's fingerprint on stderr.
+        loaded: The settings; without a base or a registry, the checks of it are left out.
     """
+    settings = loaded.settings
     found = [diagnose("torch", check_torch)]
-    device = _attempt(found, "device", lambda: device_of(planned.device))
+    device = _attempt(found, "device", lambda: device_of(settings.device))
     if device is not None:
         found.append(diagnose("device", lambda: check_device(device)))
         found.append(diagnose("pinned memory", lambda: check_pinned_memory(device)))
-    base = None if planned.base is None else _examine_base(found, planned, planned.base, device, progress)
-    if planned.registry is not None:
-        _examine_registry(found, planned.registry, base)
-    missing = [
-        option for option, value in (("--base", planned.base), ("--registry", planned.registry)) if not value
-    ]
+    missing = [name for name in ("base", "registry") if not loaded.is_given(name)]
+    base = None if "base" in missing else _check_base(found, settings, device)
+    if "registry" not in missing:
+        _check_registry(found, settings.registry, base)
     if missing:
-        found.append(Diagnosis("options", "note", f"give {' and '.join(missing)} for more checks"))
+        options = " and ".join(f"--{name}" for name in missing)
+        found.append(Diagnosis("options", "note", f"give {options} for more checks"))
     return found
 
 
-def _examine_base(
-    found: list[Diagnosis],
-    planned: PlannedServer,
-    directory: Path,
-    device: torch.device | None,
-    progress: bool,
-) -> Base | None:
-    checkpoint = _attempt(found, "base", lambda: Checkpoint.open(directory))
+def _check_base(found: list[Diagnosis], settings: Settings, device: torch.device | None) -> Base | None:
+    checkpoint = _attempt(found, "base", lambda: Checkpoint.open(settings.base))
     if checkpoint is None:
         return None
-    base = _attempt(found, "base", lambda: identify_base(checkpoint, progress))
+    base = _attempt(found, "base", lambda: identify_base(checkpoint, True))
     if base is None:
         return None
     found.append(Diagnosis("base", "ok", describe_base(base, checkpoint)))
     if device is not None:
-        settings = _settings(planned)
         found.append(diagnose("capacity", lambda: check_capacity(base, checkpoint, settings, device)))
     return base
 
 
-def _settings(planned: PlannedServer) -> Settings:
-    """Return the settings of the planned server; those that are no option here come from the environment."""
-    # The division of the memory does not depend on the registry.
-    registry = planned.registry or Path()
-    flags = {"base": planned.base, "registry": registry, "device": planned.device, "dtype": planned.dtype}
-    return load_settings(flags).settings
-
-
-def _examine_registry(found: list[Diagnosis], place: Path | str, base: Base | None) -> None:
-    if is_bucket(location := str(place)):
-        found.append(diagnose("registry", lambda: check_bucket(location)))
-        return
-    root = Path(place)
-    found.append(diagnose("registry", lambda: check_registry(root)))
-    found.append(diagnose("disk", lambda: check_disk(root, None if base is None else delta_bytes(base))))
-    if base is not None and (variants := _attempt(found, "variants", lambda: check_variants(root, base))):
+def _check_registry(found: list[Diagnosis], location: str, base: Base | None) -> None:
+    root = Path(location)
+    if is_bucket(location):
+        registry = diagnose("registry", lambda: check_bucket(location))
+    else:
+        registry = diagnose("registry", lambda: check_directory(root))
+    found.append(registry)
+    if not is_bucket(location):
+        found.append(diagnose("disk", lambda: check_disk(root, None if base is None else delta_bytes(base))))
+    if registry.state == "ok" and (
+        variants := _attempt(found, "variants", lambda: check_variants(location, base))
+    ):
         found.append(variants)
 
 
@@ -192,19 +174,21 @@ def check_capacity(base: Base, checkpoint: Checkpoint, settings: Settings, devic
     )
 
 
-def check_registry(root: Path) -> str:
+def check_directory(root: Path) -> str:
     """Write, sync, link, rename and remove a file as the registry does. A missing directory is not created.
 
     Raises:
+        UsageError: there is something else than a registry.
         RegistryError, StorageFull: a step failed.
     """
+    check_place(root)
     directory = _existing(root)
     # Named like other temporary files, so that gc removes it if this process is killed.
     path, second = (directory / f".{secrets.token_hex(8)}{TEMPORARY}" for _ in range(2))
     storage = Storage()
     with explained(directory):
         try:
-            storage.replace(path, b"doctor")
+            storage.replace(path, b"check")
             storage.link(path, second)
         finally:
             path.unlink(missing_ok=True)
@@ -231,7 +215,7 @@ def check_bucket(location: str) -> str:
     is_made = FORMAT_FILE in files.names(bucket.root)
     path = bucket.root / f".{secrets.token_hex(8)}{TEMPORARY}"
     try:
-        files.add(path, b"doctor")
+        files.add(path, b"check")
         if files.add(path, b"another"):
             raise RegistryError(
                 f"{location} creates an object that exists: use a store with conditional writes (If-None-Match)"
@@ -250,14 +234,20 @@ def check_disk(root: Path, delta_bytes: int | None) -> str:
     return f"{size_text(free)} are free{fit}"
 
 
-def check_variants(root: Path, base: Base) -> Diagnosis:
-    """Report the versions of a registry that a server with this base does not serve."""
-    if not (root / "variants").is_dir():
-        return Diagnosis("variants", "note", f"{root} is no registry yet")
-    registry = Registry(root)
-    records = [record for variant in registry.variants() for record in variant.versions]
-    foreign = [record.label for record in records if record.base_fingerprint != base.fingerprint]
-    quarantined = [record.label for record in records if registry.is_quarantined(record)]
+def check_variants(location: str, base: Base | None) -> Diagnosis:
+    """Report the versions of a registry that cannot be served: quarantined ones, and those of another base.
+
+    Raises:
+        RegistryError, UsageError: the registry cannot be read, or another version of Peraxis wrote it.
+    """
+    with _reading(location) as registry:
+        if registry is None:
+            return Diagnosis("variants", "note", f"{location} is no registry yet")
+        records = [record for variant in registry.variants() for record in variant.versions]
+        quarantined = [record.label for record in records if registry.is_quarantined(record)]
+    foreign = [
+        record.label for record in records if base is not None and record.base_fingerprint != base.fingerprint
+    ]
     problems = [
         f"{len(labels)} {problem} ({', '.join(labels[:MAX_NAMED])}{', ...' if labels[MAX_NAMED:] else ''})"
         for labels, problem in (
@@ -268,6 +258,35 @@ def check_variants(root: Path, base: Base) -> Diagnosis:
     ]
     message = f"{len(records)} versions"
     return Diagnosis("variants", "note" if problems else "ok", "; ".join([message, *problems]))
+
+
+@contextmanager
+def _reading(location: str) -> Iterator[Registry | None]:
+    """Open a registry without making anything in it; None if there is none."""
+    with ExitStack() as stack:
+        cache = None
+        if is_bucket(location):
+            # For objects, of which none is read.
+            cache = ObjectCache(Path(stack.enter_context(TemporaryDirectory(prefix="peraxis-check-"))), 0)
+        registry = Registry.open(location, cache, make=False)
+        yield registry if _has_format(registry, location) else None
+
+
+def _has_format(registry: Registry, location: str) -> bool:
+    """Check the registry's format; False if there is no registry.
+
+    Raises:
+        RegistryError: it cannot be read, or another version of Peraxis wrote it.
+    """
+    path = registry.files.root / FORMAT_FILE
+    with explained(registry.files.root):
+        try:
+            check_format(registry.files.read(path), str(path))
+        except FileNotFoundError:
+            if not is_bucket(location) and is_registry(Path(location)):
+                raise older(location) from None
+            return False
+    return True
 
 
 def _existing(path: Path) -> Path:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.base.fingerprint import fingerprint
-from deltastore.errors import CheckpointError, PeraxisError
-from server.errors import NotServable
+from deltastore.errors import CheckpointError, NotServable, PeraxisError
 from server.model import weights
 from server.model.loader import load_model
 from server.model.weights import own_dtype, read_base

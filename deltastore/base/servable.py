@@ -1,4 +1,4 @@
-"""Decide from a configuration, without weights, whether a model can run with deltas at every layer.
+"""Decide from a configuration, without weights, whether a model can run with deltas at every layer, and in which dtype.
 
 The server asks before it reads a base, and the demo before it downloads one.
 """
@@ -6,6 +6,7 @@ The server asks before it reads a base, and the demo before it downloads one.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
+from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
 from deltastore.errors import CheckpointError, NotServable
 
+SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_REASON_CHARS = 300
 # Errors of transformers for a configuration that is damaged or belongs to another model.
 CONFIG_ERRORS = (
@@ -79,6 +82,28 @@ def refused_config(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{directory}: transformers cannot use its config.json ({type(error).__name__}: {reason}): fetch it again"
     )
+
+
+def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype to serve a checkpoint in: the one that config.json names, else that of most of its bytes.
+
+    Dtypes that cannot be served, such as float64, become float32.
+
+    Raises:
+        CheckpointError: none of its tensors holds floats.
+    """
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    for dtype in SERVED_DTYPES:
+        if str(dtype) == f"torch.{str(named).removeprefix('torch.')}":
+            return dtype
+    sizes = Counter[torch.dtype]()
+    for stored in checkpoint.tensors.values():
+        kind = TORCH_DTYPE[stored.dtype]
+        if kind.is_floating_point:
+            sizes[kind if kind in SERVED_DTYPES else torch.float32] += stored.num_bytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.path}: none of its tensors holds floats")
+    return sizes.most_common(1)[0][0]
 
 
 def kind(model: PreTrainedModel) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.servable import own_dtype
 from deltastore.diagnosis import Diagnosis, diagnose
 from deltastore.errors import NotServable, PeraxisError, RegistryError, UsageError
 from deltastore.format.plan import one_bit_plan
@@ -26,7 +27,6 @@ from deltastore.registry.place import FORMAT_FILE, is_bucket
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 from server.engine.build import DTYPES, device_of
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
-from server.model.weights import own_dtype
 from server.settings import Settings, load_settings
 
 # Small, because only the right to pin is checked.

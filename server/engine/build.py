@@ -9,6 +9,7 @@ import threading
 import torch
 
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.servable import own_dtype
 from deltastore.errors import NotServable
 from deltastore.loader import Loader
 from deltastore.quantities import size_text
@@ -28,7 +29,6 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
 from server.metrics.engine import EngineMetrics
 from server.model.loader import ServedModel, load_model
-from server.model.weights import own_dtype
 from server.protocol.messages import EngineFacts
 from server.settings import Settings
 

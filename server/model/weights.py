@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from deltastore.base.base import Base
-from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.base.fingerprint import cached_fingerprint, fingerprint, shard_state
 from deltastore.base.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
 from deltastore.errors import CheckpointError
@@ -28,8 +27,6 @@ from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
 from server.errors import Draining
 from server.model.hooks import check_tensors
-
-SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,25 +116,3 @@ def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTra
     nn.Module.train(model, False).requires_grad_(False)
     loaded: PreTrainedModel = model
     return loaded
-
-
-def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype to serve a checkpoint in: the one that config.json names, else that of most of its bytes.
-
-    Dtypes that cannot be served, such as float64, become float32.
-
-    Raises:
-        CheckpointError: none of its tensors holds floats.
-    """
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    for dtype in SERVED_DTYPES:
-        if str(dtype) == f"torch.{str(named).removeprefix('torch.')}":
-            return dtype
-    sizes = Counter[torch.dtype]()
-    for stored in checkpoint.tensors.values():
-        kind = TORCH_DTYPE[stored.dtype]
-        if kind.is_floating_point:
-            sizes[kind if kind in SERVED_DTYPES else torch.float32] += stored.num_bytes
-    if not sizes:
-        raise CheckpointError(f"{checkpoint.path}: none of its tensors holds floats")
-    return sizes.most_common(1)[0][0]

@@ -24,6 +24,7 @@ class HubModel:
     """A model of the hub, before `checkpoint_directory` downloads it."""
 
     id: str
+    commit: str
     files: Mapping[str, int]  # bytes by name, of the files that are downloaded
     missing_bytes: int  # of those that the cache lacks
 
@@ -34,7 +35,7 @@ class HubModel:
             CheckpointError: the hub does not give it.
         """
         try:
-            return Path(huggingface_hub.hf_hub_download(self.id, name))
+            return Path(huggingface_hub.hf_hub_download(self.id, name, revision=self.commit))
         except (OSError, ValueError) as error:
             raise _not_on_hub(self.id, error) from error
 
@@ -70,7 +71,10 @@ def find_on_hub(model_id: str) -> HubModel:
     except (OSError, ValueError) as error:
         raise _not_on_hub(model_id, error) from error
     sizes = {file.filename: file.file_size or 0 for file in found}
-    return HubModel(model_id, sizes, sum(sizes[file.filename] for file in found if file.will_download))
+    commit = found[0].commit_hash if found else ""
+    return HubModel(
+        model_id, commit, sizes, sum(sizes[file.filename] for file in found if file.will_download)
+    )
 
 
 def checkpoint_directory(source: str) -> Path:
@@ -107,7 +111,8 @@ def _find_in_cache(model_id: str, reason: Exception) -> HubModel:
         # The hub's own answer says more than that the cache is empty.
         raise _not_on_hub(model_id, reason.__cause__ or reason) from reason
     paths = [path for path in directory.rglob("*") if path.is_file()]
-    return HubModel(model_id, {str(path.relative_to(directory)): path.stat().st_size for path in paths}, 0)
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in paths}
+    return HubModel(model_id, directory.name, sizes, missing_bytes=0)
 
 
 def _not_on_hub(source: str, error: BaseException) -> CheckpointError:

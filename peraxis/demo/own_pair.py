@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import constants
 
 from compressor.config import CompressConfig
 from compressor.io.adapters import CONFIG_FILE as ADAPTER_FILE
@@ -195,7 +195,7 @@ def _fetched(pair: OwnPair, progress: Progress) -> Path:
     _check_pair(pair, sources, progress)
     missing_bytes = sum(model.missing_bytes for model in sources.values())
     if missing_bytes:
-        cache = Path(HF_HUB_CACHE)
+        cache = Path(constants.HF_HUB_CACHE)
         existing = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
         check_free_disk(
             existing, missing_bytes, "the models take", "set HF_HOME to a directory on a larger disk"
@@ -206,7 +206,7 @@ def _fetched(pair: OwnPair, progress: Progress) -> Path:
             progress(f"fetching {model.id} from the hub: {size_text(model.missing_bytes)} {where}")
             checkpoint_directory(model.id)
     except BaseException:
-        progress(f"what was fetched stays in {HF_HUB_CACHE} and is not fetched again")
+        progress(f"what was fetched stays in {constants.HF_HUB_CACHE} and is not fetched again")
         raise
     return checkpoint_directory(pair.base)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import DryRunError
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from deltastore.errors import CheckpointError
 
@@ -91,11 +91,11 @@ def checkpoint_directory(source: str) -> Path:
         raise _not_on_hub(source, error) from error
 
 
-class _NoBar(tqdm):  # type: ignore[type-arg]
+class _NoBar(tqdm):
     """No progress bar."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "disable": True})
+        super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def _snapshot(model_id: str, **options: Any) -> Any:

@@ -214,10 +214,10 @@ def _fetched(pair: OwnPair, progress: Progress) -> Path:
 def _check_pair(pair: OwnPair, sources: Mapping[str, HubModel], progress: Progress) -> None:
     """Refuse a base that cannot be served, or a fine-tune of another one; downloads `config.json` alone."""
     progress("checking both configurations")
-    for model in sources.values():
-        if not any(name.endswith(".safetensors") for name in model.files):
+    for found in sources.values():
+        if not any(name.endswith(".safetensors") for name in found.files):
             raise CheckpointError(
-                f"{model.id}: it has no safetensors files on the hub: give a model that has"
+                f"{found.id}: it has no safetensors files on the hub: give a model that has"
             )
     base_config = _file(pair.base, sources, "config.json")
     try:

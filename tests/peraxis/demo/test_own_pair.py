@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import peft
 import pytest
+import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from compressor.io.tokenizer import load_tokenizer
 from deltastore.errors import CheckpointError, MemoryTooSmall, NotServable, PeraxisError, UsageError
 from peraxis.cli import run
 from peraxis.demo import own_pair
@@ -116,8 +118,8 @@ def test_a_fine_tune_answers_as_transformers_generates(models: TinyModels) -> No
     prompts = own_pair.Prompts(("hello",), is_chat=True, base_is_chat=False)
     answers = own_pair.finetune_answers(models.base, models.finetunes[1], prompts, ignore)
     assert not isinstance(answers, str), answers
-    model = AutoModelForCausalLM.from_pretrained(models.finetunes[1])
-    tokenizer = own_pair.load_tokenizer(models.finetunes[1])
+    model: Any = AutoModelForCausalLM.from_pretrained(models.finetunes[1])
+    tokenizer = load_tokenizer(models.finetunes[1])
     inputs = tokenizer("<user>hello\n<assistant>", add_special_tokens=False, return_tensors="pt")
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=own_pair.MAX_NEW_TOKENS)
     assert answers[0].token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
@@ -153,7 +155,7 @@ def test_an_adapter_is_merged_and_compressed(
     with warnings.catch_warnings():
         # peft uses what transformers deprecates.
         warnings.simplefilter("ignore")
-        peft.get_peft_model(adapted, lora).save_pretrained(tmp_path / "adapter")
+        peft.get_peft_model(adapted, lora).save_pretrained(str(tmp_path / "adapter"))
     monkeypatch.setattr(own_pair, "finetune_answers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         try_pair(pair(models.base, tmp_path / "adapter", tmp_path / "work"), ignore)
@@ -203,7 +205,7 @@ def test_a_base_larger_than_memory_is_refused_before_its_weights_are_fetched(
     models: TinyModels, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_pair, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(own_pair.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     base, finetune = hub.add_directory("base", models.base), hub.add_directory("tuned", models.finetunes[0])
     assert "1.00kB are free" in refused(base, finetune, tmp_path / "work", MemoryTooSmall)
     assert hub.fetched() == {"config.json"}

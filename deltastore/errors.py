@@ -47,6 +47,10 @@ class CheckpointError(PeraxisError):
     """A checkpoint that cannot be read, or that differs from its base in what a delta cannot carry."""
 
 
+class NotServable(PeraxisError):
+    """A base that cannot be served: an unsupported architecture or device, or too little memory."""
+
+
 class FidelityError(PeraxisError):
     """A delta whose agreement with its fine-tune is below the required minimum."""
 

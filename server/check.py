@@ -16,8 +16,9 @@ import torch
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.servable import own_dtype
 from deltastore.diagnosis import Diagnosis, diagnose
-from deltastore.errors import PeraxisError, RegistryError, UsageError
+from deltastore.errors import NotServable, PeraxisError, RegistryError, UsageError
 from deltastore.format.plan import one_bit_plan
 from deltastore.host_memory import available_bytes
 from deltastore.progress import identify_base
@@ -28,8 +29,6 @@ from deltastore.registry.place import FORMAT_FILE, check_format, check_place, is
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 from server.engine.build import DTYPES, device_of
 from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
-from server.errors import NotServable
-from server.model.weights import own_dtype
 from server.settings import LoadedSettings, Settings
 
 # Small, because only the right to pin is checked.

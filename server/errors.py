@@ -64,10 +64,6 @@ class SourceUnavailable(PeraxisError):
     """The hub that an artifact was to come from failed, or sent it incomplete."""
 
 
-class NotServable(PeraxisError):
-    """A base that this server cannot serve: an unsupported architecture or device, or too little memory."""
-
-
 class EngineFailed(PeraxisError):
     """A step or the engine itself failed."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     Raises:
         CheckpointError: another architecture, other names, shapes that differ, a shrunk vocabulary, integer weights.
     """
-    _check_architecture(base, finetune)
+    check_architecture(base.config, finetune.config, base.path, finetune.path)
     base_head = None if base.is_tied() else base.head_name
     head = None if finetune.is_tied() else finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
@@ -153,6 +154,21 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         _check_shapes(pair)
         _check_dtypes(pair)
     return Pairs(base, finetune, paired, tied=base_head is None and head is None)
+
+
+def check_architecture(
+    base: Mapping[str, Any], finetune: Mapping[str, Any], base_name: object, finetune_name: object
+) -> None:
+    """Compare the configurations of two checkpoints; the names are those of messages.
+
+    Raises:
+        CheckpointError: they differ in what changes a model's arithmetic, which a delta cannot carry.
+    """
+    if different := different_facts(architecture(base), architecture(finetune)):
+        raise CheckpointError(
+            f"{finetune_name}: its configuration differs from that of {base_name} in {_listed(different)}, "
+            "which a delta cannot carry: give the base that it was tuned from"
+        )
 
 
 def is_computed(name: str) -> bool:
@@ -179,14 +195,6 @@ def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "none"
-
-
-def _check_architecture(base: Checkpoint, finetune: Checkpoint) -> None:
-    if different := different_facts(architecture(base.config), architecture(finetune.config)):
-        raise CheckpointError(
-            f"{finetune.path}: its configuration differs from that of {base.path} in {_listed(different)}, "
-            "which a delta cannot carry: give the base that it was tuned from"
-        )
 
 
 def _check_shapes(pair: TensorPair) -> None:

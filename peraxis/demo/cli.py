@@ -13,6 +13,10 @@ from typing import Annotated
 
 import typer
 
+from deltastore.errors import UsageError
+
+OWN_PAIR = "Your own pair"
+
 app = typer.Typer(add_completion=False)
 
 
@@ -36,23 +40,68 @@ def demo(
         ),
     ] = False,
     work: Annotated[
-        Path | None, typer.Option(help="Directory of the trained models; by default in the user's cache.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the trained models, by default in the user's cache; with --base the directory that "
+            "keeps the delta, by default ./peraxis-demo.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="DIR|HF_ID",
+            help="Use your own base, a directory or a hub id, and train nothing; needs --finetune.",
+            rich_help_panel=OWN_PAIR,
+        ),
+    ] = None,
+    finetune: Annotated[
+        str | None,
+        typer.Option(
+            "--finetune",
+            metavar="DIR|HF_ID",
+            help="Compress this fine-tune of --base: a directory or a hub id, of a checkpoint or a LoRA adapter.",
+            rich_help_panel=OWN_PAIR,
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            metavar="TEXT",
+            help="Ask this instead of three built-in prompts; repeatable.",
+            rich_help_panel=OWN_PAIR,
+        ),
     ] = None,
 ) -> None:
     """Train a small base and three fine-tunes, compress, serve and ask them, and print what comes of it.
 
     Training takes half of the time. Its models are kept, and a second demo finds them.
+
+    With --base and --finetune, compress, serve and ask a pair of your own:
+    peraxis demo --base ./base --finetune ./my-finetune
     """
+    _check_pair_options(base, finetune, prompt, quick)
     progress = Progress(time.monotonic())
     progress("importing torch and transformers")
     from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
+    if base is not None and finetune is not None:
+        from peraxis.demo.own_pair import OwnPair, try_pair
+
+        try_pair(OwnPair(base, finetune, prompt or (), work or Path("peraxis-demo"), keep), progress)
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    _train_and_serve(work or cache / "peraxis" / "demo", quick, keep, progress)
+
+
+def _train_and_serve(models_dir: Path, quick: bool, keep: bool, progress: Progress) -> None:
     from peraxis.demo import service, stages
 
-    disable_progress_bar()
     scope = stages.QUICK if quick else stages.FULL
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    models, scores = stages.train_all(scope, work or cache / "peraxis" / "demo", progress, _tell)
+    models, scores = stages.train_all(scope, models_dir, progress, _tell)
     with tempfile.TemporaryDirectory(prefix="peraxis-demo-") as scratch:
         made, registry = Path(scratch), Path(scratch) / "registry"
         deltas = stages.compress_all(scope, models, made, progress, _tell)
@@ -76,3 +125,18 @@ def demo(
 
 def _tell(text: str) -> None:
     print(text, flush=True)
+
+
+def _check_pair_options(
+    base: str | None, finetune: str | None, prompts: list[str] | None, quick: bool
+) -> None:
+    if (base is None) != (finetune is None):
+        raise UsageError(
+            "--base and --finetune go together: give both, or neither to train the demo's own models"
+        )
+    if prompts and base is None:
+        raise UsageError("--prompt is for a pair of your own: give --base and --finetune with it")
+    if quick and base is not None:
+        raise UsageError("--quick is for the demo's own models: leave it out with --base and --finetune")
+    if not all(text.strip() for text in prompts or ()):
+        raise UsageError("--prompt is empty: give it a text, or leave it out")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import httpx
 from deltastore.errors import PeraxisError
 
 START_S = 120.0
-CALL_S = 120.0
+# A long answer of a large model on a CPU takes minutes.
+CALL_S = 600.0
 POLL_S = 0.002
 LINE_INTERVAL_S = 5.0
 
@@ -74,7 +76,11 @@ class ServerClient:
 
 @contextmanager
 def running(
-    base: Path, registry: Path, log: Path, progress: Callable[[str], object] = lambda line: None
+    base: Path,
+    registry: Path,
+    log: Path,
+    progress: Callable[[str], object] = lambda line: None,
+    options: Sequence[str] = (),
 ) -> Iterator[ServerClient]:
     """Run `peraxis serve` on a free port inside the block, from the moment it is ready.
 
@@ -83,14 +89,17 @@ def running(
         registry: The registry's directory.
         log: The file for the server's stderr.
         progress: Gets a line every few seconds until the server is ready.
+        options: More options of `peraxis serve`.
 
     Raises:
         ServerFailed: The server ended before it was ready.
     """
     command = [sys.executable, "-P", "-m", "peraxis", "serve", "--port", "0"]
-    command += ["--base", str(base), "--registry", str(registry)]
+    command += ["--base", str(base), "--registry", str(registry), *options]
+    # The user's own settings are for another server: keys or a second port would be in the demo's way.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PERAXIS_")}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True, env=environment)
     try:
         client = ServerClient(_address(process, log, progress))
         try:
@@ -99,7 +108,11 @@ def running(
             client.close()
     finally:
         process.terminate()
-        process.wait(timeout=START_S)
+        try:
+            process.wait(timeout=START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         if process.stdout is not None:
             process.stdout.close()
 
@@ -115,4 +128,6 @@ def _address(process: subprocess.Popen[str], log: Path, progress: Callable[[str]
         address = next((word for word in line.split() if word.startswith("http://")), None)
         if address is not None:
             return address.rstrip(".,/")
-    raise ServerFailed(f"the server ended before it was ready:\n{log.read_text().strip()}")
+    text = log.read_text().strip()
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    raise ServerFailed(f"the server ended before it was ready: {errors[-1] if errors else text}")

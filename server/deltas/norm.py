@@ -71,13 +71,3 @@ class _LayerNorm:
             return nn.functional.layer_norm(x, shape, weight, bias, eps)
         scaled = nn.functional.layer_norm(x.float(), shape, None, None, eps) * weight.float()
         return (scaled if bias is None else scaled + bias.float()).to(x.dtype)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are all vectors that normalise, scale or shift features."""
-    own = [value for _, value in module.named_parameters(recurse=False)]
-    return (
-        bool(own)
-        and all(value.dim() == 1 for value in own)
-        and not isinstance(module, (nn.Linear, nn.Embedding))
-    )

@@ -9,6 +9,8 @@ import threading
 import torch
 
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.servable import own_dtype
+from deltastore.errors import NotServable
 from deltastore.loader import Loader
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
@@ -25,10 +27,8 @@ from server.engine.model_runner import ModelRunner
 from server.engine.scheduling.kv_cache_manager import KVCacheManager
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.telemetry import Telemetry
-from server.errors import NotServable
 from server.metrics.engine import EngineMetrics
 from server.model.loader import ServedModel, load_model
-from server.model.weights import own_dtype
 from server.protocol.messages import EngineFacts
 from server.settings import Settings
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from deltastore.errors import NotServable
 from deltastore.format.plan import one_bit_plan
 from deltastore.host_memory import available_bytes
 from deltastore.quantities import size_text
-from server.errors import NotServable
 from server.settings import Settings
 
 # On CUDA, use at most this share of free memory; activations need the rest.

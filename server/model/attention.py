@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from server.errors import NotServable
+from deltastore.errors import NotServable
 from server.kernels.attention import AttentionGroup, AttentionParams
 
 # The name of the function in transformers' registry of attention implementations.

@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.base.servable import kind
+from deltastore.errors import NotServable
 from server import kernels
 from server.deltas.batch import BatchContext
-from server.errors import Draining, NotServable
+from server.errors import Draining
 from server.model.attention import PagedAttention
-from server.model.hooks import attach, kind
+from server.model.hooks import attach
 from server.model.packed_linear import pack, packable
 from server.model.probe import Probe, short_windows
 from server.model.weights import read_base

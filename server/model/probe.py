@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base.base import Base
+from deltastore.base.servable import is_norm, kind
+from deltastore.errors import NotServable
 from deltastore.format.signs import pack_signs
 from deltastore.memory import is_out_of_memory
 from server.deltas.batch import BatchContext
-from server.deltas.norm import is_norm
 from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
-from server.errors import NotServable
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
-from server.model.hooks import kind
 from server.model.reference import RankOneDelta, ReferenceModel, own_norms
 
 # A prime that is no model's number of heads, so that token and head dimensions differ.

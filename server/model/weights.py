@@ -6,46 +6,27 @@ as used. One copy of the weights exists at any time, plus the tensors that are b
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from deltastore.base.base import Base
-from deltastore.base.checkpoint import TORCH_DTYPE, Checkpoint
+from deltastore.base.checkpoint import Checkpoint
 from deltastore.base.fingerprint import cached_fingerprint, fingerprint, shard_state
+from deltastore.base.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
 from deltastore.errors import CheckpointError
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
-from server.errors import Draining, NotServable
-from server.model.hooks import check_structure
-
-SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_REASON_CHARS = 300
-# Errors of transformers for a configuration that is damaged or belongs to another model.
-CONFIG_ERRORS = (
-    RuntimeError,
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    ImportError,
-    AssertionError,
-    StrictDataclassError,
-)
+from server.errors import Draining
+from server.model.hooks import check_tensors
 
 
 @dataclass(slots=True, eq=False)
@@ -98,60 +79,33 @@ def read_base(
         NotServable: the model is not a causal language model, or has weights that no delta can reach.
         Draining: `stopping` was set.
     """
-    config = _config(checkpoint.path)
-    _check(config, checkpoint)
+    # Before the weights take memory.
+    check_tensors(servable_model(checkpoint.path), checkpoint)
     state = shard_state(checkpoint)
     known = cached_fingerprint(state)
     digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True) as bar:
-        model = _load(config, _Reading(checkpoint, digests, stopping, bar.update), device, dtype)
+        model = _load(_Reading(checkpoint, digests, stopping, bar.update), device, dtype)
     if shard_state(checkpoint) != state:
         raise CheckpointError(f"{checkpoint.path}: a shard changed while it was read: start the server again")
     return model, Base.of(checkpoint, fingerprint=known or fingerprint(checkpoint, digests=digests))
 
 
-def _config(base_dir: Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(base_dir, local_files_only=True, trust_remote_code=False)
-    except CONFIG_ERRORS as error:
-        raise _refused(base_dir, error) from error
-    if getattr(config, "quantization_config", None):
-        raise NotServable(f"{base_dir}: it is quantised: serve the base in bfloat16, float16 or float32")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
-    return config
-
-
-def _kind(config: Any) -> Any:
-    """Return the class of the model that a configuration describes."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return kind[0] if isinstance(kind, tuple) else kind
-
-
-def _check(config: Any, checkpoint: Checkpoint) -> None:
-    """Compare the configuration with the shards by `check_structure`, before the weights take memory."""
-    try:
-        with torch.device("meta"):
-            model = _kind(config)(copy.deepcopy(config))
-    except CONFIG_ERRORS as error:
-        raise _refused(checkpoint.path, error) from error
-    check_structure(model, checkpoint)
-
-
-def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     logging.disable_progress_bar()
+    config = read_config(reading.checkpoint.path)
     # With accelerate each tensor goes to the device as it is read; without it the host holds all of them first.
     placement = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}
     tensors = {name: _StoredSlice(reading, name) for name in reading.checkpoint.tensors}
     try:
-        model, info = _kind(config).from_pretrained(
+        model, info = model_class(config).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **placement
         )
     except CONFIG_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        raise _refused(reading.checkpoint.path, error) from error
+        raise refused_config(reading.checkpoint.path, error) from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{reading.checkpoint.path}: {missing[0]!r}, which its config.json asks for, is in none of its shards: "
@@ -162,32 +116,3 @@ def _load(config: Any, reading: _Reading, device: torch.device, dtype: torch.dty
     nn.Module.train(model, False).requires_grad_(False)
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _refused(base_dir: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-    return CheckpointError(
-        f"{base_dir}: transformers cannot use its config.json ({type(error).__name__}: {reason}): fetch it again"
-    )
-
-
-def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype to serve a checkpoint in: the one that config.json names, else that of most of its bytes.
-
-    Dtypes that cannot be served, such as float64, become float32.
-
-    Raises:
-        CheckpointError: none of its tensors holds floats.
-    """
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    for dtype in SERVED_DTYPES:
-        if str(dtype) == f"torch.{str(named).removeprefix('torch.')}":
-            return dtype
-    sizes = Counter[torch.dtype]()
-    for stored in checkpoint.tensors.values():
-        kind = TORCH_DTYPE[stored.dtype]
-        if kind.is_floating_point:
-            sizes[kind if kind in SERVED_DTYPES else torch.float32] += stored.num_bytes
-    if not sizes:
-        raise CheckpointError(f"{checkpoint.path}: none of its tensors holds floats")
-    return sizes.most_common(1)[0][0]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from msgspec import Raw, msgpack
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import NotServable, PeraxisError
 from server.control_link import ControlLink, supervisor_end
-from server.errors import LinkBroken, NotServable, QueueFull
+from server.errors import LinkBroken, QueueFull
 from server.http.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
 from server.metrics.instruments import process_families

@@ -11,10 +11,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from deltastore.errors import ArtifactError
+from deltastore.errors import ArtifactError, NotServable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.errors import NotServable
 from server.text.generation_config import base_generation, read_generation
 from server.text.loaded_tokenizer import LoadedTokenizer
 from server.text.local_tokenizer import LocalTokenizer

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from deltastore.errors import NotServable
 from server.engine.clients import refuse_clients
 from server.engine.engine_socket import EngineSocket
-from server.errors import NotServable
 from server.protocol.codec import decode_engine_message, encode
 from server.protocol.messages import MAX_MESSAGE_BYTES, EngineMessage, Hello, Refused
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deltastore.errors import NotServable
 from server.engine import memory
 from server.engine.memory import FreeMemory, MemoryPlan, check_base, plan_memory
-from server.errors import NotServable
 from server.settings import Settings
 
 PAGE, SLOT = 1000, 30_000

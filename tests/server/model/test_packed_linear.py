@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from deltastore.base.checkpoint import Checkpoint
-from server.errors import NotServable
+from deltastore.errors import NotServable
 from server.model.loader import load_model
 from server.model.packed_linear import PackedLinear, pack, packable
 from server.model.weights import read_base

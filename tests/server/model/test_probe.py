@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltastore.base.checkpoint import Checkpoint
+from deltastore.errors import NotServable
 from server.deltas.batch import BatchContext
 from server.deltas.embedding import EmbeddingDelta
 from server.deltas.linear import HeadDelta, LinearDelta
 from server.deltas.norm import NormDelta
 from server.deltas.resident import ResidentDelta
-from server.errors import Draining, NotServable
+from server.errors import Draining
 from server.kernels.attention import AttentionParams
 from server.model import attention, hooks
 from server.model.attention import PagedAttention

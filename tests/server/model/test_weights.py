@@ -15,11 +15,11 @@ from torch import Tensor
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.base.fingerprint import fingerprint
-from deltastore.errors import CheckpointError, PeraxisError
-from server.errors import NotServable
+from deltastore.base.servable import own_dtype
+from deltastore.errors import CheckpointError, NotServable, PeraxisError
 from server.model import weights
 from server.model.loader import load_model
-from server.model.weights import own_dtype, read_base
+from server.model.weights import read_base
 from tests.helpers.tiny_models import make_pair
 
 CPU = torch.device("cpu")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -40,7 +41,12 @@ class Repository:
 
 def commit(content: bytes, name: str = FILE) -> dict[str, dict[str, bytes]]:
     """Return one commit with one file, named by its content."""
-    return {hashlib.sha1(content).hexdigest(): {name: content, "README.md": b"# A delta"}}
+    return commit_of({name: content, "README.md": b"# A delta"})
+
+
+def commit_of(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """Return one commit with these files, named by their contents."""
+    return {hashlib.sha1(b"".join(files.values())).hexdigest(): dict(files)}
 
 
 class Hub:
@@ -56,6 +62,17 @@ class Hub:
         """Add the repository `acme/NAME` with one file."""
         added = self.repositories[f"acme/{name}"] = Repository(commit(content), **behaviour)
         return added
+
+    def add_directory(self, name: str, directory: Path) -> str:
+        """Add the repository `acme/NAME` with the files of a directory, and return its id."""
+        files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        self.repositories[f"acme/{name}"] = Repository(commit_of(files))
+        return f"acme/{name}"
+
+    def fetched(self) -> set[str]:
+        """Return the names of the files that were downloaded, not only asked about."""
+        paths = [path for method, path in self.requests if method == "GET" and "/resolve/" in path]
+        return {path.rpartition("/")[2] for path in paths}
 
 
 @contextmanager
@@ -95,7 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, path))
         hub.headers.append(dict(self.headers))
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts[:2] == ["api", "models"] and parts[4] == "tree":
+            self._tree(hub.repositories["/".join(parts[2:4])], unquote(parts[5]))
+        elif parts[:2] == ["api", "models"]:
             self._info(hub.repositories.get("/".join(parts[2:4])), unquote(parts[5]))
         elif parts[2:3] == ["resolve"] or parts[0] == "cdn":
             is_cdn = parts[0] == "cdn"
@@ -118,6 +137,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = [{"rfilename": name} for name in repository.commits[found]]
         self._send(200, {}, json.dumps({"id": "acme/x", "sha": found, "siblings": siblings}).encode())
+
+    def _tree(self, repository: Repository, revision: str) -> None:
+        entries = [
+            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for name, content in repository.commits[revision].items()
+        ]
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
 
     def _file(self, repository: Repository, name: str, revision: str, file: str, is_cdn: bool) -> None:
         content = repository.commits.get(revision, {}).get(file)

@@ -142,7 +142,7 @@ def _measured(work: str, policy: str, num_busy: int, seconds: float) -> list[flo
     command = [sys.executable, "-m", "bench.waiting", "--work", work, "--seconds", str(seconds)]
     with _busy(num_busy):
         ended = subprocess.run(
-            command, env=environment | POLICIES[policy], capture_output=True, text=True, check=True
+            command, env={**environment, **POLICIES[policy]}, capture_output=True, text=True, check=True
         )
     return list(json.loads(ended.stdout))
 
@@ -162,7 +162,7 @@ def _busy(count: int) -> Iterator[None]:
 
 def _steps(step: Callable[[], object], seconds: float) -> list[float]:
     step()
-    taken = []
+    taken = list[float]()
     while sum(taken) < seconds:
         began = time.perf_counter()
         step()

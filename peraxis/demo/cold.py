@@ -69,7 +69,8 @@ def checkpoint_first_tokens(directory: Path, prompt: str) -> FirstTokens:
     dtype = next(iter(load_file(files[0]).values())).dtype
 
     def empty_model() -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return model
 
     def cold() -> float:
         return _load_and_run(empty_model(), files, ids)

@@ -58,7 +58,7 @@ def _options() -> Iterator[inspect.Parameter]:
             metavar=f"<{'|'.join(choices)}>" if choices else flag.metavar,
             rich_help_panel=flag.panel,
         )
-        annotation = Annotated[_parsed_type(field.annotation) | None, option]
+        annotation: Any = Annotated[_parsed_type(field.annotation) | None, option]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

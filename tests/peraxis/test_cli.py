@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_group
@@ -115,7 +116,9 @@ def test_a_help_imports_only_what_it_shows(page: list[str]) -> None:
 
 def test_the_help_of_every_option_is_a_whole_phrase() -> None:
     groups = [get_group(importlib.import_module(each.module).app) for each in COMMANDS.values()]
-    options = [option for group in groups for command in group.commands.values() for option in command.params]
+    options: list[Any] = [
+        option for group in groups for command in group.commands.values() for option in command.params
+    ]
     phrases = {str(option.help) for option in options}
     assert len(phrases) > 100
     assert [

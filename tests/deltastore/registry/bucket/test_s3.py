@@ -151,7 +151,8 @@ def test_an_endpoint_without_tls_must_be_allowed(
     "endpoint",
     [
         "127.0.0.1:9900", "minio.example.com", "minio.example.com:9000", "https://", "http://", "https://:9000",
-        "https://minio:port", "https://minio:99999", "https://[::1", "https://256.0.0.1", "https://[:]", "https://min io", "https://minio/a b", " ",
+        "https://minio:port", "https://minio:99999", "https://[::1", "https://256.0.0.1",
+        "https://[:]", "https://min io", "https://minio/a b", " ",
     ],
 )  # fmt: skip
 def test_an_endpoint_that_is_no_url_is_refused(

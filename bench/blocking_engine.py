@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from deltastore.openmp_policy import let_threads_sleep
 from deltastore.registry.records import VersionRecord
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
@@ -28,7 +29,6 @@ from server.http.engine_client import EngineClient
 from server.http.engine_link import OnEvent
 from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render
-from server.openmp_policy import let_threads_sleep
 from server.protocol.messages import DeltaState, EngineFacts, LoadAction
 from server.protocol.processes import EngineConfig
 from server.protocol.request import Request

@@ -23,6 +23,7 @@ from typer.main import get_group
 
 from deltastore.errors import PeraxisError
 from deltastore.memory import is_out_of_memory
+from deltastore.openmp_policy import let_threads_sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "serve": CommandEntry("server.cli", SERVE, "Serve a base and the variants of a registry over HTTP."),
     "chat": CommandEntry("client.chat.cli", SERVE, "Talk to a variant, or to two side by side."),
     "demo": CommandEntry(
-        "peraxis.demo.cli", SERVE, "Train, compress, upload and serve tiny models on the CPU."
+        "peraxis.demo.cli",
+        SERVE,
+        "Train and serve tiny models, or serve a pair of your own.",
     ),
     "ps": CommandEntry("client.variants", OPERATE, "List the versions that are in memory or have requests."),
     "load": CommandEntry(
@@ -163,6 +166,8 @@ def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) ->
 
 def main() -> None:
     """Run the command line of this process; the entry point of the installed script."""
+    # Before a command imports torch, whose OpenMP runtime reads the policy once.
+    let_threads_sleep(os.environ)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -120,12 +119,10 @@ def serve(
         print_diagnoses(diagnoses, as_json)
         raise typer.Exit(1 if has_failed(diagnoses) else 0)
     from deltastore.registry.place import check_place, is_bucket
-    from server.openmp_policy import let_threads_sleep
 
     # Before a server makes a registry there.
     if not is_bucket(loaded.settings.registry):
         check_place(Path(loaded.settings.registry))
-    let_threads_sleep(os.environ)
     if loaded.settings.engine == "inline":
         from server.inline import run_inline
 

@@ -68,7 +68,7 @@ class Delta:
 
     @property
     def model(self) -> str:
-        """What requests call this version."""
+        """The name of this version in requests."""
         return f"{self.task.name}@{self.version}"
 
 

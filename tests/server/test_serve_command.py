@@ -31,7 +31,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 def test_every_setting_but_the_table_of_limits_has_a_flag_with_its_help(shown: dict[str, str]) -> None:
     settings = {f"--{name.replace('_', '-')}": field for name, field in Settings.model_fields.items()}
     assert settings.keys() - shown.keys() == {"--default-limits"}
-    assert shown.keys() - settings.keys() == {"--config", "--print-config", "--help"}
+    assert shown.keys() - settings.keys() == {"--config", "--print-config", "--check", "--json", "--help"}
     for flag in shown.keys() & settings.keys():
         assert str(settings[flag].description) in shown[flag]
 

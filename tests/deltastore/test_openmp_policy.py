@@ -1,4 +1,4 @@
-"""The server's OpenMP threads sleep while they wait, unless the operator has chosen otherwise."""
+"""OpenMP's threads sleep while they wait, unless the operator has chosen otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.openmp_policy import CHOICES, let_threads_sleep
+from deltastore.openmp_policy import CHOICES, let_threads_sleep
 
 
 def test_threads_sleep_by_default() -> None:

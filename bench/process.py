@@ -148,7 +148,9 @@ def serving(
         if " served at " not in line:
             process.wait(CALL_S)
             raise RuntimeError(f"the server did not start: {''.join(log)[-4000:]}")
-        ready_s, url = time.perf_counter() - start, line.split()[-1]
+        ready_s = time.perf_counter() - start
+        # The admin port's comes after it.
+        url = next(word for word in line.split() if word.startswith("http://")).rstrip(",")
         limits = httpx.Limits(max_connections=64)
         with httpx.Client(base_url=url, timeout=CALL_S, limits=limits) as client:
             yield Server(process, url, ready_s, tree, peak, client)

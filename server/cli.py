@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,6 +14,8 @@ from typer.core import TyperCommand, TyperOption
 
 from deltastore.errors import UsageError
 from server.settings import Settings, choices_of, flag_name, flags_of_settings, load_settings
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(add_completion=False)
 
@@ -119,10 +122,13 @@ def serve(
         print_diagnoses(diagnoses, as_json)
         raise typer.Exit(1 if has_failed(diagnoses) else 0)
     from deltastore.registry.place import check_place, is_bucket
+    from server.log import configure_logging
 
     # Before a server makes a registry there.
     if not is_bucket(loaded.settings.registry):
         check_place(Path(loaded.settings.registry))
+    configure_logging("inline" if loaded.settings.engine == "inline" else "supervisor", loaded.settings)
+    log.info("starting with base %s and registry %s", loaded.settings.base, loaded.settings.registry)
     if loaded.settings.engine == "inline":
         from server.inline import run_inline
 

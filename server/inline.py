@@ -20,9 +20,8 @@ from server.app import serve
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
 from server.http.engine_client import EngineClient
-from server.http.listen import listening_sockets, url_of
+from server.http.listen import listening_sockets, urls_of
 from server.http.web_server import run_event_loop
-from server.log import configure_logging
 from server.metrics.aggregator import Aggregator
 from server.metrics.engine import EngineMetrics
 from server.metrics.frontend import FrontendMetrics
@@ -52,8 +51,8 @@ def run_inline(settings: Settings) -> int:
     Raises:
         PeraxisError: a port is taken, the base cannot be loaded, or the engine has failed.
     """
-    configure_logging("inline", settings)
     with listening_sockets(settings) as sockets:
+        log.info("listening at %s: requests get 503 until the base is loaded", urls_of(sockets))
         if settings.auth == "keys":
             warn_without_keys(settings.registry)
         return run_event_loop(_serve(settings, sockets))
@@ -132,7 +131,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)
     serving = asyncio.create_task(serve(service, sockets, stopped))
-    starting = asyncio.create_task(_start(service, client, url_of(sockets[0])))
+    starting = asyncio.create_task(_start(service, client, urls_of(sockets)))
     await first_of(signalled, engine, starting)
     error = starting.exception() if starting.done() else None
     if error is None:
@@ -153,8 +152,8 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     return signalled.result()
 
 
-async def _start(service: Service, client: EngineClient, url: str) -> None:
+async def _start(service: Service, client: EngineClient, urls: str) -> None:
     """Wait until the service can serve, and print one line."""
     facts = await client.welcomed
     await service.start(facts.base)
-    print(f"{facts.base.id} is served at {url}", flush=True)
+    print(f"{facts.base.id} is served at {urls}", flush=True)

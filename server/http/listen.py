@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from deltastore.errors import SettingsError
@@ -68,6 +68,12 @@ def url_of(listening: socket.socket) -> str:
     """Return the URL that clients use."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def urls_of(sockets: Sequence[socket.socket]) -> str:
+    """Return the public URL and, if there is an admin port, its URL, as a part of a sentence."""
+    public, *admin = map(url_of, sockets)
+    return f"{public}, and administered at {admin[0]}" if admin else public
 
 
 def raise_descriptor_limit() -> int:

@@ -11,8 +11,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from server.http.listen import listening_sockets, url_of
-from server.log import configure_logging
+from server.http.listen import listening_sockets, urls_of
 from server.settings import Settings
 from server.supervisor.engine_keeper import EngineKeeper
 from server.supervisor.http_keeper import HttpKeeper
@@ -37,12 +36,12 @@ def supervise(settings: Settings) -> int:
     Raises:
         PeraxisError: a port is taken, the base cannot be loaded, or processes die one after the other.
     """
-    configure_logging("supervisor", settings)
     with (
         listening_sockets(settings) as sockets,
         runtime_directory() as runtime,
         scratch_directory() as scratch,
     ):
+        log.info("listening at %s: requests get 503 until the base is loaded", urls_of(sockets))
         # Not after the base has loaded, which may take minutes.
         if settings.auth == "keys":
             warn_without_keys(settings.registry)
@@ -73,7 +72,7 @@ class Supervisor:
     ) -> None:
         registry = open_registry(settings)
         self._settings = settings = with_default_limits(settings)
-        self._url = url_of(sockets[0])
+        self._urls = urls_of(sockets)
         self._is_announced = False
         calls = RegistryCalls(settings.registry, partial(probe, registry))
         self._engine = EngineKeeper(settings, registry, calls, runtime, self._on_engine)
@@ -114,4 +113,4 @@ class Supervisor:
         client, num_serving = self._engine.client, self._http.num_serving
         if not self._is_announced and client.has_facts and num_serving == self._settings.http_workers:
             self._is_announced = True
-            print(f"{client.facts.base.id} is served at {self._url}", flush=True)
+            print(f"{client.facts.base.id} is served at {self._urls}", flush=True)

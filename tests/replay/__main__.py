@@ -25,7 +25,7 @@ from tests.replay.publishing import ask_artifacts, ask_sources, run_remote_comma
 from tests.replay.source_tree import ROOT, SourceTree
 from tests.replay.transcript import Transcript, differences
 from tests.replay.world import World
-from tests.server.helpers.live_server import free_port
+from tests.server.helpers.live_server import address_in, free_port
 
 
 def main() -> None:
@@ -155,7 +155,7 @@ def _served(
     )  # fmt: skip
     with world.source.serving(log, *usual, *options) as (process, lines):
         world.transcript.add(f"{name}: printed at the start", "".join(lines))
-        yield lines[-1].split()[-1], process
+        yield address_in(lines[-1]), process
 
 
 def _publish(asker: Asker, name: str, artifact: Path, visibility: str = "private") -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.replay.source_tree import SourceTree
-from tests.server.helpers.live_server import Artifacts
+from tests.server.helpers.live_server import Artifacts, address_in
 from tests.ways.call_hook import CallHook, FileCall
 
 CHAT = {
@@ -82,7 +82,7 @@ def _serve(source: SourceTree, hook: CallHook, artifacts: Artifacts, directory: 
     with ExitStack() as stack:
         log = directory / "serve.log"
         _, lines = stack.enter_context(source.serving(log, *options, **hook.environment))
-        url = lines[-1].split()[-1]
+        url = address_in(lines[-1])
         client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=240))
         # What happens once in a server's life, such as the start of workers, is on no request's way.
         with hook.recording():

@@ -182,7 +182,7 @@ def live_server(
         assert select.select([process.stdout], [], [], START_S)[0], log.read_text()
         line = process.stdout.readline()
         assert " is served at http://" in line, log.read_text()
-        server = LiveServer(process, line.split()[-1], log, registry)
+        server = LiveServer(process, address_in(line), log, registry)
         with server.client:
             yield server
     finally:
@@ -190,6 +190,11 @@ def live_server(
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def address_in(line: str) -> str:
+    """Return the public address in the line that a server prints when it is ready."""
+    return next(word for word in line.split() if word.startswith("http://")).rstrip(",")
 
 
 def eventually(probe: Callable[[], T]) -> T:

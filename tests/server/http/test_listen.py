@@ -18,6 +18,7 @@ from server.http.listen import (
     listening_sockets,
     raise_descriptor_limit,
     url_of,
+    urls_of,
 )
 from server.settings import Settings
 
@@ -70,6 +71,12 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_an_unknown_host_is_one_clear_error() -> None:
     with pytest.raises(SettingsError, match="choose another --host"):
         listen("no.such.invalid", 0)
+
+
+def test_the_admin_port_is_named_after_the_public_one() -> None:
+    with listen("127.0.0.1", 0) as public, listen("127.0.0.1", 0) as admin:
+        assert urls_of([public]) == url_of(public)
+        assert urls_of([public, admin]) == f"{url_of(public)}, and administered at {url_of(admin)}"
 
 
 def test_the_url_of_port_zero_has_the_assigned_port() -> None:

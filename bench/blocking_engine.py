@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltastore.openmp_policy import let_threads_sleep
+from deltastore.openmp_policy import bound_spinning
 from deltastore.registry.records import VersionRecord
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
@@ -119,7 +119,7 @@ def engine_process(settings: Settings, address: str) -> Iterator[Callable[[], No
     """Run an engine in a process that is started as the supervisor starts its own."""
     config = EngineConfig(settings.model_dump_json(), address, os.getpid())
     environment = dict(os.environ)
-    let_threads_sleep(environment)
+    bound_spinning(environment)
     command = [sys.executable, "-P", "-m", "server.engine.main"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None

@@ -23,7 +23,7 @@ from typer.main import get_group
 
 from deltastore.errors import PeraxisError
 from deltastore.memory import is_out_of_memory
-from deltastore.openmp_policy import let_threads_sleep
+from deltastore.openmp_policy import bound_spinning
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def run(args: Sequence[str], commands: Mapping[str, CommandEntry] = COMMANDS) ->
 def main() -> None:
     """Run the command line of this process; the entry point of the installed script."""
     # Before a command imports torch, whose OpenMP runtime reads the policy once.
-    let_threads_sleep(os.environ)
+    bound_spinning(os.environ)
     sys.exit(run(sys.argv[1:]))
 
 

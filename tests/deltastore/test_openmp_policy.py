@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while they wait, unless the operator has chosen otherwise."""
+"""OpenMP's threads spin shortly and then sleep, unless the operator has chosen otherwise."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.openmp_policy import CHOICES, let_threads_sleep
+from deltastore.openmp_policy import CHOICES, bound_spinning
 
 
-def test_threads_sleep_by_default() -> None:
+def test_threads_spin_shortly_by_default() -> None:
     environment = {"PATH": "/bin"}
-    let_threads_sleep(environment)
-    assert environment == {"PATH": "/bin", "OMP_WAIT_POLICY": "PASSIVE"}
+    bound_spinning(environment)
+    assert environment == {"PATH": "/bin", "GOMP_SPINCOUNT": "3000"}
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_operators_choice_stays(name: str) -> None:
     environment = {name: "7"}
-    let_threads_sleep(environment)
+    bound_spinning(environment)
     assert environment == {name: "7"}
 
 
@@ -30,10 +30,10 @@ def test_the_command_sets_the_policy_before_torch_reads_it(tmp_path: Path) -> No
     command = [sys.executable, "-m", "peraxis", "serve", "--base", tmp_path, "--registry", tmp_path / "r"]
     failed = subprocess.run(
         [*map(str, command), "--port", "0"],
-        env={**environment, "OMP_DISPLAY_ENV": "TRUE"},
+        env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "OMP_WAIT_POLICY = 'PASSIVE'" in failed.stderr
+    assert "GOMP_SPINCOUNT = '3000'" in failed.stderr
     assert str(tmp_path / "config.json") in failed.stderr

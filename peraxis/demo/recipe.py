@@ -43,7 +43,7 @@ class BaseRecipe:
 class FinetuneRecipe:
     """Settings of a full fine-tune, in which every weight moves."""
 
-    phases: tuple[Phase, ...] = (Phase(360, 8, 64), Phase(20, 5, 128))
+    phases: tuple[Phase, ...] = (Phase(320, 8, 64), Phase(20, 5, 128))
     rate: float = 1.2e-3
     warmup: int = 10  # steps
     # The weight of a prompt's tokens in the loss. At 0 the model could not write prompts, which self-calibration needs.

@@ -45,7 +45,7 @@ class Scope:
     fit: Calibration
 
 
-FULL = Scope(DEMO_RECIPE, 500, Calibration("self", samples=96, length=96))
+FULL = Scope(DEMO_RECIPE, 200, Calibration("self", samples=96, length=96))
 QUICK = Scope(QUICK_RECIPE, 24, Calibration("self", samples=24, length=48))
 
 

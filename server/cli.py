@@ -124,11 +124,11 @@ def serve(
     from deltastore.registry.place import check_place, is_bucket
     from server.log import configure_logging
 
+    configure_logging("inline" if loaded.settings.engine == "inline" else "supervisor", loaded.settings)
+    log.info("starting with base %s and registry %s", loaded.settings.base, loaded.settings.registry)
     # Before a server makes a registry there.
     if not is_bucket(loaded.settings.registry):
         check_place(Path(loaded.settings.registry))
-    configure_logging("inline" if loaded.settings.engine == "inline" else "supervisor", loaded.settings)
-    log.info("starting with base %s and registry %s", loaded.settings.base, loaded.settings.registry)
     if loaded.settings.engine == "inline":
         from server.inline import run_inline
 

@@ -104,5 +104,7 @@ class ServerWait:
             raise error
         if now - self._told_at >= LINE_INTERVAL_S:
             self._told_at = now
-            self._tell(f"waiting up to {left_s:.0f} s for {self._url}: {error}")
+            # The whole error would name the address again, and ways out that are not needed yet.
+            reason = "no server answers there" if isinstance(error, NoServer) else error
+            self._tell(f"waiting up to {left_s:.0f} s for {self._url}: {reason}")
         return min(pause_s(error, waited_s), left_s)

@@ -295,7 +295,7 @@ def test_with_wait_a_server_that_never_answered_is_waited_for(file: Path, capsys
         url = server.url
     assert run(["push", str(file), "--name", "a", "--url", url, "--no-progress", "--wait", "1"]) == 1
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"waiting up to 1 s for {url}: no server answers at {url} (")
+    assert first.startswith(f"waiting up to 1 s for {url}: no server answers there")
     assert last.startswith(f"error: no server answers at {url} (")
 
 

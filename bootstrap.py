@@ -29,6 +29,8 @@ GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
 
 def main(venv: str, what: str) -> None:
     """Install `what`, runtime or dev, into `venv`; end the process with a message where that fails."""
+    if what not in ("runtime", "dev"):
+        sys.exit(f"{what}: give runtime or dev")
     # Two targets that run at once install one after the other.
     with Path("pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -52,7 +54,7 @@ def make_venv(venv: Path) -> Path:
     """
     oldest = ".".join(map(str, OLDEST))
     python = venv / "bin" / "python"
-    if not venv.exists():
+    if not os.path.lexists(venv):
         if sys.version_info < OLDEST:
             sys.exit(
                 f"Python {sys.version.split()[0]} is older than {oldest}: name another one, `make PYTHON=python3.12`"

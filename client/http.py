@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ CONNECT_S = 10.0
 # Calls of commands; uploads and generation wait longer.
 CALL_S = 60.0
 MAX_REASON_CHARS = 300
+# A value of Retry-After, which may be a date, too.
+SECONDS = re.compile(r"[0-9]{1,9}")
 # The code of a server whose port does not have the call; a variant that is missing has another one.
 NO_SUCH_CALL = "not_found"
 
@@ -145,7 +148,7 @@ class ServerAddress:
             kind, message = AuthenticationFailed, self._unauthenticated(message)
         elif reply.status_code == 403:
             kind = AuthenticationFailed
-        retry_after_s = int(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+        retry_after_s = int(retry_after) if SECONDS.fullmatch(retry_after) else None
         return kind(message, reply.status_code, fields.code, retry_after_s)
 
     def _unauthenticated(self, message: str) -> str:

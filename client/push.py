@@ -74,8 +74,8 @@ def push(
     """
     # Refuse a name that cannot be one before the file is hashed.
     check_new_name(name)
-    total = file.stat().st_size if file.is_file() else 0
-    with byte_progress(total, f"digest of {file.name}", progress) as bar:
+    check_is_file(file)
+    with byte_progress(file.stat().st_size, f"digest of {file.name}", progress) as bar:
         artifact = ArtifactFile.read(file, bar.update)
     with RemoteServer(address, ANSWER_S) as server:
         publishing = Publishing(artifact, name, activate, visibility)
@@ -88,6 +88,14 @@ def push(
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
     name = printable(reply.name if owner is None else f"{owner}/{reply.name}")
     print(f"{name}@{reply.version}  {size_text(reply.size_bytes)}  {printable(reply.digest)}  {state}")
+
+
+def check_is_file(path: Path) -> None:
+    """Raise UsageError if `path` is no regular file."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file: give the artifact that `peraxis compress` wrote")
+    if not path.is_file():
+        raise UsageError(f"{path} is no file: give the artifact that `peraxis compress` wrote")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +130,7 @@ class ArtifactFile:
             ArtifactError: It is no artifact.
             OSError: It cannot be read.
         """
-        if not path.exists():
-            raise UsageError(f"{path}: no such file: give the artifact that `peraxis compress` wrote")
-        if not path.is_file():
-            raise UsageError(f"{path} is no file: give the artifact that `peraxis compress` wrote")
+        check_is_file(path)
         digest, num_bytes = hashlib.sha256(), 0
         for block in _blocks(path):
             if not num_bytes:

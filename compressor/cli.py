@@ -38,7 +38,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 def compress(
     base: Base,
     finetune: Annotated[
-        str, typer.Option("--finetune", metavar="DIR|HF_ID", help="The fine-tune: a directory or a hub id.")
+        str,
+        typer.Option(
+            "--finetune",
+            metavar="DIR|HF_ID",
+            help="The fine-tune: a directory or a hub id, of a checkpoint or a LoRA adapter.",
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="The artifact to write.")],
     method: Annotated[

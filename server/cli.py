@@ -21,6 +21,8 @@ app = typer.Typer(add_completion=False)
 
 # For --check, which needs neither.
 STAND_INS: Mapping[str, Path] = {"base": Path("/"), "registry": Path("/")}
+# Typer makes the working directory of an empty path.
+TEXT_OF_PATHS: Mapping[Any, Any] = {Path: str, list[Path]: list[str]}
 
 
 class ServeCommand(TyperCommand):
@@ -52,15 +54,20 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _options() -> Iterator[inspect.Parameter]:
     for name, flag in flags_of_settings().items():
         field = Settings.model_fields[name]
-        # No choice for typer: Settings checks each value, whatever its source.
-        choices = choices_of(name)
+        parsed, metavar = _parsed_type(field.annotation), flag.metavar
+        # No choice and no path for typer: Settings checks each value, whatever its source.
+        if choices := choices_of(name):
+            metavar = f"<{'|'.join(choices)}>"
+        elif parsed in TEXT_OF_PATHS:
+            parsed, metavar = TEXT_OF_PATHS[parsed], metavar or "<path>"
+        own = flag_name(name)
         option = typer.Option(
-            flag_name(name),
+            f"{own}/--no-{own[2:]}" if parsed is bool else own,
             help=field.description,
-            metavar=f"<{'|'.join(choices)}>" if choices else flag.metavar,
+            metavar=metavar,
             rich_help_panel=flag.panel,
         )
-        annotation: Any = Annotated[_parsed_type(field.annotation) | None, option]
+        annotation: Any = Annotated[parsed | None, option]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

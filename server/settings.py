@@ -34,7 +34,7 @@ GIGABYTE = 1_000_000_000
 # The source of a setting that was not given.
 DEFAULT = "default"
 # Not those that Kubernetes sets in each pod from the names of Services.
-VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*(?:SERVICE_|PORT_\d)).*")
+VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*(?:SERVICE_|PORT_\d)).*", re.IGNORECASE)
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -302,16 +302,34 @@ class Settings(BaseModel):
         Flag(LOGGING),
     ] = None
 
+    @field_validator("registry", mode="after")
+    @classmethod
+    def _refuse_other_stores(cls, value: str) -> str:
+        if "://" in value and not value.startswith("s3://"):
+            raise ValueError("give a directory's path, or s3://BUCKET/PREFIX")
+        return value
+
     @field_validator("registry", mode="before")
     @classmethod
     def _take_paths(cls, value: object) -> object:
         return str(value) if isinstance(value, Path) else value
 
+    @field_validator("base", "registry_cache", "lora_dir", mode="before")
+    @classmethod
+    def _refuse_empty_paths(cls, value: object) -> object:
+        # An unset variable of a shell gives one, and as a path it is the working directory.
+        if value == "":
+            raise ValueError("the path is empty: give a directory")
+        return value
+
     @field_validator("source_dir", mode="before")
     @classmethod
     def _split_directories(cls, value: object) -> object:
         # In the environment, as in PATH.
-        return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+        values = tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)) and "" in values:
+            raise ValueError("a path is empty: give a directory")
+        return values
 
     @field_validator("allowed_host", mode="before")
     @classmethod
@@ -475,6 +493,12 @@ def load_settings(
 
     _check_variables()
     from_file = _read_file(config)
+    for name in from_file:
+        # pydantic-settings would take it, as it takes variables in any case.
+        if name not in Settings.model_fields and name.lower() in Settings.model_fields:
+            raise SettingsError(
+                f"{config}: {name} is not a setting: {name.lower()} is; write it in lower case"
+            )
 
     # pydantic-settings asks the class for its sources, so the class is defined where `config` is known.
     class Sourced(Settings, BaseSettings):
@@ -528,10 +552,11 @@ def choices_of(setting: str) -> tuple[str, ...]:
 def _check_variables() -> None:
     """Raise SettingsError for a variable whose name is nearly that of a setting, such as PERAXIS_ATUH."""
     for variable in filter(VARIABLE.fullmatch, os.environ):
-        name = variable.removeprefix(ENV_PREFIX).lower()
+        name = variable[len(ENV_PREFIX) :].lower()
         if name in Settings.model_fields:
             continue
-        if meant := get_close_matches(name, Settings.model_fields, 1, cutoff=0.7):
+        # A part behind two underscores would name a field of a table.
+        if meant := get_close_matches(name.partition("__")[0], Settings.model_fields, 1, cutoff=0.7):
             raise SettingsError(
                 f"{variable} is not a setting: {ENV_PREFIX}{meant[0].upper()} is; rename it or unset it"
             )
@@ -599,7 +624,9 @@ def _first_problem(error: ValidationError, origins: Mapping[str, str], given_by:
         problem = f"{path} is a file" if Path(path).exists() else f"there is no directory {path}"
         wanted = "the directory of a Hugging Face checkpoint" if name == "base" else "an existing directory"
         return f"{name} ({origins[name]}): {problem}: give {wanted}"
-    return f"{name} ({origins[name]}): {message[0].lower()}{message[1:]}, got {first['input']!r}"
+    # Not an abbreviation, such as JSON.
+    message = message if message[1:2].isupper() else message[0].lower() + message[1:]
+    return f"{name} ({origins[name]}): {message}, got {first['input']!r}"
 
 
 def _as_toml(value: object) -> str:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -119,8 +120,16 @@ def _start_worker(num_threads: int) -> None:
     # Ctrl-C reaches the whole process group. The parent alone reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     disable_progress_bar()
     torch.set_num_threads(min(max(1, num_threads), MAX_THREADS))
+
+
+def _end_with_parent() -> None:
+    # A parent that is killed ends no worker.
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _make_base(directory: Path, recipe: DemoRecipe, progress: Callable[[str], None]) -> None:

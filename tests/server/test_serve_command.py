@@ -171,3 +171,21 @@ def test_print_config_shows_each_value_and_its_source(
     assert "port = 9000  # from PERAXIS_PORT" in lines
     assert 'registry = "here"  # from the configuration file' in lines
     assert 'device = "auto"  # default' in lines
+
+
+def test_a_flag_that_says_no_overrides_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERAXIS_LOG_PROMPTS", "1")
+    place = ["--base", str(tmp_path), "--registry", str(tmp_path / "r"), "--print-config"]
+    assert run(["serve", *place, "--no-log-prompts"]) == 0
+    assert "log_prompts = false  # from --log-prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--base", "--source-dir", "--registry-cache"])
+def test_an_empty_path_of_a_flag_is_refused(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--base", str(tmp_path), "--registry", str(tmp_path / "r"), "--print-config"]
+    assert run(["serve", *place, flag, ""]) != 0
+    assert "path is empty: give a directory" in capsys.readouterr().err

@@ -262,3 +262,36 @@ def test_a_bucket_without_its_client_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("server.settings.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"pip install 'peraxis\[s3\]'"):
         loaded(tmp_path, registry="s3://bucket/a/prefix")
+
+
+def test_a_name_of_the_file_in_capitals_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "peraxis.toml"
+    config.write_text("Port = 3\n")
+    with pytest.raises(SettingsError, match=r"Port is not a setting: port is; write it in lower case"):
+        loaded(tmp_path, config)
+
+
+@pytest.mark.parametrize("variable", ["peraxis_prt", "PERAXIS_DEFAULT_LIMITS__MAX_VARIANTS", "Peraxis_Atuh"])
+def test_a_misspelt_variable_is_refused_in_any_case(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(SettingsError, match=f"{variable} is not a setting: PERAXIS_"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["base", "registry_cache", "lora_dir"])
+def test_an_empty_path_is_not_the_working_directory(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} \(from --.*\): the path is empty: give a directory"):
+        load_settings({"base": tmp_path, "registry": "r", "compat": "vllm-lora", name: ""})
+
+
+def test_an_empty_source_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"source_dir .*: a path is empty: give a directory"):
+        loaded(tmp_path, source_dir=[""])
+
+
+@pytest.mark.parametrize("registry", ["file:///tmp/x", "gs://bucket/x", "https://bucket.example/x"])
+def test_a_registry_in_another_store_is_refused(registry: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"registry .*: give a directory's path, or s3://BUCKET/PREFIX"):
+        load_settings({"base": tmp_path, "registry": registry})

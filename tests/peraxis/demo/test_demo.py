@@ -90,3 +90,14 @@ def test_ctrl_c_ends_every_process_and_removes_what_is_temporary(stage: str, tmp
     psutil.wait_procs(children, timeout=ENDED_S)
     assert not [child for child in children if child.is_running()]
     assert not list((tmp_path / "tmp").glob("peraxis-demo-*"))
+
+
+def test_a_parent_that_is_killed_leaves_no_process_that_trains(tmp_path: Path) -> None:
+    with quick_demo(tmp_path) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if "training instruct" in line)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(children) > 1
+    _, alive = psutil.wait_procs(children, timeout=ENDED_S)
+    assert not alive

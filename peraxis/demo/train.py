@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, UsageError
 from peraxis.demo.corpus import frequent_words, read_sources
 from peraxis.demo.finetune import train_finetune
 from peraxis.demo.pretrain import train_base
@@ -70,10 +70,15 @@ def prepare(
         processes: How many fine-tunes are trained at a time; by default one per core.
 
     Raises:
-        UsageError: The sources of Python's standard library are not installed.
+        UsageError: `workdir` cannot be written, or the sources of Python's standard library are not installed.
     """
     home = workdir / recipe.digest()
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{home}: the models cannot be kept there ({error.strerror}): give --work a directory that can be written"
+        ) from error
     base = home / "base"
     num_cores = len(os.sched_getaffinity(0))
     if not base.exists():

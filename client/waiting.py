@@ -99,8 +99,9 @@ class ServerWait:
         waited_s = now - self._began_at
         left_s = self._limit_s - waited_s
         if left_s <= 0 or asked_s(error) > left_s:
-            if waited_s:
-                self._tell(f"gave up after {waited_s:.0f} s: --wait S waits longer")
+            if waited_s or asked_s(error):
+                asked = f", when the server asked for {asked_s(error)} s more" if left_s > 0 else ""
+                self._tell(f"gave up after {waited_s:.0f} s{asked}: --wait S waits longer")
             raise error
         if now - self._told_at >= LINE_INTERVAL_S:
             self._told_at = now

@@ -46,12 +46,21 @@ def chat(
         str | None, typer.Option("--system", help="System message before the first prompt.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Most tokens of an answer.", min=1)
+        int | None,
+        typer.Option("--max-tokens", help="Most tokens of an answer.", show_default="what fits", min=1),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Temperature of sampling; 0 is greedy.", min=0)
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="Temperature of sampling; 0 is greedy.",
+            show_default="the variant's own",
+            min=0,
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of sampling.", min=0)] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of sampling.", show_default="random", min=0)
+    ] = None,
     wait_s: Wait = None,
     as_json: Json = False,
 ) -> None:
@@ -114,9 +123,14 @@ class Chat:
 
     async def _print(self, prompt: str, answer: Answer) -> None:
         body = self.conversations[0].asking(prompt, self.options)
-        async for text in stream(self.address, body, answer, self.waiting):
-            _print_piece(text)
-        _print_end(answer)
+        try:
+            async for text in stream(self.address, body, answer, self.waiting):
+                _print_piece(text)
+        finally:
+            # An error is printed below what has come, not behind it.
+            if answer.text and not answer.text.endswith("\n"):
+                print(flush=True)
+        print(f"[{_facts(answer)}]", file=sys.stderr)
 
     def _compare(self, prompt: str, answers: Sequence[Answer]) -> None:
         with Live(
@@ -220,13 +234,6 @@ def _facts(answer: Answer) -> str:
 def _print_piece(text: str) -> None:
     """Print a piece of the one answer that is streamed; on a terminal without control characters."""
     print(_visible(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def _print_end(answer: Answer) -> None:
-    """End the text of a streamed answer, and print its facts on stderr."""
-    if not answer.text.endswith("\n"):
-        print()
-    print(f"[{_facts(answer)}]", file=sys.stderr)
 
 
 def _print_whole(answers: Sequence[Answer]) -> None:

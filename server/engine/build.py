@@ -85,6 +85,7 @@ def _load_base(
     slot_bytes = size_of_slot(shapes, settings.slot_headroom)
     base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     check_base(settings, device, dtype, base_bytes, slot_bytes)
+    log.info("reading the base: %s in %s", size_text(base_bytes), str(dtype).removeprefix("torch."))
     model = load_model(checkpoint, device, dtype, stopping)
     if device.type == "cuda":
         # Otherwise the memory that the start-up probe used would count as taken.

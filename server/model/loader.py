@@ -5,6 +5,7 @@ Knows the order of these steps, which other files of this folder implement.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from server.model.hooks import attach
 from server.model.packed_linear import pack, packable
 from server.model.probe import Probe, short_windows
 from server.model.weights import read_base
+
+log = logging.getLogger(__name__)
 
 PAGE_TOKENS = 16
 
@@ -63,6 +66,7 @@ def load_model(
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     weight_bytes = sum(value.nbytes for value in model.parameters())
     kernels.prepare(device, {(len(weight), weight.shape[1]) for weight in weights}, model.dtype)
+    log.info("the base is read; checking that its deltas give the same tokens as merged weights")
     with torch.inference_mode(), short_windows(model):
         _check_going_on(stopping)
         probe = Probe.of(model, base)

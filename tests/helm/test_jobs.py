@@ -72,6 +72,8 @@ def test_what_was_compressed_is_published_through_the_admin_port(monkeypatch: py
     given = parsed(get_command(push_app), options)
     assert f"--out={given['file']}" in compress["args"]
     assert (given["name"], given["tenant"], given["activate"]) == ("support-de", "support", True)
+    # The server may take longer to start than the compressor.
+    assert given["wait"] == 600
     (port,) = the(objects_of("existing-claims"), "Service", f"{NAME}-admin")["spec"]["ports"]
     assert given["url"] == f"http://{NAME}-admin:{port['port']}"
     (key,) = [each for each in publish["env"] if each["name"] == "PERAXIS_API_KEY"]

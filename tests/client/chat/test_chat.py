@@ -194,9 +194,10 @@ def test_a_failed_answer_is_one_line(
 ) -> None:
     with scripted_server(reaction, reaction) as server:
         assert run(["chat", *names, "--once", "Hi", "--url", server.url]) == 1
-    line = capsys.readouterr().err
-    assert message in line
-    assert line.count("\n") == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not captured.out or captured.out.endswith("\n")
 
 
 def test_a_wrong_request_names_the_model(capsys: Output) -> None:

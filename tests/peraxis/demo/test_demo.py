@@ -102,3 +102,12 @@ def test_a_parent_that_is_killed_leaves_no_process_that_trains(tmp_path: Path) -
     assert len(children) > 1
     _, alive = psutil.wait_procs(children, timeout=ENDED_S)
     assert not alive
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file")
+    with quick_demo(tmp_path) as process:
+        _, err = process.communicate(timeout=ENDED_S)
+    assert process.returncode == 2
+    assert re.search(r"^error: .*models/\w+: .*give --work a directory", err, re.MULTILINE), err
+    assert "Traceback" not in err

@@ -25,12 +25,11 @@ from deltastore.openmp_policy import bound_spinning
 from deltastore.registry.records import VersionRecord
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.http.engine_client import EngineClient
-from server.http.engine_link import OnEvent
-from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render
+from server.metrics.metrics import EngineMetrics
+from server.protocol.control import EngineConfig
+from server.protocol.engine_client import EngineClient, OnEvent
 from server.protocol.messages import DeltaState, EngineFacts, LoadAction
-from server.protocol.processes import EngineConfig
 from server.protocol.request import Request
 from server.settings import Settings
 

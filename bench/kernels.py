@@ -22,7 +22,7 @@ from bench.report import RESULTS, describe, write_result
 from bench.serving import SHAPES, SMALL
 from peraxis.demo.table import table
 from server import kernels
-from server.model.packed_linear import pack, packable
+from server.model.loader import pack, packable
 
 # Number of groups, and rows of each.
 GROUPS = (

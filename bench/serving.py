@@ -24,9 +24,8 @@ from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import FILES
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
-from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.request import Request, SamplingParams
 from server.settings import Settings
 
 FULL = LlamaShapes(num_layers=12, hidden=1024, intermediate=2816, kv=512, vocabulary=8192)  # 158M weights

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 from server.settings import Settings
-from server.tenants.limits.tenant_limits import FIELDS
+from server.tenants.tenant import FIELDS
 
 SCHEMA = Path(__file__).resolve().parent.parent / "helm" / "peraxis" / "values.schema.json"
 # Where the chart mounts its volumes and listens.

@@ -17,15 +17,13 @@ from typer.main import get_group
 
 from deltastore.registry import Registry
 from peraxis.cli import COMMANDS
+from server.api import lora_adapters
 from server.api.access import ROLES
-from server.api.compat import vllm_lora
 from server.api.errors import FAILURES, HTTP_FAILURES
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import compose
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.service import read_registry
+from server.metrics.exposition import compose, read_registry
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
 from server.settings import ENV_PREFIX, Settings, choices_of, flag_name, flags_of_settings
 
 FILE = Path(__file__).with_suffix(".md")
@@ -39,7 +37,7 @@ The role is that of the key with `--auth keys`; `admin` includes the others, and
 `--admin-port`, calls whose port is `admin` are served there alone, and those whose port is `both` there too. Those for
 LoRA adapters need `--compat vllm-lora`. [`/openapi.json`](serving.md) describes bodies and parameters.
 """
-ROUTERS = {"public": (*PUBLIC_ROUTERS, vllm_lora.router), "admin": ADMIN_ROUTERS}
+ROUTERS = {"public": (*PUBLIC_ROUTERS, lora_adapters.router), "admin": ADMIN_ROUTERS}
 
 
 def reference() -> str:

@@ -1,6 +1,6 @@
 """`peraxis keys`: create, list and revoke tenants' API keys, on a server or, with `--registry`, in a registry.
 
-`server.tenants.registry_keys` is imported only with `--registry`, so that calls of a server need no part of one.
+`server.tenants.keys` is imported only with `--registry`, so that calls of a server need no part of one.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _keys(
         raise UsageError(
             "--registry needs no server: leave out --url and --key-file, or leave out --registry"
         )
-    from server.tenants.registry_keys import RegistryKeys
+    from server.tenants.keys import RegistryKeys
 
     return RegistryKeys(registry)
 

@@ -8,34 +8,41 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from server.api import access, bodies, errors, generate, json_replies, models, tokens, variants
-from server.api.artifacts import sources
-from server.api.compat import vllm_lora
-from server.api.json_replies import JsonReply
-from server.api.middleware import RequestMiddleware
-from server.api.openai import chat, completions
-from server.api.operations import docs_page, health, openapi, stats
+from server.api import (
+    access,
+    errors,
+    inference,
+    json_io,
+    lora_adapters,
+    models,
+    openapi,
+    operations,
+    sources,
+    tenants,
+    variants,
+)
+from server.api.access import RequestMiddleware
+from server.api.json_io import JsonReply
 from server.api.service import Service
-from server.api.tenants import routes as tenants
-from server.http.web_server import WebServer, make_connections
+from server.web_server import WebServer, make_connections
 
 # Routes for every client.
 PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
-    generate.router, completions.router, chat.router, tokens.router, models.router, health.router, openapi.router,
-    docs_page.router, tenants.me_router,
+    inference.generate_router, inference.completions_router, inference.router, models.tokens_router, models.router,
+    operations.router, openapi.router, openapi.docs_router, tenants.me_router,
 )  # fmt: skip
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
 ADMIN_ROUTERS = (
     variants.router,
     sources.router,
-    health.metrics_router,
-    stats.router,
+    operations.metrics_router,
+    operations.stats_router,
     tenants.keys_router,
     tenants.router,
 )
 # Routes of both ports: a command that is given either address asks if the server is well, who calls it and what it may
 # use.
-SHARED_ROUTERS = (models.router, tenants.me_router, health.router, openapi.router, docs_page.router)
+SHARED_ROUTERS = (models.router, tenants.me_router, operations.router, openapi.router, openapi.docs_router)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -43,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
     routers = PUBLIC_ROUTERS
     if service.settings.compat == "vllm-lora":
         # Whatever `admin_port` is: controllers of vLLM call the port that serves a pod's requests.
-        routers = (*routers, vllm_lora.router)
+        routers = (*routers, lora_adapters.router)
     if service.settings.admin_port is None:
         routers = (*routers, *ADMIN_ROUTERS)
     return _application(service, routers)
@@ -91,8 +98,8 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
     errors.install(app)
-    bodies.install(app)
-    json_replies.install(app, service.unsent)
+    json_io.install_bodies(app)
+    json_io.install_replies(app, service.unsent)
     for router in routers:
         app.include_router(router)
     return app

@@ -24,11 +24,18 @@ from deltastore.host_memory import available_bytes
 from deltastore.progress import identify_base
 from deltastore.quantities import size_text
 from deltastore.registry import Registry
+from deltastore.registry.claims import FORMAT_FILE, check_format, check_place, is_bucket, is_registry, older
 from deltastore.registry.object_cache import ObjectCache
-from deltastore.registry.place import FORMAT_FILE, check_format, check_place, is_bucket, is_registry, older
 from deltastore.registry.storage import TEMPORARY, Storage, explained
-from server.engine.build import DTYPES, device_of
-from server.engine.memory import check_base, free_memory, host_cache_bytes, plan_memory, size_of_slot
+from server.engine.build import (
+    DTYPES,
+    check_base,
+    device_of,
+    free_memory,
+    host_cache_bytes,
+    plan_memory,
+    size_of_slot,
+)
 from server.settings import LoadedSettings, Settings
 
 # Small, because only the right to pin is checked.

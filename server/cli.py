@@ -128,7 +128,7 @@ def serve(
         diagnoses = check_machine(loaded)
         print_diagnoses(diagnoses, as_json)
         raise typer.Exit(1 if has_failed(diagnoses) else 0)
-    from deltastore.registry.place import check_place, is_bucket
+    from deltastore.registry.claims import check_place, is_bucket
     from server.log import configure_logging
 
     configure_logging("inline" if loaded.settings.engine == "inline" else "supervisor", loaded.settings)

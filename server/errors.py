@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltastore.errors import PeraxisError
-from server.protocol.limits import Rates
+from server.tenants.tenant import Rates
 
 
 class InvalidRequest(PeraxisError):

@@ -22,18 +22,16 @@ from deltastore.errors import PeraxisError
 from deltastore.memory import return_freed_memory
 from server.api.service import Service
 from server.app import serve
-from server.control_link import ControlLink, http_process_end
 from server.errors import QueueFull
-from server.http.engine_client import EngineClient
-from server.http.listen import inherited
-from server.http.web_server import run_event_loop
 from server.log import configure_logging
-from server.metrics.frontend import FrontendMetrics
-from server.process_tree import die_with_parent
+from server.metrics.metrics import FrontendMetrics
+from server.processes import die_with_parent, inherited
 from server.protocol.control import (
     CannotServe,
+    ControlLink,
     EngineLost,
     EngineStarted,
+    HttpProcessConfig,
     MetricsOfProcess,
     MetricsWanted,
     Ping,
@@ -42,12 +40,15 @@ from server.protocol.control import (
     SharedAnswer,
     SharedQuestion,
     SupervisorMessage,
+    check_version,
+    http_process_end,
 )
+from server.protocol.engine_client import EngineClient
 from server.protocol.messages import EngineFacts
-from server.protocol.processes import HttpProcessConfig, check_version
-from server.protocol.shared_calls import AnyCall, R, SharedCall, answer_type
+from server.registry_calls import open_registry
 from server.settings import Settings
-from server.volume.opening import open_registry
+from server.shared_state import AnyCall, R, SharedCall, answer_type
+from server.web_server import run_event_loop
 
 # The event loop waits for the interpreter's lock while threads parse bodies and read the registry. Python's default of
 # 5 ms each would hold up every stream.

@@ -19,24 +19,18 @@ from server.api.service import Service
 from server.app import serve
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.http.engine_client import EngineClient
-from server.http.listen import listening_sockets, urls_of
-from server.http.web_server import run_event_loop
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
+from server.processes import first_of, first_signal, listening_sockets, urls_of
+from server.protocol.engine_client import EngineClient
 from server.protocol.messages import Resident
-from server.protocol.shared_calls import AnyCall, R, SharedCall
+from server.registry_calls import RegistryCalls, open_registry, probe
 from server.settings import Settings
-from server.shared_state import COLLECT_S, SharedState
-from server.supervisor.signals import first_of, first_signal
+from server.shared_state import COLLECT_S, AnyCall, R, SharedCall, SharedState
 from server.tenants.keys import warn_without_keys
-from server.tenants.limits.default_limits import with_default_limits
-from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.tenant_limits import TenantLimits
-from server.volume.calls import RegistryCalls
-from server.volume.opening import open_registry
-from server.volume.probe import probe
+from server.tenants.limits import LimitsDirectory, with_default_limits
+from server.tenants.tenant import TenantLimits
+from server.web_server import run_event_loop
 
 log = logging.getLogger(__name__)
 

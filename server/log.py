@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from deltastore.errors import PeraxisError
-from server.request_context import current_request, trace_id_of
+from server.protocol.request import current_request, trace_id_of
 from server.settings import Settings
 
 TEXT = "%(asctime)s %(levelname)s {role}[%(process)d] %(name)s: %(message)s%(request)s"

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from deltastore.errors import SettingsError
-from server.tenants.limits.tenant_limits import LimitsSetting, TenantLimits, as_toml
+from server.tenants.tenant import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
 DEFAULT_HUB_URL = "https://huggingface.co"
@@ -564,7 +564,7 @@ def _check_variables() -> None:
 
 def _is_bucket(location: str) -> bool:
     # Deferred: it imports the registry, and `serve --help` does without.
-    from deltastore.registry.place import is_bucket
+    from deltastore.registry.claims import is_bucket
 
     return is_bucket(location)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from bench.gpu.rows import Rows
 from deltastore.format.signs import packed_width
 from server import kernels
-from server.kernels import attention_cuda, onebit_reference
-from server.kernels.attention import AttentionGroup, AttentionParams
+from server.kernels import attention_cuda
+from server.kernels import reference as onebit_reference
+from server.kernels.reference import AttentionGroup, AttentionParams
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
 # Ranges of rows; rows between them belong to no group.

@@ -17,7 +17,7 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import TORCH_DTYPE
 from deltastore.format.header import DTYPE_BYTES, TensorEntry
 from deltastore.format.layout import TENSOR_ALIGNMENT
-from deltastore.format.parts import MatrixParts, PlaneParts, padding_tensor
+from deltastore.format.manifest import MatrixParts, PlaneParts, padding_tensor
 from deltastore.format.plan import is_matrix
 from deltastore.format.signs import packed_width
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot

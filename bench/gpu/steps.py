@@ -13,11 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from bench.gpu.model import Blueprint, base_of, make_resident
 from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, BenchSizes, Rows, step_limit
 from bench.gpu.timing import captured, seconds
-from server.deltas.batch import BatchContext
-from server.deltas.resident import ResidentDelta, arena
-from server.engine.memory import CUDA_SHARE, DEFAULT_MAX_SLOTS
+from server.deltas.layers import attach
+from server.deltas.resident import BatchContext, ResidentDelta, arena
+from server.engine.build import CUDA_SHARE, DEFAULT_MAX_SLOTS
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
-from server.model.hooks import attach
 
 PAGE_TOKENS = 16  # as the server's
 SLOT_SLACK = 1.15  # of the one-bit plan, as the server's

@@ -46,7 +46,7 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.registry import Registry
 from peraxis.demo.table import table
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
 

@@ -23,10 +23,10 @@ from bench.http.subjects import (
 from bench.serving import prompts, write_base
 from bench.synthetic import LlamaShapes
 from deltastore.registry import Registry
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.limits import LimitsDirectory
+from server.tenants.tenant import TenantLimits
 
 TENANT = "acme"
 # Every limit, each more than a run can use.

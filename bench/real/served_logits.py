@@ -16,8 +16,7 @@ from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner, ScheduledSequence
 from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.request import Request, SamplingParams
 
 
 def main() -> None:

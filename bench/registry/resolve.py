@@ -30,10 +30,9 @@ from deltastore.registry import Registry, variants
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.records import VariantState, VersionRecord
 from deltastore.registry.reports import Usage
-from deltastore.registry.sequence import EntrySequence
-from deltastore.registry.variants import VariantDirectory
+from deltastore.registry.variants import EntrySequence, VariantDirectory
 from peraxis.demo.table import table
-from server.metrics.service import read_registry
+from server.metrics.exposition import read_registry
 
 TENANT, NAME = "acme", "a"
 PAGE = 100

@@ -30,8 +30,8 @@ from deltastore.format.header import (
     read_into,
 )
 from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout
+from deltastore.format.manifest import MatrixParts, PlaneParts, file_tensor, padding_tensor, part_names
 from deltastore.format.matrix import MatrixDelta
-from deltastore.format.parts import MatrixParts, PlaneParts, file_tensor, padding_tensor, part_names
 from deltastore.format.sign_plane import SignPlane, is_gain
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.format.header import ALIGNMENT, Header, TensorEntry
-from deltastore.format.parts import file_tensor, part_names
+from deltastore.format.manifest import file_tensor, part_names
 from deltastore.format.signs import packed_width
 
 # Importing the manifest imports pydantic.

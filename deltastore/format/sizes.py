@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from deltastore.format.artifact import Artifact
 from deltastore.format.header import TensorEntry
-from deltastore.format.parts import file_tensor
+from deltastore.format.manifest import file_tensor
 
 KINDS = ("signs", "scales", "low_rank", "added", "whole", "files")
 

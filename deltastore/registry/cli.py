@@ -111,8 +111,8 @@ def _opened(location: str) -> Iterator[Registry]:
     """Open a registry that must exist: a mistyped location must not look like an empty one."""
     # Deferred: `--help` opens no registry.
     from deltastore.registry import Registry
+    from deltastore.registry.claims import is_bucket
     from deltastore.registry.object_cache import ObjectCache
-    from deltastore.registry.place import is_bucket
 
     with tempfile.TemporaryDirectory(prefix="peraxis-registry-") as directory:
         # These commands fetch no object.

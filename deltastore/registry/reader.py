@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.files import SmallFiles
 from deltastore.registry.records import VersionRecord, Visibility, is_name
-from deltastore.registry.store import Store
+from deltastore.registry.store import SmallFiles, Store
 from deltastore.registry.variants import (
     DIRECTORY,
     REPORTS,

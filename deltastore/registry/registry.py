@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, UsageError, VariantNotFound
+from deltastore.registry.claims import is_bucket, is_registry
 from deltastore.registry.directory.store import DirectoryStore
 from deltastore.registry.object_cache import ObjectCache
-from deltastore.registry.place import is_bucket, is_registry
 from deltastore.registry.reader import RegistryReader
 from deltastore.registry.records import (
     ArtifactFacts,
@@ -28,11 +28,10 @@ from deltastore.registry.records import (
     report_to_json,
 )
 from deltastore.registry.reports import CheckReport, GcReport, Usage
-from deltastore.registry.sequence import attempts
 from deltastore.registry.storage import Storage
 from deltastore.registry.store import ObjectWriter, Store
 from deltastore.registry.uploads import SealedUpload, Upload
-from deltastore.registry.variants import History, VariantDirectory
+from deltastore.registry.variants import History, VariantDirectory, attempts
 
 T = TypeVar("T")
 

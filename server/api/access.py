@@ -1,4 +1,4 @@
-"""The role that each route needs, and the one place that asks for it.
+"""Steps that every HTTP request passes first: its id, the caller of its key, and the role that its route needs.
 
 `authorize` is a dependency of every application, so it runs before a route reads its parameters or its body.
 
@@ -10,15 +10,22 @@ DNS rebinding (its `Host`).
 from __future__ import annotations
 
 import ipaddress
+import logging
+import re
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltastore.errors import shown
 from server.api.service import AnyService, Service
 from server.errors import Forbidden, InvalidApiKey
+from server.protocol.request import RequestContext, current_request
 from server.settings import Settings
 from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 
@@ -146,3 +153,66 @@ async def _caller_of(request: Request, service: Service) -> Caller:
     if len(given) > 1:
         raise InvalidApiKey("the request has several API keys that differ: send one")
     return await service.keys.caller(given.pop())
+
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+# The route label of unknown paths; one label each would let clients create any number of series.
+UNMATCHED = "other"
+# Routes that orchestrators and scrapers call all the time.
+UNLOGGED = ("/health", "/ready", "/metrics")
+
+
+class RequestMiddleware:
+    """ASGI middleware. It keeps a client's `X-Request-Id` that matches `REQUEST_ID` and generates one otherwise."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        # Each request has a task of its own, with a context of its own.
+        current_request.set(RequestContext.of(request_id, headers.get("traceparent")))
+        began = time.monotonic()
+        # The status that is counted when no reply starts.
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        self.service.num_in_flight += 1
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            self.service.num_in_flight -= 1
+            route = getattr(scope.get("route"), "path", UNMATCHED)
+            metrics, tenant = self.service.metrics, scope["state"].get("tenant")
+            metrics.http_requests_total.labels(route=route, code=str(status)).inc()
+            if route not in UNLOGGED:
+                _log_reply(scope["method"], route, status, time.monotonic() - began, tenant)
+            if tenant is not None:
+                metrics.tenant_requests_total.labels(tenant=tenant, code=str(status)).inc()
+
+
+def _log_reply(method: str, route: str, status: int, seconds: float, tenant: str | None) -> None:
+    """Log one line per request, without its query, which is the client's text."""
+    fields = {
+        "method": method,
+        "route": route,
+        "status": status,
+        "duration_s": round(seconds, 6),
+        "tenant": tenant,
+    }
+    log.info("%s %s %d in %.3f s", method, route, status, seconds, extra={"fields": fields})

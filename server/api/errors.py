@@ -30,7 +30,7 @@ from deltastore.errors import (
     VariantNotFound,
     VariantQuarantined,
 )
-from server.api.json_replies import JsonReply
+from server.api.json_io import JsonReply
 from server.errors import (
     Draining,
     EngineRestarted,
@@ -45,7 +45,7 @@ from server.errors import (
     RequestTimeout,
     SourceUnavailable,
 )
-from server.protocol.limits import Rates
+from server.tenants.tenant import Rates
 
 log = logging.getLogger(__name__)
 

@@ -1,24 +1,29 @@
-"""`/v1/models`: the base and every variant that the tenant may use, in the format of OpenAI's API."""
+"""`/v1/models`, `/tokenize` and `/detokenize`: what a tenant may use, and its tokens."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.api.compat.vllm_lora import adapters_of
-from server.api.json_replies import page_reply
-from server.api.schemas import BASE, MAX_PAGE_ENTRIES, Reference
+from server.api.generation import resolved, version_headers
+from server.api.json_io import JsonReply, page_reply, read_json
+from server.api.lora_adapters import adapters_of
+from server.api.schemas import BASE, MAX_PAGE_ENTRIES, DetokenizeBody, Reference, TokenizeBody
 from server.api.service import Service, ServiceDep, TenantDep
-from server.protocol.adapters import LoadedAdapter
+from server.errors import InvalidRequest
+from server.shared_state import LoadedAdapter
 from server.tenants.tenant import Tenant
+from server.text.service import VariantText
+from server.text.tokenizer import Conversation
 
 OWNER_OF_BASE = "peraxis"
 
@@ -137,3 +142,67 @@ def _card(service: Service, model_id: str, record: VersionRecord | None) -> dict
         "parent": None if record is None else BASE,
         "max_model_len": service.engine.facts.max_model_len,
     }
+
+
+tokens_router = APIRouter()
+
+B = TypeVar("B", TokenizeBody, DetokenizeBody)
+
+
+@tokens_router.post("/tokenize")
+async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
+    """Answer with the token ids of a prompt or a conversation, as a request for tokens would have them."""
+    async with _read(request, service, tenant, TokenizeBody) as (body, text, headers):
+        max_tokens = service.engine.facts.max_model_len
+        if body.prompt is not None:
+            ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
+        else:
+            conversation = Conversation(
+                body.conversation(), body.add_generation_prompt, bool(body.add_special_tokens)
+            )
+            ids = await text.render_chat(conversation, max_tokens)
+        strings = await text.token_strings(ids) if body.return_token_strs else None
+    reply: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": max_tokens,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+    return JsonReply(reply, headers=headers)
+
+
+@tokens_router.post("/detokenize")
+async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
+    """Answer with the text of token ids, special tokens included."""
+    async with _read(request, service, tenant, DetokenizeBody) as (body, text, headers):
+        max_tokens = service.engine.facts.max_model_len
+        if len(body.tokens) > max_tokens:
+            raise InvalidRequest(
+                f"there are {len(body.tokens)} tokens, more than the {max_tokens} that fit: send fewer",
+                "tokens",
+            )
+        if max(body.tokens, default=0) >= text.num_embeddings:
+            raise InvalidRequest(f"token ids must be from 0 to {text.num_embeddings - 1}", "tokens")
+        prompt = await text.decode(body.tokens, skip_special_tokens=False)
+    return JsonReply({"prompt": prompt}, headers=headers)
+
+
+@asynccontextmanager
+async def _read(
+    request: Request, service: Service, tenant: Tenant, kind: type[B]
+) -> AsyncIterator[tuple[B, VariantText, dict[str, str]]]:
+    """Yield the body, the text of the model that it names, by default the base, and the headers of its version.
+
+    The call counts as one request of the tenant, before its body is read.
+    """
+    service.check_ready()
+    admission = await service.admissions.admit(tenant.name)
+    try:
+        with ExitStack() as held:
+            body = await read_json(request, kind, held)
+            reference = Reference.parse(body.model)
+            record = await resolved(service, tenant, reference)
+            headers = version_headers(reference.name or BASE, record)
+            yield body, await service.text.of(record, tenant.name), headers
+    finally:
+        admission.release()

@@ -22,32 +22,29 @@ from deltastore.errors import BaseMismatch, PeraxisError, shown
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.thread_priority import IDLE_NICENESS
-from server.api.artifacts.checks import ArtifactChecks
-from server.api.artifacts.downloads import Downloads
-from server.api.artifacts.source_jobs import SourceJobs
-from server.api.background import BackgroundThreads
+from server.api.downloads import Downloads
 from server.api.errors import http_request_id_of
-from server.api.operations.scrapes import RegistryScrapes
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
-from server.fair_budget import FairBudget
+from server.fairness import FairBudget
 from server.grammar.service import GrammarService
-from server.http.engine_link import EngineLink
-from server.metrics.frontend import FrontendMetrics
-from server.protocol.shared_calls import SharedLink
+from server.metrics.exposition import RegistryScrapes
+from server.metrics.metrics import FrontendMetrics
+from server.protocol.engine_client import EngineLink
+from server.publishing.checks import ArtifactChecks
+from server.publishing.source_jobs import SourceJobs
+from server.registry_calls import BackgroundThreads, RegistryCalls, probe
+from server.resolutions import Resolutions
 from server.settings import Settings
-from server.tenants.audit import AuditLog, Auditor
+from server.shared_state import SharedLink
+from server.tenants.admission import Admissions
+from server.tenants.changes import AuditLog, Auditor, VariantChanges
 from server.tenants.keys import KeyStore
-from server.tenants.limits.admission import Admissions
-from server.tenants.limits.directory import LimitsDirectory
+from server.tenants.limits import LimitsDirectory
 from server.tenants.tenant import Caller, Tenant
-from server.tenants.variant_changes import VariantChanges
 from server.text.service import TextService, text_pool
-from server.volume.calls import RegistryCalls
-from server.volume.probe import probe
-from server.volume.resolutions import Resolutions
 
 if TYPE_CHECKING:
-    from server.tracing.request_spans import RequestSpans
+    from server.tracing import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +89,7 @@ class Service:
         self.spans: RequestSpans | None = None
         if settings.otlp_endpoint is not None:
             # Deferred: OpenTelemetry is an extra, and takes time to import.
-            from server.tracing.request_spans import open_spans
+            from server.tracing import open_spans
 
             self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
         self.admissions = Admissions(shared if settings.auth == "keys" else None)

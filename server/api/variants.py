@@ -22,15 +22,13 @@ from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.variants import VariantSummary
-from server.api.artifacts.downloads import ArtifactResponse, etag_of, selected
-from server.api.artifacts.publishing import Destination, publication_document
-from server.api.artifacts.sources import start_source
-from server.api.artifacts.uploads import receive_upload
-from server.api.bodies import JSON, json_body, media_type_of
-from server.api.json_replies import MAX_PAGE_BYTES, JsonReply, page_reply
+from server.api.downloads import ArtifactResponse, etag_of, selected
+from server.api.json_io import JSON, MAX_PAGE_BYTES, JsonReply, json_body, media_type_of, page_reply
+from server.api.publishing import Destination, counting_refusals, max_pinned, publication_document
 from server.api.schemas import TenantPageQuery, UploadQuery, VariantPatch, VersionQuery, VersionsQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
-from server.api.tenants.limits import counting_refusals, max_pinned
+from server.api.sources import start_source
+from server.api.uploads import receive_upload
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
 

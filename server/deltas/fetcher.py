@@ -1,23 +1,275 @@
-"""Loads deltas into slots on threads of its own, from the host cache or the registry."""
+"""Loads deltas into slots on threads of its own, from the registry or from copies in host memory.
+
+The host cache is one allocation made at start, pinned for CUDA: pinning during a load would take longer than the load.
+Several loader threads use it at the same time.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from deltastore.errors import ArtifactTooLarge
+import torch
+from torch import Tensor
+
+from deltastore.errors import ArtifactTooLarge, SettingsError
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader, LoadReport
+from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.thread_priority import lower_thread_priority
 from deltastore.verified_object import ObjectSource, read_verified
-from server.deltas.host_cache import HostCache
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
+from server.metrics.metrics import ResidencyMetrics
+
+PAGE_BYTES = 4096
+UNITS_PER_SLOT = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCopy:
+    """The verified device section of one artifact in host memory."""
+
+    record: VersionRecord
+    layout: DeltaLayout
+    memory: Tensor  # [device_bytes] uint8
+
+
+@dataclass(slots=True, eq=False)
+class HostBuffer:
+    """A range of the cache's memory. It is freed when it has no users and holds no copy."""
+
+    memory: Tensor  # [device_bytes] uint8
+    start: int
+    num_bytes: int  # a whole number of units
+    num_users: int = 1
+    copy: HostCopy | None = None
+
+
+class HostCache:
+    """Host copies of whole deltas under least-recently-used eviction. Buffers in use are never evicted.
+
+    A copy is one contiguous range, so a load from it is one copy to the slot. Ranges are multiples of an eighth of a
+    slot: deltas of nearly the same size can replace each other, and the memory does not fragment.
+
+    Staged loads need host memory. If the limit is too small for all loads that can run at once, memory beyond the limit
+    is allocated at start and never keeps a copy. Loads that are not staged read into the slot if no buffer is free.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        slot_bytes: int,
+        num_loads: int,
+        device: torch.device,
+        metrics: ResidencyMetrics,
+        *,
+        is_staged: bool,
+    ) -> None:
+        """Allocate the memory.
+
+        Args:
+            limit_bytes: bytes of copies to keep, at most; 0 keeps none.
+            slot_bytes: bytes of the largest delta.
+            num_loads: loads that can always run at the same time.
+            device: the device of the slots.
+            metrics: counts arrivals and evictions.
+            is_staged: loads must go through host memory, as copies to CUDA do.
+
+        Raises:
+            SettingsError: the memory cannot be allocated.
+        """
+        self.num_loads = num_loads
+        self.limit_bytes = limit_bytes
+        self._unit_bytes = _rounded_up(-(-slot_bytes // UNITS_PER_SLOT), PAGE_BYTES)
+        self._is_staged = is_staged
+        staging = num_loads * UNITS_PER_SLOT * self._unit_bytes if is_staged else 0
+        size = max(limit_bytes, staging)
+        self._pool = _allocate(size, device)
+        self._pinned = device.type == "cuda"
+        self._free = FreeList(size)
+        self._kept: OrderedDict[str, HostBuffer] = OrderedDict()  # by version, least recently used first
+        self._num_kept_bytes = 0
+        self._changed = threading.Condition()
+        self._metrics = metrics
+
+    def holds(self, version: str) -> bool:
+        """Return whether there is a copy of a delta now. Takes no lock."""
+        return version in self._kept
+
+    def records(self) -> list[VersionRecord]:
+        """Return a version of each delta that has a copy, the least recently used first."""
+        with self._changed:
+            return [buffer.copy.record for buffer in self._kept.values() if buffer.copy is not None]
+
+    def touch(self, version: str) -> None:
+        """Mark a copy, if there is one, as most recently used."""
+        with self._changed:
+            if version in self._kept:
+                self._kept.move_to_end(version)
+
+    @contextmanager
+    def copy_of(self, version: str) -> Iterator[HostCopy | None]:
+        """Yield the copy of a delta, or None; it is not freed inside the block. Counts as a use."""
+        with self._changed:
+            if (buffer := self._kept.get(version)) is not None:
+                buffer.num_users += 1
+                self._kept.move_to_end(version)
+                copy = buffer.copy
+        if buffer is None:
+            yield None
+            return
+        try:
+            yield copy
+        finally:
+            self._release(buffer)
+
+    @contextmanager
+    def buffer(self, device_bytes: int) -> Iterator[HostBuffer | None]:
+        """Yield memory to read a delta into; evict idle copies for it. A staged load waits until other loads end.
+
+        Args:
+            device_bytes: bytes of the delta's device section, at most a slot's.
+
+        Yields:
+            The buffer, or None if a load that is not staged finds no free memory and must read into its slot.
+        """
+        num_bytes = _rounded_up(max(device_bytes, 1), self._unit_bytes)
+        if (start := self._reserve(num_bytes)) is None:
+            yield None
+            return
+        buffer = HostBuffer(self._pool[start : start + device_bytes], start, num_bytes)
+        try:
+            yield buffer
+        finally:
+            self._release(buffer)
+
+    def keep(self, buffer: HostBuffer, record: VersionRecord, layout: DeltaLayout) -> None:
+        """Keep a filled buffer as the copy of its delta, unless the limit or copies in use leave no memory for it."""
+        with self._changed:
+            if buffer.num_bytes > self.limit_bytes:
+                return
+            while self._num_kept_bytes + buffer.num_bytes > self.limit_bytes:
+                if not self._evict_idle():
+                    return
+            buffer.copy = HostCopy(record, layout, buffer.memory)
+            self._kept[record.label] = buffer
+            self._num_kept_bytes += buffer.num_bytes
+            self._metrics.arrived(record, "host")
+            self._publish()
+
+    def drop(self, version: str, reason: str) -> None:
+        """Drop a copy, if there is one. A load that copies from it now continues."""
+        with self._changed:
+            if (buffer := self._kept.pop(version, None)) is None:
+                return
+            assert buffer.copy is not None
+            self._num_kept_bytes -= buffer.num_bytes
+            self._metrics.evicted(buffer.copy.record, "host", reason)
+            self._publish()
+            buffer.copy = None
+            self._free_if_unused(buffer)
+
+    def close(self) -> None:
+        """Free the memory. No load may use it any more."""
+        if self._pinned:
+            torch.cuda.check_error(_cudart().cudaHostUnregister(self._pool.data_ptr()))
+            self._pinned = False
+        self._kept.clear()
+        self._pool = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, num_bytes: int) -> int | None:
+        """Allocate a range. If none is free, staged loads wait for one and others get None."""
+        with self._changed:
+            if num_bytes > self.limit_bytes and not self._is_staged:
+                return None
+            while (start := self._free.allocate(num_bytes)) is None:
+                if self._evict_idle():
+                    continue
+                if not self._is_staged:
+                    return None
+                self._changed.wait()
+            return start
+
+    def _evict_idle(self) -> bool:
+        """Evict the least recently used copy without users. Return False if there is none."""
+        idle = next((version for version, buffer in self._kept.items() if not buffer.num_users), None)
+        if idle is None:
+            return False
+        self.drop(idle, "capacity")
+        return True
+
+    def _release(self, buffer: HostBuffer) -> None:
+        with self._changed:
+            buffer.num_users -= 1
+            self._free_if_unused(buffer)
+
+    def _free_if_unused(self, buffer: HostBuffer) -> None:
+        if not buffer.num_users:
+            if buffer.copy is None:
+                self._free.free(buffer.start, buffer.num_bytes)
+            self._changed.notify_all()
+
+    def _publish(self) -> None:
+        self._metrics.host_cache(len(self._kept), self._num_kept_bytes)
+
+
+class FreeList:
+    """The free ranges of a block of memory: first fit, neighbours merged."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._ranges = [(0, num_bytes)]  # start and end, ascending
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Take a range of `num_bytes` and return its start; None if no free range is as large."""
+        for index, (start, end) in enumerate(self._ranges):
+            if end - start >= num_bytes:
+                left = (start + num_bytes, end)
+                self._ranges[index : index + 1] = [left] if left[0] < end else []
+                return start
+        return None
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Give a range back."""
+        insort(self._ranges, (start, start + num_bytes))
+        merged: list[tuple[int, int]] = []
+        for free in self._ranges:
+            if merged and merged[-1][1] == free[0]:
+                merged[-1] = (merged[-1][0], free[1])
+            else:
+                merged.append(free)
+        self._ranges = merged
+
+
+def _rounded_up(num_bytes: int, unit_bytes: int) -> int:
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate host memory, registered with CUDA for that device: torch's own pinned memory comes in powers of two."""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    except RuntimeError as error:
+        raise SettingsError(
+            f"{size_text(num_bytes)} of host memory for deltas is not available: lower --max-host-cache-gb ({error})"
+        ) from error
+    return memory
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
 
 # Simultaneous downloads; each has several parts under way.
 NUM_DOWNLOADS = 4

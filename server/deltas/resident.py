@@ -1,18 +1,27 @@
-"""A delta in its slot: typed views of the slot's bytes, by tensor name. Knows offsets; no requests and no files."""
+"""A delta in its slot as typed views, and the rows and tables of a batch of deltas that kernels read.
+
+A layer's cost in Python must not grow with the number of variants. So each delta's addresses are put into one table
+when it first runs, and the tables of a batch are stacked once per tuple of deltas: consecutive decode steps mostly run
+the same deltas and reuse the stack.
+
+The sequences of a batch are sorted by delta, so each delta owns one contiguous run of rows. Rows of no group belong to
+the base.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from deltastore.base.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
-from deltastore.format.manifest import Manifest
-from deltastore.format.parts import MatrixParts, PlaneParts, part_names
+from deltastore.format.manifest import Manifest, MatrixParts, PlaneParts, part_names
 from server.errors import EngineFailed
 
 
@@ -181,3 +190,217 @@ def _elements(entry: TensorEntry, halves: Tensor) -> Tensor:
 
 def _view(entry: TensorEntry, memory: Tensor) -> Tensor:
     return memory[entry.start : entry.end].view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
+
+
+Deltas = tuple[ResidentDelta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HookPoint:
+    """A layer of the model whose matrix deltas may change."""
+
+    matrix: Callable[[ResidentDelta], MatrixView | None]
+    # True for a delta with added rows, a tensor stored whole or a head bias here. Further planes and a residual
+    # are found without it.
+    needs_more_than_planes: Callable[[ResidentDelta], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _DeltaTable:
+    """The planes of one delta at all hook points."""
+
+    # [hook points, 3] int64 on the CPU: addresses of the first plane, zeros if there is none.
+    plane_ptrs: Tensor
+    with_planes: frozenset[int]  # hook points with a first plane
+    beyond_first: frozenset[int]  # hook points that need more than the first plane's product
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedTables:
+    """The tables of a batch's deltas, stacked in the order of their groups."""
+
+    deltas: Deltas
+    plane_ptrs: tuple[Tensor, ...]  # by hook point: [groups, 3] int64 on the device
+    # Hook points where any delta has a plane; a tensor stored whole does not count.
+    with_planes: frozenset[int]
+    # By hook point: the groups that need more than the first plane's product, those with a whole tensor included.
+    beyond_first: tuple[tuple[int, ...], ...]
+    _vectors: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def vectors(self, name: str, base: Tensor) -> Tensor | None:
+        """Stack a vector parameter of the base and of each group, in the base's dtype.
+
+        Returns:
+            ``[1 + groups, features]``, or None if no delta changes it.
+        """
+        if name not in self._vectors:
+            own = [delta.whole.get(name) for delta in self.deltas]
+            rows = [base if value is None else value.to(base.dtype) for value in (None, *own)]
+            self._vectors[name] = torch.stack(rows) if any(value is not None for value in own) else None
+        return self._vectors[name]
+
+
+class HookPoints:
+    """All hook points of a model, and the tables of deltas that have run. Used on the engine thread alone."""
+
+    def __init__(self) -> None:
+        self._points: list[HookPoint] = []
+        self._tables: WeakKeyDictionary[ResidentDelta, _DeltaTable] = WeakKeyDictionary()
+
+    def add(self, point: HookPoint) -> int:
+        """Register a hook point while hooks are attached, and return its index."""
+        self._points.append(point)
+        return len(self._points) - 1
+
+    def stack(self, deltas: Deltas) -> StackedTables:
+        """Stack the tables of deltas, which must be alive (`ResidentDelta.check_alive`)."""
+        tables = [self._table(delta) for delta in deltas]
+        beyond_first = tuple(
+            tuple(group for group, table in enumerate(tables) if index in table.beyond_first)
+            for index in range(len(self._points))
+        )
+        plane_ptrs = torch.stack([table.plane_ptrs for table in tables], dim=1)
+        plane_ptrs = plane_ptrs.to(deltas[0].slot.memory.device)
+        with_planes = frozenset[int]().union(*(table.with_planes for table in tables))
+        return StackedTables(deltas, plane_ptrs.unbind(), with_planes, beyond_first)
+
+    def _table(self, delta: ResidentDelta) -> _DeltaTable:
+        if (table := self._tables.get(delta)) is None:
+            matrices = [point.matrix(delta) for point in self._points]
+            plane_ptrs = [
+                (0, 0, 0) if matrix is None else plane_pointers(matrix.planes[0]) for matrix in matrices
+            ]
+            beyond_first = [
+                index
+                for index, (point, matrix) in enumerate(zip(self._points, matrices, strict=True))
+                if point.needs_more_than_planes(delta) or (matrix is not None and not matrix.is_one_plane)
+            ]
+            table = _DeltaTable(
+                torch.tensor(plane_ptrs, dtype=torch.int64).view(-1, 3),
+                frozenset(index for index, matrix in enumerate(matrices) if matrix is not None),
+                frozenset(beyond_first),
+            )
+            self._tables[delta] = table
+        return table
+
+
+def plane_pointers(plane: PlaneView) -> tuple[int, int, int]:
+    """Return the addresses of a plane's signs, `factor_out` and `factor_in`, the last 0 if there is none."""
+    factor_in = 0 if plane.factor_in is None else plane.factor_in.data_ptr()
+    return plane.signs.data_ptr(), plane.factor_out.data_ptr(), factor_in
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGroup:
+    """A contiguous run of rows that one delta applies to."""
+
+    delta: ResidentDelta
+    rows: slice  # of the flat batch
+    logit_rows: slice  # of the output head's input, which has only the rows whose logits are computed
+
+
+def delta_groups(
+    deltas: Sequence[ResidentDelta | None], num_tokens: Sequence[int], num_logits: Sequence[int]
+) -> tuple[DeltaGroup, ...]:
+    """Group sequences that follow each other in the flat batch.
+
+    Args:
+        deltas: each sequence's delta, None for the base.
+        num_tokens: each sequence's tokens in this step.
+        num_logits: each sequence's rows whose logits are computed.
+
+    Returns:
+        Groups with ascending and disjoint rows.
+    """
+    groups: list[DeltaGroup] = []
+    row = logit_row = 0
+    for delta, tokens, logits in zip(deltas, num_tokens, num_logits, strict=True):
+        rows, logit_rows = slice(row, row + tokens), slice(logit_row, logit_row + logits)
+        row, logit_row = rows.stop, logit_rows.stop
+        if delta is None or tokens == 0:
+            continue
+        if groups and groups[-1].delta is delta and groups[-1].rows.stop == rows.start:
+            before = groups.pop()
+            rows = slice(before.rows.start, rows.stop)
+            logit_rows = slice(before.logit_rows.start, logit_rows.stop)
+        groups.append(DeltaGroup(delta, rows, logit_rows))
+    return tuple(groups)
+
+
+class StepDeltas:
+    """The groups of the running step and the tables of their deltas, as layers read them."""
+
+    def __init__(self, groups: tuple[DeltaGroup, ...], num_rows: int, tables: StackedTables) -> None:
+        """`num_rows` counts all rows of the flat batch, the base's included."""
+        device = groups[0].delta.slot.memory.device
+        self.groups = groups
+        self.tables = tables
+        self.ranges = _ranges([group.rows for group in groups], device)  # [groups, 2] int32
+        self.logit_ranges = _ranges([group.logit_rows for group in groups], device)  # [groups, 2] int32
+        self._num_rows = num_rows
+        self._group_of_row: Tensor | None = None
+
+    @property
+    def group_of_row(self) -> Tensor:  # [rows] int64
+        """The index of each row's group plus one; 0 is the base."""
+        if self._group_of_row is None:
+            group_of_row = torch.zeros(self._num_rows, dtype=torch.int64)
+            for number, group in enumerate(self.groups):
+                group_of_row[group.rows] = number + 1
+            self._group_of_row = group_of_row.to(self.ranges.device)
+        return self._group_of_row
+
+    def by_row(self, name: str, base: Tensor) -> Tensor:
+        """Return each row's value of a vector parameter, in the base's dtype.
+
+        Args:
+            name: of the parameter in the checkpoint.
+            base: its value in the base, ``[features]``.
+
+        Returns:
+            ``[rows, features]``, or `base` itself if no delta of the step changes the parameter.
+        """
+        vectors = self.tables.vectors(name, base)
+        return base if vectors is None else vectors.index_select(0, self.group_of_row)
+
+
+class BatchContext:
+    """The object through which layers find the deltas of the running step. Used on the engine thread alone."""
+
+    def __init__(self) -> None:
+        self.hook_points = HookPoints()
+        self.current: StepDeltas | None = None  # None if all rows are the base's
+        self._tables: StackedTables | None = None  # of the last step with deltas
+
+    @contextmanager
+    def step(
+        self,
+        deltas: Sequence[ResidentDelta | None],
+        num_tokens: Sequence[int],
+        num_logits: Sequence[int],
+    ) -> Iterator[None]:
+        """Apply deltas to the sequences of a flat batch while the model runs. Arguments are those of `delta_groups`.
+
+        Raises:
+            EngineFailed: the slot of one of the deltas holds other bytes by now.
+        """
+        groups = delta_groups(deltas, num_tokens, num_logits)
+        for group in groups:
+            group.delta.check_alive()
+        if groups:
+            self.current = StepDeltas(groups, sum(num_tokens), self._stack(groups))
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def _stack(self, groups: tuple[DeltaGroup, ...]) -> StackedTables:
+        # Deltas compare by identity and a reloaded delta is another object, so equal tuples name the same memory.
+        deltas = tuple(group.delta for group in groups)
+        if self._tables is None or self._tables.deltas != deltas:
+            self._tables = self.hook_points.stack(deltas)
+        return self._tables
+
+
+def _ranges(rows: list[slice], device: torch.device) -> Tensor:
+    return torch.tensor([(own.start, own.stop) for own in rows], dtype=torch.int32).to(device)

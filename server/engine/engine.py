@@ -1,6 +1,6 @@
 """The engine's loop: receive messages, step, send what came of it. Owns the thread that owns the model.
 
-Clients reach it through `engine_socket.py` alone, from other processes or from threads of the same one.
+Clients reach it through `clients.py` alone, from other processes or from threads of the same one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ from functools import partial
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.deltas.residency import Residency
-from server.engine.clients import Clients
+from server.deltas.residency import Prefetch, Residency, Unload
+from server.engine.clients import Clients, EngineSocket
 from server.engine.core import EngineCore
-from server.engine.engine_socket import EngineSocket
-from server.engine.residency_calls import Prefetch, Unload
 from server.errors import Draining, EngineFailed, QueueFull
-from server.metrics.engine import EngineMetrics
-from server.protocol.codec import decode_client_message
-from server.protocol.events import ErrorEvent
+from server.metrics.metrics import EngineMetrics
 from server.protocol.messages import (
     VERSION,
     Beat,
@@ -33,6 +29,7 @@ from server.protocol.messages import (
     ClientMessage,
     DeltaState,
     EngineFacts,
+    ErrorEvent,
     ForgetVariants,
     Hello,
     LoadCall,
@@ -49,6 +46,7 @@ from server.protocol.messages import (
     StopSequence,
     Submit,
     Welcome,
+    decode_client_message,
 )
 
 SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long

@@ -15,15 +15,14 @@ from contextlib import contextmanager
 from msgspec import json
 
 from deltastore.errors import PeraxisError
-from server.engine.clients import refuse_clients
-from server.engine.engine_socket import EngineSocket
+from server.engine.clients import EngineSocket, refuse_clients
 from server.errors import Draining
 from server.log import configure_logging
-from server.metrics.engine import EngineMetrics
-from server.process_tree import die_with_parent
-from server.protocol.processes import EngineConfig, check_version
+from server.metrics.metrics import EngineMetrics
+from server.processes import die_with_parent
+from server.protocol.control import EngineConfig, check_version
+from server.registry_calls import open_registry
 from server.settings import Settings
-from server.volume.opening import open_registry
 
 CANNOT_START = 3
 # How long clients have to ask why the engine cannot start.

@@ -19,13 +19,12 @@ from msgspec import Struct
 
 from deltastore.errors import PeraxisError
 from server.errors import EngineFailed, InvalidRequest
-from server.grammar.bounded import Bounded
+from server.fairness import Bounded
 from server.grammar.grammar import Grammar
-from server.text.failures import failures_as
-from server.text.loaded_tokenizer import LoadedTokenizer
-from server.text.variant_work import WORK_LIMITS
+from server.text.tokenizer import LoadedTokenizer, failures_as
 from server.text.worker_tasks import NotLoaded
-from server.workers.limits import allow
+from server.workers.pool import WORK_LIMITS
+from server.workers.worker_main import allow
 
 # Modules that a worker with matchers imports before its first task.
 WORKER_MODULES = ("server.text.without_torch", "server.text.worker_tasks", "server.grammar.matching")

@@ -1,6 +1,6 @@
 """The one-bit products that deltas need, each chosen by the device of its input.
 
-`onebit_reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA. A
+`reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA. A
 call takes all deltas of a batch and finds their matrices by address, so that the Python cost of a layer does not grow
 with the number of variants. Knows tensors and addresses; no deltas and no model.
 """
@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# `sources` comes first: it digests the source files of kernels before one of them is imported.
-from server.kernels import onebit_reference, sources  # noqa: F401
+# `reference` comes first: it digests the source files of kernels before one of them is imported.
+from server.kernels import reference
 
 __all__ = ["add_onebit_matmul", "add_onebit_rows", "compile_kernels", "prepare"]
 
@@ -93,4 +93,4 @@ def _implementation(device_type: str) -> ModuleType:
         from server.kernels import onebit_cuda
 
         return onebit_cuda
-    return onebit_reference
+    return reference

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from server.kernels import attention_cpu_runs as runs
-from server.kernels import openmp
-from server.kernels.addresses import array, at
-from server.kernels.attention import AttentionGroup, AttentionParams
+from server.kernels import openmp, vectors
+from server.kernels.openmp import array, at
+from server.kernels.reference import AttentionGroup, AttentionParams
 
 # Dimensions of a long chunk.
-LONG_CHUNK = runs.LONG * runs.LANES
+LONG_CHUNK = vectors.LONG * vectors.LANES
 # The least exponent whose power is a normal float32.
 LEAST_EXPONENT = np.float32(-87)
 LOG2_E = np.float32(1.44269504)
@@ -125,10 +124,16 @@ def _write(address: int, half: int, values: np.ndarray) -> None:
             whole[i] = values[i]
 
 
-_SCORES_LONG_HALF, _SCORES_LONG_FULL = runs.add_scores(runs.LONG, True), runs.add_scores(runs.LONG, False)
-_SCORES_HALF, _SCORES_FULL = runs.add_scores(1, True), runs.add_scores(1, False)
-_VALUES_LONG_HALF, _VALUES_LONG_FULL = runs.add_values(runs.LONG, True), runs.add_values(runs.LONG, False)
-_VALUES_HALF, _VALUES_FULL = runs.add_values(1, True), runs.add_values(1, False)
+_SCORES_LONG_HALF, _SCORES_LONG_FULL = (
+    vectors.add_scores(vectors.LONG, True),
+    vectors.add_scores(vectors.LONG, False),
+)
+_SCORES_HALF, _SCORES_FULL = vectors.add_scores(1, True), vectors.add_scores(1, False)
+_VALUES_LONG_HALF, _VALUES_LONG_FULL = (
+    vectors.add_values(vectors.LONG, True),
+    vectors.add_values(vectors.LONG, False),
+)
+_VALUES_HALF, _VALUES_FULL = vectors.add_values(1, True), vectors.add_values(1, False)
 
 
 @numba.njit(error_model="numpy")
@@ -150,12 +155,12 @@ def _add_scores(query: np.ndarray, keys: int, half: int, stride: int, scores: np
         else:
             _SCORES_LONG_FULL(query[d:].ctypes.data, keys + size * d, stride, num, into)
         d += LONG_CHUNK
-    while d + runs.LANES <= len(query):
+    while d + vectors.LANES <= len(query):
         if half:
             _SCORES_HALF(query[d:].ctypes.data, keys + size * d, stride, num, into)
         else:
             _SCORES_FULL(query[d:].ctypes.data, keys + size * d, stride, num, into)
-        d += runs.LANES
+        d += vectors.LANES
     for rest in range(d, len(query)):
         for t in range(num):
             scores[t] += query[rest] * _one(keys + stride * t + size * rest, half)
@@ -172,12 +177,12 @@ def _add_values(weights: np.ndarray, values: int, half: int, stride: int, sums: 
         else:
             _VALUES_LONG_FULL(own, values + size * d, stride, num, sums[d:].ctypes.data)
         d += LONG_CHUNK
-    while d + runs.LANES <= len(sums):
+    while d + vectors.LANES <= len(sums):
         if half:
             _VALUES_HALF(own, values + size * d, stride, num, sums[d:].ctypes.data)
         else:
             _VALUES_FULL(own, values + size * d, stride, num, sums[d:].ctypes.data)
-        d += runs.LANES
+        d += vectors.LANES
     for rest in range(d, len(sums)):
         for t in range(num):
             sums[rest] += weights[t] * _one(values + stride * t + size * rest, half)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.kernels.attention import AttentionGroup, AttentionParams
+from server.kernels.reference import AttentionGroup, AttentionParams
 
 # The window of a layer without one.
 NO_WINDOW = 1 << 30

@@ -14,13 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 import torch
 from numba.core import types
+from numba.extending import intrinsic
 
 from deltastore.compiled import numba_cache
-from server.kernels.addresses import array
-from server.kernels.sources import SOURCES
+from server.kernels.reference import SOURCES
+
+
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """Turn an integer address into the pointer that `array` takes."""
+    return types.voidptr(types.intp), lambda context, builder, signature, arguments: builder.inttoptr(
+        arguments[0], context.get_value_type(types.voidptr)
+    )
+
+
+at: Any = intrinsic(_pointer)
+array: Any = numba.carray  # type: ignore[attr-defined]
+
 
 LIBRARIES = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 # Functions that compiled code calls by name, so that it contains no address and can be kept for other processes. The

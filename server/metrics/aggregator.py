@@ -1,4 +1,4 @@
-"""Adds up the snapshots of a service's processes.
+"""Adds up the snapshots of a server's processes, and makes the statistics of `/stats` of them.
 
 Counters and histograms grow by what each snapshot has more than the one before it, as Prometheus' `increase` computes
 it. So they never decrease when a process ends and another takes its place, and nothing is kept of the one that ended.
@@ -7,15 +7,27 @@ it. So they never decrease when a process ends and another takes its place, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import add, sub
 
 import msgspec
+from msgspec import Struct
 
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.labels import BASE, MAX_LABEL_VALUES, OTHER, VariantLabels
-from server.metrics.snapshot import Family, Series, Snapshot
+from server.metrics.instruments import (
+    BASE,
+    MAX_LABEL_VALUES,
+    OTHER,
+    PREFIX,
+    UPLOAD_RESULTS,
+    Family,
+    Series,
+    Snapshot,
+    VariantLabels,
+    variant_label,
+)
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
+from server.protocol.messages import Resident
 
 # Gauges of which the service has the smallest of its processes' values; all others are added.
 SMALLEST = ("process_start_time_seconds", "process_max_fds")
@@ -144,3 +156,156 @@ def _sum(total: Series, growth: Series) -> Series:
 def _merged_gauge(family: Family, one: Series, other: Series) -> Series:
     merge = min if family.name in SMALLEST else add
     return Series(one.labels, merge(one.value, other.value))
+
+
+class VariantStats(Struct, frozen=True, kw_only=True):
+    """A version whose delta is in device or host memory.
+
+    `level` is ``device`` or ``host``; `num_requests` are admitted and not answered in full. `pinned` and
+    `num_requests` are the version's own, and the totals those of all versions of its variant.
+    """
+
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    device_bytes: int
+    level: str
+    pinned: bool
+    num_requests: int
+    finished: int  # requests
+    tokens: int  # prompt and generated
+
+
+class RequestStats(Struct, frozen=True, kw_only=True):
+    """Requests of all variants and of the base; those that wait for a load are also counted in `waiting`."""
+
+    running: int
+    waiting: int
+    waiting_for_load: int
+    finished: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class EngineStats(Struct, frozen=True, kw_only=True):
+    """The engine and its memory."""
+
+    steps: int
+    preemptions: int
+    kv_cache_usage: float  # share of the pages, 0 to 1
+    device_memory_bytes: dict[str, int]  # by use: base, slots, kv, other
+    slots: int
+    slots_in_use: int
+    slots_pinned: int
+    host_cache_bytes: int
+    host_cache_limit_bytes: int
+
+
+class UploadStats(Struct, frozen=True, kw_only=True):
+    """Uploads by outcome, and their bytes."""
+
+    created: int
+    duplicate: int
+    rejected: int
+    failed: int
+    num_bytes: int
+
+
+class ServerStats(Struct, frozen=True, kw_only=True):
+    """A server at one moment.
+
+    Attributes:
+        at: in seconds since 1970.
+    """
+
+    at: float
+    requests: RequestStats
+    engine: EngineStats
+    uploads: UploadStats
+    variants: tuple[VariantStats, ...]  # the most recently used last
+
+
+def stats_of(snapshot: Snapshot, residents: Iterable[Resident], at: float) -> ServerStats:
+    """Return the statistics of a moment.
+
+    Args:
+        snapshot: the metrics of the whole server.
+        residents: the versions whose deltas are in memory.
+        at: the time in seconds since 1970.
+    """
+    values = _Values({family.name.removeprefix(PREFIX): family.series for family in snapshot.families})
+    return ServerStats(
+        at=at,
+        requests=_requests(values),
+        engine=_engine(values),
+        uploads=_uploads(values),
+        variants=tuple(_variant(resident, values) for resident in residents),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The series of a snapshot, by name without the prefix; no series of an absent family."""
+
+    series: Mapping[str, tuple[Series, ...]]
+
+    def total(self, name: str, *labels: str) -> int:
+        """Return the whole part of `sum_of`."""
+        return int(self.sum_of(name, *labels))
+
+    def sum_of(self, name: str, *labels: str) -> float:
+        """Return the sum of a family's series whose first labels are these."""
+        found = self.series.get(name, ())
+        return sum(each.value for each in found if each.labels[: len(labels)] == labels)
+
+    def count(self, name: str) -> int:
+        """Return the number of a histogram's observations."""
+        return int(sum(sum(each.counts) for each in self.series.get(name, ())))
+
+
+def _requests(values: _Values) -> RequestStats:
+    return RequestStats(
+        running=values.total("num_requests_running"),
+        waiting=values.total("num_requests_waiting"),
+        waiting_for_load=values.total("num_requests_waiting_by_reason", "variant_load"),
+        finished=values.count("e2e_request_latency_seconds"),
+        prompt_tokens=values.total("prompt_tokens"),
+        generation_tokens=values.total("generation_tokens"),
+    )
+
+
+def _engine(values: _Values) -> EngineStats:
+    memory = {series.labels[0]: int(series.value) for series in values.series.get("device_memory_bytes", ())}
+    return EngineStats(
+        steps=values.count("step_seconds"),
+        preemptions=values.total("preemptions"),
+        kv_cache_usage=values.sum_of("kv_cache_usage_ratio"),
+        device_memory_bytes=memory,
+        slots=values.total("slots"),
+        slots_in_use=values.total("slots_in_use"),
+        slots_pinned=values.total("slots_pinned"),
+        host_cache_bytes=values.total("host_cache_bytes"),
+        host_cache_limit_bytes=values.total("host_cache_limit_bytes"),
+    )
+
+
+def _uploads(values: _Values) -> UploadStats:
+    by_result = {result: values.total("uploads", result) for result in UPLOAD_RESULTS}
+    return UploadStats(**by_result, num_bytes=values.total("upload_bytes"))
+
+
+def _variant(resident: Resident, values: _Values) -> VariantStats:
+    label = variant_label(resident.tenant, resident.name)
+    return VariantStats(
+        tenant=resident.tenant,
+        name=resident.name,
+        version=resident.version,
+        digest=f"sha256:{resident.digest}",
+        device_bytes=resident.device_bytes,
+        level=resident.state.level,
+        pinned=resident.state.is_pinned,
+        num_requests=resident.state.num_requests,
+        finished=values.total("variant_requests", label),
+        tokens=values.total("variant_tokens", label),
+    )

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of one process as plain values, of which a snapshot can be sent to another process.
+"""Counters, gauges and histograms of one process as plain values, their snapshot, and their labels.
 
 prometheus_client renders them, in the process that answers a scrape.
 """
@@ -13,9 +13,109 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+import msgspec
 from prometheus_client import ProcessCollector
 
-from server.metrics.snapshot import Family, Series, Snapshot
+from server.fairness import FairBudget
+from server.tenants.tenant import FIELDS
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One series of a family.
+
+    Attributes:
+        labels: values of the family's `label_names`, in their order.
+        value: a counter's total, a gauge's value, or the sum of a histogram's observations.
+        counts: a histogram's observations in each bucket, without those of lower buckets.
+        created: when counting began, in seconds since 1970; None for gauges and the counters of the process.
+    """
+
+    labels: tuple[str, ...]
+    value: float
+    counts: tuple[float, ...] = ()
+    created: float | None = None
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """One metric and its series.
+
+    Attributes:
+        name: without a counter's `_total`.
+        type: ``counter``, ``gauge`` or ``histogram``.
+        bounds: upper bounds of a histogram's buckets, infinity last.
+    """
+
+    name: str
+    documentation: str
+    type: str
+    label_names: tuple[str, ...]
+    series: tuple[Series, ...]
+    bounds: tuple[float, ...] = ()
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The metrics of one process, or of the service, at one moment."""
+
+    families: tuple[Family, ...]
+
+
+SOURCES = ("store", "disk", "host")
+STAGES = ("fetch", "read", "copy", "total")
+LEVELS = ("device", "host")
+LOOKUPS = ("device", "host", "disk")
+# Levels of a delta that was not in a slot when its request came.
+COLD_LOOKUPS = ("host", "disk")
+KINDS = ("prompt", "generation")
+WAIT_REASONS = ("capacity", "variant_load")
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+LOAD_FAILURES = ("corrupt", "missing", "error")
+EVICTION_REASONS = ("capacity", "unload")
+# A tenant over a limit is refused for the limit's name.
+REJECTIONS = ("queue_full", "draining", "engine_restarted", "invalid", *FIELDS)
+MEMORY_KINDS = ("base", "slots", "kv", "other")
+UPLOAD_RESULTS = ("created", "duplicate", "rejected", "failed")
+
+# The label `variant` of the base, and the value that further values of any label fold into.
+BASE, OTHER = "base", "other"
+MAX_LABEL_VALUES = 200
+
+
+def variant_label(tenant: str, name: str) -> str:
+    """Return the `variant` label of a variant. It contains a slash, which `BASE` and `OTHER` do not."""
+    return f"{tenant}/{name}"
+
+
+class VariantLabels:
+    """The `variant` labels that are taken, of which each tenant has a share.
+
+    A tenant may have as many as are left free: one alone has `MAX_LABEL_VALUES`, and the next one always finds some.
+    The caller sees to it that one thread uses it at a time.
+    """
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._budget = FairBudget(2 * MAX_LABEL_VALUES, "labels of variants")
+
+    def take(self, label: str) -> bool:
+        """Take a label if it is not taken; return False if its tenant may have no more."""
+        if label not in self._taken:
+            tenant = _tenant_of(label)
+            if not self._budget.has(tenant, 1):
+                return False
+            self._budget.take(tenant, 1)
+            self._taken.add(label)
+        return True
+
+    def give_back(self, label: str) -> None:
+        """Let another variant have a label; no effect if it is not taken."""
+        if label in self._taken:
+            self._taken.remove(label)
+            self._budget.give_back(_tenant_of(label), 1)
+
+
+def _tenant_of(label: str) -> str:
+    return label.partition("/")[0]
+
 
 PREFIX = "peraxis_"
 LATENCY_BUCKETS = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from deltastore.errors import NotServable
-from server.kernels.attention import AttentionGroup, AttentionParams
+from server.kernels.reference import AttentionGroup, AttentionParams
 
 # The name of the function in transformers' registry of attention implementations.
 IMPLEMENTATION = "peraxis_paged"

@@ -25,8 +25,8 @@ from deltastore.base.servable import CONFIG_ERRORS, model_class, read_config, re
 from deltastore.errors import CheckpointError
 from deltastore.memory import is_out_of_memory
 from deltastore.progress import byte_progress
+from server.deltas.layers import check_tensors
 from server.errors import Draining
-from server.model.hooks import check_tensors
 
 
 @dataclass(slots=True, eq=False)

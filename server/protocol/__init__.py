@@ -1,1 +1,1 @@
-"""Plain values that HTTP processes, the engine process and the supervisor exchange. Imports neither torch nor zmq."""
+"""Plain values that HTTP processes, the engine process and the supervisor exchange, and the links that carry them."""

@@ -1,21 +1,83 @@
-"""Messages between the engine and its clients, which are the HTTP processes and the supervisor.
+"""Messages between the engine and its clients, the events among them, and their bytes (MessagePack).
 
-`codec.py` turns them into bytes. A client's first message is a Hello; the engine answers it when the base is loaded.
+A client's first message is a Hello; the engine answers it when the base is loaded. An error travels as its class's
+name, its message and its field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal, cast
 
+import msgspec
 from msgspec import Struct
 
 from deltastore.base.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.metrics.snapshot import Snapshot
-from server.protocol.events import Event
+from server.errors import EngineFailed, InvalidRequest, RateLimited
+from server.metrics.instruments import Snapshot
 from server.protocol.request import Request
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class ScoredToken(Struct, frozen=True, array_like=True):
+    """A token, its log-probability given the tokens before it, and the likeliest tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
+
+
+class PromptEvent(Struct, frozen=True, array_like=True, tag=True):
+    """Log-probabilities of the prompt's tokens but the first; precedes the first TokenEvent."""
+
+    tokens: tuple[ScoredToken, ...]
+
+
+class TokenEvent(Struct, frozen=True, array_like=True, tag=True):
+    """One generated token."""
+
+    index: int  # of the sequence
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishEvent(Struct, frozen=True, array_like=True, tag=True):
+    """The end of one sequence of a request."""
+
+    index: int
+    reason: FinishReason
+
+
+class Timings(Struct, frozen=True):
+    """Durations of a request in seconds, each from its submission."""
+
+    queue_s: float  # to its first step, loading included
+    load_s: float  # until its delta was resident, waiting for a slot included; 0 if it was resident at once
+    cold: bool  # the delta was not resident when the engine took the request in
+    ttft_s: float  # to the first token
+    total_s: float
+
+
+class DoneEvent(Struct, frozen=True, array_like=True, tag=True):
+    """The last event of a request that was answered."""
+
+    timings: Timings
+
+
+class ErrorEvent(Struct, frozen=True, array_like=True, tag=True):
+    """The last event of a request that failed."""
+
+    error: PeraxisError
+
+
+Event = PromptEvent | TokenEvent | FinishEvent | DoneEvent | ErrorEvent
+
 
 # Processes of different versions do not talk to each other, as after an upgrade beneath a running server.
 VERSION = version("peraxis")
@@ -59,7 +121,7 @@ class Mask(Struct, frozen=True, tag=True):
     request_id: str
     index: int  # of the sequence
     position: int  # number of tokens that it has generated
-    bits: bytes | None  # as `masks.py` describes; None ends the constraint
+    bits: bytes | None  # as `server/engine/request_state.py` describes; None ends the constraint
 
 
 class LoadCall(Struct, frozen=True, tag=True):
@@ -219,3 +281,70 @@ EngineMessage = (
     | Beat
     | PinChanged
 )
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, PeraxisError):
+        return type(value).__name__, str(value), value.public, getattr(value, "param", None)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _from_plain(kind: type, value: Any) -> object:
+    if issubclass(kind, PeraxisError):
+        name, message, public, param = value
+        error = _errors().get(name, PeraxisError)
+        if error is InvalidRequest or error is RateLimited:
+            return error(message, param)
+        return error(message, public=public)
+    raise NotImplementedError(f"{kind.__name__} cannot be received")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+# A decoder of a union has no static type.
+_client_messages: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
+    cast(Any, ClientMessage), dec_hook=_from_plain
+)
+_engine_messages: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(
+    cast(Any, EngineMessage), dec_hook=_from_plain
+)
+
+
+def encode(message: ClientMessage | EngineMessage) -> bytes:
+    """Encode a message.
+
+    Raises:
+        InvalidRequest: it is larger than `MAX_MESSAGE_BYTES`.
+    """
+    raw = _encoder.encode(message)
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(
+            f"the request takes {len(raw)} bytes for the engine, more than {MAX_MESSAGE_BYTES}: send a shorter one"
+        )
+    return raw
+
+
+def decode_client_message(raw: bytes) -> ClientMessage:
+    """Decode what a client sent; raise EngineFailed if it is no message of this version."""
+    try:
+        return _client_messages.decode(raw)
+    except (msgspec.DecodeError, PeraxisError) as error:
+        raise EngineFailed(f"a message to the engine cannot be read: {error}") from error
+
+
+def decode_engine_message(raw: bytes) -> EngineMessage:
+    """Decode what the engine sent; raise EngineFailed if it is no message of this version."""
+    try:
+        return _engine_messages.decode(raw)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"a message of the engine cannot be read: {error}") from error
+
+
+@cache
+def _errors() -> dict[str, type[PeraxisError]]:
+    return {kind.__name__: kind for kind in _tree(PeraxisError)}
+
+
+def _tree(kind: type[PeraxisError]) -> Iterator[type[PeraxisError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _tree(child)

@@ -1,13 +1,141 @@
-"""A request for tokens as the engine takes it: plain values that can be sent to another process."""
+"""A request for tokens as the engine takes it, its sampling parameters and rules, and its HTTP request.
+
+The middleware sets `current_request`. Tasks and threads that a request starts inherit it, so that their log lines
+can name it.
+"""
 
 from __future__ import annotations
 
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal, Self
 
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
-from server.protocol.sampling_params import SamplingParams
-from server.request_context import trace_id_of
+
+# https://www.w3.org/TR/trace-context/: version, trace id, id of the caller's span, flags; later versions may add more.
+TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?"
+)
+MAX_TRACEPARENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """One HTTP request.
+
+    Attributes:
+        id: its X-Request-Id.
+        traceparent: the header of this name, if it is valid.
+    """
+
+    id: str
+    traceparent: str | None = None
+
+    @classmethod
+    def of(cls, request_id: str, traceparent: str | None) -> Self:
+        """Make the context of a request; an invalid `traceparent` is ignored, as its specification asks."""
+        return cls(request_id, traceparent if trace_id_of(traceparent) else None)
+
+
+def trace_id_of(traceparent: str | None) -> str | None:
+    """Return the trace's id, 32 hex digits, or None if the header is missing or invalid."""
+    if traceparent is None or len(traceparent) > MAX_TRACEPARENT:
+        return None
+    found = TRACEPARENT.fullmatch(traceparent)
+    if found is None or (traceparent.startswith("00-") and len(traceparent) != 55):
+        return None
+    return found[1]
+
+
+current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRules:
+    """Fields of transformers' `GenerationConfig`, checked and bounded by `server/text/generation_config.py`."""
+
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    encoder_repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    min_length: int = 0  # prompt included
+    min_new_tokens: int | None = None  # `min_length` is ignored if it is given
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: tuple[int, ...] = ()
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    # Applies to sampling only.
+    top_h: float | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    renormalize_logits: bool = False
+
+    @property
+    def is_neutral(self) -> bool:
+        """True if no rule changes any logit."""
+        return self == NEUTRAL
+
+    def lists(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield each list of token ids with the name of its field."""
+        yield from (("sequence_bias", ids) for ids, _ in self.sequence_bias)
+        yield from (("bad_words_ids", ids) for ids in self.bad_words_ids)
+        if self.forced_bos_token_id is not None:
+            yield "forced_bos_token_id", (self.forced_bos_token_id,)
+        yield "forced_eos_token_id", self.forced_eos_token_id
+        yield "suppress_tokens", self.suppress_tokens
+        yield "begin_suppress_tokens", self.begin_suppress_tokens
+
+
+NEUTRAL = GenerationRules()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request, with the meaning that transformers' `GenerationConfig` gives them.
+
+    Raises:
+        InvalidRequest: a value is out of range; `param` names the field.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0  # below 1e-4 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int | None = None  # sequence `index` uses seed + index
+    logprobs: int | None = None  # likeliest tokens to report per token; 0 reports the sampled one alone
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
+    n: int = 1  # sequences
+    rules: GenerationRules = NEUTRAL  # of the generation config
+    is_constrained: bool = False  # each token is sampled with a mask that the client sends
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        _require(self.temperature >= 0, "temperature", "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "0 or more")
+        _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
+        _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "from 0.01 to 100")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(value is None or 0 <= value <= 20, name, "from 0 to 20")
+        _require(1 <= self.n <= 128, "n", "from 1 to 128")
+        _require(all(self.stop), "stop", "strings that are not empty")
+
+
+def _require(holds: bool, param: str, rule: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param} must be {rule}", param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +186,22 @@ class Request:
                 f"{max_model_len} that fit: shorten the prompt or lower max_new_tokens",
                 "max_new_tokens" if num_prompt < max_model_len else "prompt",
             )
+
+
+# OpenTelemetry's values of `gen_ai.operation.name`.
+Operation = Literal["chat", "text_completion"]
+
+
+@dataclass(slots=True)
+class TracedRequest:
+    """A submitted request.
+
+    Attributes:
+        num_tokens: generated tokens by sequence.
+        submitted_at: in seconds since 1970.
+    """
+
+    request: Request
+    operation: Operation
+    num_tokens: Counter[int] = field(default_factory=Counter)
+    submitted_at: float = field(default_factory=time.time)

@@ -14,8 +14,7 @@ try:
 except ModuleNotFoundError as error:
     raise SettingsError("server.scale.app needs Ray Serve: pip install 'peraxis[ray]'") from error
 
-from server.scale.autoscaling import autoscaling_config
-from server.scale.engines import EngineReplica
+from server.scale.engines import EngineReplica, autoscaling_config
 from server.scale.ingress import Ingress
 from server.scale.shared import SharedReplica
 

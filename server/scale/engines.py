@@ -1,6 +1,11 @@
 """A replica of the engine deployment: one engine on a thread, behind the messages that it has in every server.
 
 Passes messages as bytes between Ray Serve's calls and the engine's socket. The engine knows nothing of Ray.
+
+Serve counts the ongoing requests of a deployment: those that run, and those that wait in an engine or for a replica.
+An engine runs `max_num_seqs` sequences at a time. With that number as Serve's target per replica, the requests above it
+are those that wait, and as many replicas are added as would run them all. A replica is taken away once the others could
+run all requests without a queue. This needs no policy of our own, and an operator may override it in Serve's file.
 """
 
 from __future__ import annotations
@@ -15,19 +20,20 @@ from typing import Any
 
 from msgspec import Struct
 from ray import serve
+from ray.serve.config import AutoscalingConfig
 
 from deltastore.errors import PeraxisError
 from server.engine.main import serve_engine
 from server.errors import EngineFailed
-from server.http.engine_client import EngineClient
 from server.log import configure_logging
-from server.metrics.engine import EngineMetrics
-from server.metrics.instruments import PREFIX
-from server.metrics.snapshot import Snapshot
-from server.protocol.codec import decode_client_message, encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.metrics.instruments import PREFIX, Snapshot
+from server.metrics.metrics import EngineMetrics
+from server.protocol.engine_client import EngineClient
 from server.protocol.messages import (
     CallDone,
+    DoneEvent,
+    ErrorEvent,
+    Event,
     ForgetVariants,
     LoadCall,
     Mask,
@@ -39,10 +45,31 @@ from server.protocol.messages import (
     StopSequence,
     Submit,
     Welcome,
+    decode_client_message,
+    encode,
 )
-from server.scale.route import Route, stats_from_report
-from server.scale.routing import ReplicaReport
+from server.scale.routing import ReplicaReport, Route, stats_from_report
 from server.settings import Settings
+
+# A new replica loads a base first, and one that goes takes its resident variants with it: wait longer than a burst.
+UPSCALE_DELAY_S = 10.0
+DOWNSCALE_DELAY_S = 600.0
+
+
+def autoscaling_config(settings: Settings, min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+    """Return Serve's configuration that adds replicas while requests wait.
+
+    Raises:
+        ValueError: `max_replicas` is less than `min_replicas` or 1.
+    """
+    return AutoscalingConfig(
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        target_ongoing_requests=settings.max_num_seqs,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+    )
+
 
 log = logging.getLogger(__name__)
 

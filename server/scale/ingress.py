@@ -16,12 +16,12 @@ import server.text.without_torch  # noqa: F401
 from server.api.service import Service
 from server.app import create_app
 from server.log import configure_logging
-from server.metrics.frontend import FrontendMetrics
+from server.metrics.metrics import FrontendMetrics
+from server.registry_calls import open_registry
 from server.scale.replica_link import WATCH_S, ReplicaLink
-from server.scale.shared_link import RaySharedLink
+from server.scale.shared import RaySharedLink
 from server.settings import Settings
-from server.tenants.limits.default_limits import with_default_limits
-from server.volume.opening import open_registry
+from server.tenants.limits import with_default_limits
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -21,13 +21,14 @@ from ray.serve.handle import DeploymentHandle
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, QueueFull, RateLimited
-from server.http.engine_link import OnEvent
-from server.protocol.codec import decode_engine_message, encode
-from server.protocol.events import DoneEvent, ErrorEvent, Event
+from server.protocol.engine_client import OnEvent
 from server.protocol.messages import (
     CallDone,
     DeltaState,
+    DoneEvent,
     EngineFacts,
+    ErrorEvent,
+    Event,
     LoadAction,
     LoadCall,
     Mask,
@@ -38,11 +39,39 @@ from server.protocol.messages import (
     StopSequence,
     Submit,
     Welcome,
+    decode_engine_message,
+    encode,
 )
 from server.protocol.request import Request
 from server.scale.engines import ReplicaState
-from server.scale.mailbox import Mailbox
-from server.scale.route import Route
+from server.scale.routing import Route
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Messages to one receiver. Event loop only.
+
+    Args:
+        send: sends some messages in their order; called again only when it has ended. It raises nothing.
+    """
+
+    def __init__(self, send: Callable[[list[T]], Awaitable[None]]) -> None:
+        self._send = send
+        self._waiting: list[T] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    def put(self, message: T) -> None:
+        """Send a message behind all that were put before."""
+        self._waiting.append(message)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            messages, self._waiting = self._waiting, []
+            await self._send(messages)
+
 
 log = logging.getLogger(__name__)
 

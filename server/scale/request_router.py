@@ -26,8 +26,14 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from server.scale.route import InvalidReport, PinnedReplicaGone, Route, report_from_stats
-from server.scale.routing import Costs, VariantRouter
+from server.scale.routing import (
+    Costs,
+    InvalidReport,
+    PinnedReplicaGone,
+    Route,
+    VariantRouter,
+    report_from_stats,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from msgspec import Raw, msgpack
 
 from deltastore.errors import NotServable, PeraxisError
-from server.control_link import ControlLink, supervisor_end
 from server.errors import LinkBroken, QueueFull
-from server.http.engine_client import EngineClient
 from server.metrics.aggregator import Aggregator
-from server.metrics.instruments import process_families
-from server.metrics.snapshot import Snapshot
+from server.metrics.instruments import Snapshot, process_families
+from server.processes import ChildProcess, Restarts
 from server.protocol.control import (
     CannotServe,
+    ControlLink,
     EngineLost,
     EngineStarted,
+    HttpProcessConfig,
     HttpProcessMessage,
     MetricsOfProcess,
     MetricsWanted,
@@ -35,14 +35,13 @@ from server.protocol.control import (
     SharedAnswer,
     SharedQuestion,
     SupervisorMessage,
+    supervisor_end,
 )
+from server.protocol.engine_client import EngineClient
 from server.protocol.messages import Resident
-from server.protocol.processes import HttpProcessConfig
 from server.settings import Settings
 from server.shared_state import COLLECT_S, SharedState
-from server.supervisor.child_process import ChildProcess
-from server.supervisor.restarts import Restarts
-from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.tenant import TenantLimits
 
 log = logging.getLogger(__name__)
 

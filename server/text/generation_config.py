@@ -17,9 +17,8 @@ from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.header import parse_json
 from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
-from server.protocol.generation_rules import GenerationRules
-from server.protocol.sampling_params import SamplingParams
-from server.text.failures import failures_as
+from server.protocol.request import GenerationRules, SamplingParams
+from server.text.tokenizer import failures_as
 
 # A model has a few end tokens.
 MAX_EOS_TOKENS = 1024

@@ -1,23 +1,108 @@
-"""Runs functions on tenants' input in worker processes that may be killed. Event loop only.
+"""Runs functions on tenants' input in worker processes that may be killed, for shares in turn. Event loop only.
 
 A hostile tokenizer can abort its process or never return, and no thread can be stopped: only a process can be killed.
+
+Work that kills its worker again and again lengthens the pause before the next start, so that it costs others' processor
+time only what its own tasks ask for: a task never waits for the pause.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import tempfile
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
-from server.errors import Draining, WorkerDied, WorkerTimeout
-from server.fair_limiter import FairLimiter, Share, tenant_of
-from server.workers.limits import NICENESS, Limits
-from server.workers.replacement import Backoff, Replacement
-from server.workers.worker_main import Reply
+from server.errors import Draining, InvalidRequest, WorkerDied, WorkerTimeout
+from server.fairness import FairLimiter, Share, tenant_of
+from server.workers.worker_main import NICENESS, Limits, Reply
 from server.workers.worker_process import WorkerProcess, pack_task
+
+log = logging.getLogger(__name__)
+
+# The pause after the second loss within `CALM_S`; it doubles with each further one.
+MIN_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+# Without a loss for this long, the next one is replaced at once.
+CALM_S = 60.0
+
+
+class Backoff:
+    """The pause before a worker is started in the background.
+
+    Args:
+        now: a clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.pause_s = 0.0
+        self._now = now
+        self._lost_at: float | None = None
+
+    def lost(self) -> None:
+        """Count a worker that ended."""
+        before, self._lost_at = self._lost_at, self._now()
+        is_calm = before is None or self._lost_at - before >= CALM_S
+        self.pause_s = 0.0 if is_calm else min(max(2 * self.pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+
+
+class Replacement:
+    """A worker that starts after a pause, or at once when a task claims it; one task may.
+
+    Args:
+        start: starts a worker, and returns it when it takes tasks.
+        pause_s: seconds before the start.
+    """
+
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, WorkerProcess]], pause_s: float) -> None:
+        self.is_asleep = True
+        self.claimer: asyncio.Future[WorkerProcess] | None = None
+        self._hurry = asyncio.Event()
+        self.task = asyncio.create_task(self._run(start, pause_s))
+
+    @property
+    def is_claimed(self) -> bool:
+        return self.claimer is not None and not self.claimer.done()
+
+    def claim(self) -> asyncio.Future[WorkerProcess]:
+        """End the pause, and return what `hand_over` gives the worker or the error of its start."""
+        self.hurry()
+        self.claimer = asyncio.get_running_loop().create_future()
+        return self.claimer
+
+    def hurry(self) -> None:
+        """End the pause."""
+        self._hurry.set()
+
+    def hand_over(self) -> WorkerProcess | None:
+        """Give the outcome of the ended start to the task that claims it; return the worker if none does."""
+        error = self.task.exception()
+        if self.claimer is None or self.claimer.done():
+            if error is None:
+                return self.task.result()
+            if not isinstance(error, Draining):
+                log.warning("no worker could be started in place of one that ended: %s", error)
+        elif error is None:
+            self.claimer.set_result(self.task.result())
+        else:
+            self.claimer.set_exception(error)
+        return None
+
+    async def _run(
+        self, start: Callable[[], Coroutine[Any, Any, WorkerProcess]], pause_s: float
+    ) -> WorkerProcess:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._hurry.wait()
+        self.is_asleep = False
+        return await start()
+
 
 # Waiting tasks of one share. Each keeps its arguments in memory.
 MAX_WAITING = 64
@@ -290,3 +375,99 @@ def _result(reply: Reply) -> Any:
             raise WorkerDied(f"the work {reply.value}")
         case "failed":
             raise RuntimeError(f"a task failed in its worker process:\n{reply.value}")
+
+
+# Encoding, rendering or decoding of one request or step.
+WORK_S = 5.0
+WORK_LIMITS = Limits(memory_bytes=1 << 30, cpu_s=2.0)
+# Loading a tokenizer, twice as large as the largest known one, beside other work.
+LOAD_S = 30.0
+LOAD_LIMITS = Limits(memory_bytes=2 << 30, cpu_s=15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkKind:
+    """One kind of work, as errors name it.
+
+    Args:
+        subject: the part of the variant that fails.
+        advice: the way out.
+        pauses: work is refused for a pause after some had to be killed.
+    """
+
+    subject: str
+    advice: str
+    pauses: bool = True
+
+
+TEXT_WORK = WorkKind("its tokenizer or chat template", "send less text, or upload it repaired")
+
+
+class VariantWork:
+    """The work of one share of the pool. After work that had to be killed, further work is refused for a pause.
+
+    Args:
+        share: the tenant and the variant's digest.
+        label: the variant's name in error messages.
+        now: a clock in seconds.
+        kind: the kind of work.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        share: Share,
+        label: str,
+        now: Callable[[], float] = time.monotonic,
+        kind: WorkKind = TEXT_WORK,
+    ) -> None:
+        self.label = label
+        self._pool = pool
+        self.share = share
+        self._kind = kind
+        self._now = now
+        self._pause_s = 0.0
+        self._paused_until = 0.0
+        self._reason = ""
+
+    async def run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a function within `WORK_S` and `WORK_LIMITS`.
+
+        Raises:
+            InvalidRequest: the work was killed or crashed, or is refused because earlier work was.
+            QueueFull: too much work of this share waits.
+            PeraxisError: as `function` raised it.
+        """
+        return await self._run(WORK_S, WORK_LIMITS, function, *args)
+
+    async def load(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a function that loads a tokenizer, within `LOAD_S` and `LOAD_LIMITS`; raises as `run` does."""
+        return await self._run(LOAD_S, LOAD_LIMITS, function, *args)
+
+    async def _run(self, deadline_s: float, limits: Limits, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        self._check_pause()
+        try:
+            # Checked again when its turn comes: work that waited must not kill one worker after the other.
+            result = await self._pool.run(
+                self.share, deadline_s, function, *args, limits=limits, check=self._check_pause
+            )
+        except (WorkerTimeout, WorkerDied) as error:
+            self._pause(str(error))
+            raise InvalidRequest(
+                f"{self.label}: {self._kind.subject} failed: {error}: {self._kind.advice}"
+            ) from error
+        self._pause_s = 0.0
+        return result
+
+    def _check_pause(self) -> None:
+        if (left_s := self._paused_until - self._now()) > 0:
+            raise InvalidRequest(
+                f"{self.label}: {self._kind.subject} failed: {self._reason}: try again in {left_s:.0f} s"
+            )
+
+    def _pause(self, reason: str) -> None:
+        if not self._kind.pauses:
+            return
+        self._reason = reason
+        self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+        self._paused_until = self._now() + self._pause_s

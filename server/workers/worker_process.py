@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from server.errors import WorkerDied, WorkerKilled
-from server.workers.limits import Limits
-from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Reply
+from server.workers.worker_main import REPLY_HEADER, TASK_HEADER, Limits, Reply
 
 # Beside other programs a niced process takes minutes for its imports. It imports no file of a tenant meanwhile.
 START_S = 300.0

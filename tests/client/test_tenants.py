@@ -11,9 +11,9 @@ import pytest
 
 from client.tenants import LIMITS
 from peraxis.cli import run
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits.tenant_limits import FIELDS
+from server.tenants.tenant import FIELDS
 from tests.client.helpers.scripted_server import answer, scripted_server
 from tests.server.helpers.live_server import Artifacts, eventually, live_server
 

@@ -18,7 +18,7 @@ from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES
-from deltastore.variant_files import read_files
+from deltastore.verified_object import read_files
 from tests.deltastore.helpers.stored import (
     EMBEDDING,
     ROWS,
@@ -220,7 +220,7 @@ def test_reading_files_imports_no_torch(registry: Registry, record: VersionRecor
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
         "from deltastore.registry import Registry\n"
-        "from deltastore.variant_files import read_files\n"
+        "from deltastore.verified_object import read_files\n"
         "registry = Registry(Path(sys.argv[1]))\n"
         "print(sorted(read_files(registry, registry.resolve('default', 'a')).files))"
     )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from server.processes import KILL_S
 from server.settings import Settings
-from server.supervisor.child_process import KILL_S
 from server.supervisor.supervisor import LAST_BYTES_S
 from tests.docker.test_dockerfile import image_environment
 from tests.helpers.debian import missing

@@ -13,7 +13,7 @@ import pytest
 
 from deltastore.registry import Registry
 from peraxis.cli import run
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.client.helpers.scripted_server import answer, scripted_server
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server

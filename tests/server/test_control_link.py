@@ -8,9 +8,17 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from server.control_link import LENGTH, ControlLink, http_process_end, supervisor_end
 from server.errors import LinkBroken
-from server.protocol.control import MAX_MESSAGE_BYTES, HttpProcessMessage, Ping, Pong
+from server.protocol.control import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    ControlLink,
+    HttpProcessMessage,
+    Ping,
+    Pong,
+    http_process_end,
+    supervisor_end,
+)
 
 Peer = socket.socket
 

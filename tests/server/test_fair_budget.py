@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.errors import QueueFull
-from server.fair_budget import FairBudget
+from server.fairness import FairBudget
 
 
 def fill(budget: FairBudget, tenant: str) -> int:

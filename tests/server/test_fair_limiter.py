@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import QueueFull
-from server.fair_limiter import FairLimiter
+from server.fairness import FairLimiter
 
 
 class Tasks:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from deltastore.errors import RegistryError
-from server.api.background import BackgroundThreads
 from server.log import configure_logging
-from server.request_context import RequestContext, current_request
+from server.protocol.request import RequestContext, current_request
+from server.registry_calls import BackgroundThreads
 from server.settings import Settings
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.request_context import RequestContext, trace_id_of
+from server.protocol.request import RequestContext, trace_id_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

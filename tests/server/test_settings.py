@@ -10,7 +10,7 @@ import pytest
 
 from deltastore.errors import SettingsError
 from server.settings import LoadedSettings, Settings, load_settings
-from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.tenant import TenantLimits
 
 
 @pytest.fixture(autouse=True)

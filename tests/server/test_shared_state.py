@@ -9,11 +9,11 @@ from typing import Any, get_args
 import msgspec
 
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.snapshot import Snapshot
-from server.protocol.adapters import AdapterChange, LoadedAdapter
+from server.metrics.instruments import Snapshot
+from server.metrics.metrics import EngineMetrics
 from server.protocol.messages import Resident
-from server.protocol.shared_calls import (
+from server.shared_state import (
+    AdapterChange,
     AdmitRequests,
     AdmitUpload,
     AnyCall,
@@ -24,14 +24,15 @@ from server.protocol.shared_calls import (
     GetStats,
     GetUsage,
     GrowUpload,
+    LoadedAdapter,
     PutSourceJob,
     Release,
+    SharedState,
+    SourceJob,
     VariantsDeleted,
     answer_type,
 )
-from server.protocol.source_job import SourceJob
-from server.shared_state import SharedState
-from server.tenants.limits.tenant_limits import TenantLimits
+from server.tenants.tenant import TenantLimits
 
 JOB = SourceJob(id="j", tenant="acme", name="math", source="hf://a/b", started_at=1.0)
 # In an order in which each has an answer to give.

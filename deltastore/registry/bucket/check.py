@@ -24,8 +24,7 @@ from deltastore.registry.bucket.objects import (
 )
 from deltastore.registry.checker import Checker
 from deltastore.registry.claims import DIRECTORY as CLAIMS
-from deltastore.registry.claims import INDEX, PUBLIC_NAMES
-from deltastore.registry.place import FORMAT_FILE, OF_SERVERS
+from deltastore.registry.claims import FORMAT_FILE, INDEX, OF_SERVERS, PUBLIC_NAMES
 from deltastore.registry.records import NAME, REPORT, VersionRecord
 from deltastore.registry.reports import CheckReport
 from deltastore.registry.uploads import ChunkedDigest

@@ -18,7 +18,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from deltastore.errors import PeraxisError, RegistryUnavailable, StorageFull, UsageError, shown
-from deltastore.registry.place import SCHEME
+from deltastore.registry.claims import SCHEME
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

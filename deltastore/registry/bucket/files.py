@@ -21,8 +21,8 @@ from obstore.exceptions import AlreadyExistsError
 
 from deltastore.errors import RegistryError, RegistryUnavailable, StorageFull
 from deltastore.registry.bucket.client import Bucket
-from deltastore.registry.files import FileVersion
-from deltastore.registry.place import FORMAT_FILE
+from deltastore.registry.claims import FORMAT_FILE
+from deltastore.registry.store import FileVersion
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

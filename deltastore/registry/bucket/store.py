@@ -14,8 +14,8 @@ from deltastore.registry.bucket.client import Bucket
 from deltastore.registry.bucket.collect import collect
 from deltastore.registry.bucket.files import BucketFiles
 from deltastore.registry.bucket.objects import BucketObjects, BucketWriter
+from deltastore.registry.claims import FORMAT_FILE, STATED_FORMAT, check_format
 from deltastore.registry.object_cache import ObjectCache
-from deltastore.registry.place import FORMAT_FILE, STATED_FORMAT, check_format
 from deltastore.registry.reports import CheckReport, GcReport
 from deltastore.registry.storage import FULL, Storage
 from deltastore.registry.uploads import SealedUpload, Uploads

@@ -13,7 +13,7 @@ if __name__ == "__main__":
     # An entry of None makes Python refuse the import.
     sys.modules.update(dict.fromkeys(ABSENT))  # type: ignore[arg-type]
     from server import kernels
-    from server.kernels import onebit_reference
+    from server.kernels import reference as onebit_reference
     from server.model import attention
 
     sys.modules["server.kernels.onebit_cpu"] = onebit_reference

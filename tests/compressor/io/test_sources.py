@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from compressor.io.sources import checkpoint_directory, find_on_hub
 from deltastore.errors import CheckpointError
 from tests.helpers.tiny_models import make_pair
-from tests.server.sources.helpers.hub import Hub, running_hub
+from tests.server.publishing.helpers.hub import Hub, running_hub
 
 
 @pytest.fixture

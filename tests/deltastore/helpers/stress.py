@@ -28,9 +28,9 @@ from unittest.mock import patch
 
 from deltastore.errors import RegistryError, RegistryUnavailable, UsageError, VariantNotFound
 from deltastore.registry import Registry, uploads
-from deltastore.registry.files import SmallFiles
+from deltastore.registry.claims import is_bucket
 from deltastore.registry.object_cache import ObjectCache
-from deltastore.registry.place import is_bucket
+from deltastore.registry.store import SmallFiles
 from deltastore.registry.variants import VariantDirectory
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
 

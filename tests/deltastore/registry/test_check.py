@@ -13,9 +13,8 @@ import pytest
 from deltastore.errors import RegistryError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.checker import records_in_use
-from deltastore.registry.directory.collect import Collector
-from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.directory.objects import DirectoryObjects
+from deltastore.registry.directory.files import DirectoryFiles, DirectoryObjects
+from deltastore.registry.directory.store import Collector
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import kernel_id
 from tests.deltastore.helpers.crash_storage import (
@@ -226,7 +225,7 @@ def test_a_gc_that_fails_while_it_reads_leaves_no_object_aside(
         raise error
 
     registry.delete("default", "a", 3)
-    monkeypatch.setattr("deltastore.registry.directory.collect.records_in_use", read)
+    monkeypatch.setattr("deltastore.registry.directory.store.records_in_use", read)
     with pytest.raises((RegistryUnavailable, RegistryError, KeyboardInterrupt)):
         registry.gc()
     assert len(readings) == 2

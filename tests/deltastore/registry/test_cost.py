@@ -10,7 +10,7 @@ import pytest
 
 from deltastore.registry import Registry
 from deltastore.registry.directory.files import DirectoryFiles
-from server.metrics.service import read_registry
+from server.metrics.exposition import read_registry
 from tests.deltastore.helpers.crash_storage import SteppedStorage, artifact, push
 
 FEW, MANY = 5, 40

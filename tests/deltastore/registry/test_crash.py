@@ -17,7 +17,7 @@ import pytest
 
 from deltastore.errors import RegistryUnavailable, StorageFull
 from deltastore.registry import Registry
-from deltastore.registry.directory.reserve import SIZES
+from deltastore.registry.storage import RESERVE_SIZES
 from tests.deltastore.helpers.crash_storage import (
     STEPS,
     RefusingStorage,
@@ -263,7 +263,7 @@ def test_a_process_that_ends_while_it_uses_the_reserve_leaves_a_registry_that_se
         with pytest.raises(KeyboardInterrupt):
             STEPS[step](Registry(base / "registry", storage))
         assert_whole(base / "registry", step, [before, after], after)
-        assert (base / "registry" / "reserve" / "space").stat().st_size == SIZES[0]
+        assert (base / "registry" / "reserve" / "space").stat().st_size == RESERVE_SIZES[0]
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -8,7 +8,7 @@ import pytest
 
 from deltastore.errors import UsageError
 from deltastore.registry import Registry
-from deltastore.registry.place import check_place, is_registry
+from deltastore.registry.claims import check_place, is_registry
 
 
 def test_a_registry_a_missing_and_an_empty_directory_are_accepted(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from deltastore.errors import RegistryError
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.sequence import MAX_ENTRIES, NUM_KEPT, Entry, EntrySequence
 from deltastore.registry.storage import MODE, Storage
+from deltastore.registry.variants import MAX_ENTRIES, NUM_KEPT, Entry, EntrySequence
 from tests.deltastore.helpers.crash_storage import SteppedStorage
 
 

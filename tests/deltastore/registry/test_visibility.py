@@ -12,7 +12,7 @@ import pytest
 
 from deltastore.errors import PublicNameTaken, RegistryError, VariantNotFound
 from deltastore.registry import Registry
-from deltastore.registry.sequence import NUM_KEPT
+from deltastore.registry.variants import NUM_KEPT
 from tests.deltastore.helpers.buckets import memory_registry
 from tests.deltastore.helpers.crash_storage import artifact, digest_of, push
 

@@ -10,11 +10,9 @@ from typing import Any
 import promql_parser as promql
 
 from deltastore.registry.reports import Usage
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.service import RegistryState, service_families
-from server.metrics.snapshot import Family
-from server.metrics.vllm_names import vllm_families
+from server.metrics.exposition import RegistryState, service_families
+from server.metrics.instruments import Family
+from server.metrics.metrics import EngineMetrics, FrontendMetrics, vllm_families
 
 # Grafana fills these in; Prometheus' parser takes no variable for a duration or a number.
 GRAFANA_VARIABLES = {"$__rate_interval": "1m", "$__interval": "1m", "$__range": "1h", "$copy_limit": "1"}

@@ -25,7 +25,7 @@ from peraxis.demo.own_pair import OwnPair, try_pair, variant_name
 from tests.compressor.helpers.compressing import rewrite_config
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 from tests.server.helpers.live_server import clean_environment
-from tests.server.sources.helpers.hub import Hub, running_hub
+from tests.server.publishing.helpers.hub import Hub, running_hub
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
 from tests.server.helpers.http_app import HttpApp, make_service, running_app, settings_of

@@ -23,9 +23,9 @@ from deltastore.base.base import Base
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
 from deltastore.registry.records import ArtifactFacts
-from server.api.artifacts import checks
-from server.api.artifacts.checks import ArtifactChecks
 from server.errors import Draining, QueueFull
+from server.publishing import checks
+from server.publishing.checks import ArtifactChecks
 from server.workers import worker_process
 from server.workers.worker_process import WorkerProcess
 from tests.server.helpers.live_server import ROOT, Artifacts
@@ -33,7 +33,7 @@ from tests.server.helpers.worker_processes import workers_of
 
 GIGABYTE = 1_000_000_000
 # Modules that an HTTP process imports for uploads and bodies.
-TORCH_FREE = "server.api.artifacts.checks, server.api.bodies, server.http.web_server"
+TORCH_FREE = "server.publishing.checks, server.api.json_io, server.web_server"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from deltastore.registry.uploads import Upload
-from server.api.artifacts.publishing import WriteBehind
-from server.api.background import BackgroundThreads
+from server.api.publishing import WriteBehind
+from server.registry_calls import BackgroundThreads
 from tests.server.helpers.http_app import make_service, settings_of
 
 WAIT_S = 240.0

@@ -13,8 +13,8 @@ import pytest
 from fastapi import Depends, FastAPI
 from msgspec import Struct
 
-from server.api import bodies, errors
-from server.api.bodies import MAX_BYTES, json_body
+from server.api import errors, json_io
+from server.api.json_io import MAX_BYTES, json_body
 from server.errors import InvalidRequest
 from server.tenants.tenant import UNAUTHENTICATED
 from tests.server.helpers.web import Web, answer, code_of, talk
@@ -39,7 +39,7 @@ def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]
     """Return an application that answers with the length of a body's text."""
     app = FastAPI()
     errors.install(app)
-    bodies.install(app, num_bytes)
+    json_io.install_bodies(app, num_bytes)
 
     @app.post("/")
     async def length(body: Annotated[Text, Depends(json_body(Text))]) -> int:
@@ -79,7 +79,7 @@ def test_a_body_is_parsed() -> None:
 
 
 def test_a_body_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SLOW_S", 0.2)
+    monkeypatch.setattr(json_io, "SLOW_S", 0.2)
 
     async def what(web: Web) -> None:
         reader, writer = await web.connect(post(b'{"text": "', 100))
@@ -91,7 +91,7 @@ def test_a_body_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_body_that_trickles_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SLOW_S", 0.2)
+    monkeypatch.setattr(json_io, "SLOW_S", 0.2)
 
     async def what(web: Web) -> None:
         reader, writer = await web.connect(post(b'{"text": "', MEBIBYTE))
@@ -106,8 +106,8 @@ def test_a_body_that_trickles_times_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_fast_body_that_stops_before_its_end_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "JSON_S", 0.3)
-    monkeypatch.setattr(bodies, "SLOW_BYTES", 1)
+    monkeypatch.setattr(json_io, "JSON_S", 0.3)
+    monkeypatch.setattr(json_io, "SLOW_BYTES", 1)
 
     async def what(web: Web) -> None:
         reader, writer = await web.connect(post(text(MEBIBYTE), 2 * MEBIBYTE))
@@ -172,8 +172,8 @@ def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -
 
 def test_a_field_of_openai_is_answered_with_the_name_that_it_has_here() -> None:
     message = "Object contains unknown field `max_tokens`"
-    assert str(bodies.invalid(message, ("prompt", "max_new_tokens"))).endswith("use max_new_tokens")
-    assert str(bodies.invalid(message, ("prompt",))).endswith("remove it")
+    assert str(json_io.invalid(message, ("prompt", "max_new_tokens"))).endswith("use max_new_tokens")
+    assert str(json_io.invalid(message, ("prompt",))).endswith("remove it")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_field_of_openai_is_answered_with_the_name_that_it_has_here() -> None:
     ],
 )
 def test_the_error_of_a_body_names_the_field(message: str, param: str | None) -> None:
-    error = bodies.invalid(message)
+    error = json_io.invalid(message)
     assert isinstance(error, InvalidRequest)
     assert error.param == param
     assert len(str(error)) < 200

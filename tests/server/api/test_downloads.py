@@ -24,9 +24,9 @@ from deltastore.errors import VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.registry.uploads import CHUNK_BYTES
-from server.api.artifacts.downloads import NUM_THREADS, ArtifactResponse, Downloads, etag_of, selected
+from server.api.downloads import NUM_THREADS, ArtifactResponse, Downloads, etag_of, selected
 from server.errors import QueueFull
-from server.fair_budget import FairBudget
+from server.fairness import FairBudget
 from tests.deltastore.helpers.crash_storage import push
 from tests.deltastore.helpers.stored import flip_byte
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually

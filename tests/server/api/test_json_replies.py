@@ -10,17 +10,17 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from server.api.json_replies import (
+from server.api.json_io import (
     MAX_PAGE_BYTES,
     PIECE_BYTES,
     JsonReply,
     encode,
-    install,
+    install_replies,
     page_reply,
     server_sent_event,
 )
 from server.errors import QueueFull
-from server.fair_budget import FairBudget
+from server.fairness import FairBudget
 
 
 def test_nan_and_infinity_become_null() -> None:
@@ -67,7 +67,7 @@ def test_a_large_reply_counts_for_its_tenant_until_its_last_piece_is_taken() -> 
 
     async def send_with(amount: int) -> None:
         unsent = FairBudget(amount, "bytes of replies")
-        install(app, unsent)
+        install_replies(app, unsent)
 
         async def send(message: Message) -> None:
             held.append(unsent.held("acme"))

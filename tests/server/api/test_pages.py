@@ -16,9 +16,9 @@ from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.api import models, variants
-from server.api.json_replies import MAX_PAGE_BYTES
-from server.http.engine_client import EngineClient
-from server.tenants.audit import AuditLog, Auditor
+from server.api.json_io import MAX_PAGE_BYTES
+from server.protocol.engine_client import EngineClient
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.deltastore.helpers.crash_storage import FACTS, artifact, push
 from tests.server.helpers.http_app import running_app, settings_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.api.replies import TOKEN_BYTES
+from server.api.generation import TOKEN_BYTES
 from server.errors import EngineRestarted
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import error_of

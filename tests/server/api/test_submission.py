@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.http.engine_client import EngineClient
-from server.http.engine_link import OnEvent
+from server.protocol.engine_client import EngineClient, OnEvent
 from server.protocol.request import Request
-from server.text.variant_text import VariantText
+from server.text.service import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.served import Family, make_family
 

@@ -10,11 +10,10 @@ import pytest
 
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
-from deltastore.registry.directory.objects import DirectoryObjects
-from deltastore.registry.directory.reserve import Reserve
+from deltastore.registry.directory.files import DirectoryObjects
 from deltastore.registry.directory.store import DirectoryStore
 from deltastore.registry.records import VersionRecord
-from deltastore.registry.storage import Storage
+from deltastore.registry.storage import Reserve, Storage
 from server.deltas.fetcher import NUM_DOWNLOADS
 from tests.server.helpers.residency import WAIT_S, ResidencyHarness, running_residency
 

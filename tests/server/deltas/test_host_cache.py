@@ -16,10 +16,9 @@ from torch import Tensor
 
 from deltastore.errors import SettingsError
 from deltastore.registry.records import VersionRecord
-from server.deltas.host_cache import PAGE_BYTES, FreeList, HostCache
-from server.deltas.residency_metrics import ResidencyMetrics
+from server.deltas.fetcher import PAGE_BYTES, FreeList, HostCache
 from server.deltas.resident import DeltaLayout
-from server.metrics.engine import EngineMetrics
+from server.metrics.metrics import EngineMetrics, ResidencyMetrics
 from tests.server.metrics.helpers.samples import value_of
 
 CPU = torch.device("cpu")

@@ -11,11 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from deltastore.format.matrix import MatrixDelta
 from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
-from server.deltas.batch import BatchContext, delta_groups
-from server.deltas.embedding import EmbeddingDelta
-from server.deltas.linear import HeadDelta, LinearDelta
-from server.deltas.norm import NormDelta
-from server.deltas.resident import MatrixView, PlaneView, ResidentDelta, Slot
+from server.deltas.layers import EmbeddingDelta, HeadDelta, LinearDelta, NormDelta
+from server.deltas.resident import BatchContext, MatrixView, PlaneView, ResidentDelta, Slot, delta_groups
 from server.errors import EngineFailed
 
 # The variant of each sequence, None for the base, and its number of rows.

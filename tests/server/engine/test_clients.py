@@ -8,13 +8,19 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from server.engine import engine_socket
-from server.engine.clients import Clients
-from server.engine.engine_socket import EngineSocket
+from server.engine import clients as engine_socket
+from server.engine.clients import Clients, EngineSocket
 from server.errors import EngineFailed
-from server.protocol.codec import decode_engine_message
-from server.protocol.events import ErrorEvent, Event, PromptEvent, TokenEvent
-from server.protocol.messages import Beat, CallDone, Outputs
+from server.protocol.messages import (
+    Beat,
+    CallDone,
+    ErrorEvent,
+    Event,
+    Outputs,
+    PromptEvent,
+    TokenEvent,
+    decode_engine_message,
+)
 
 NUM_EVENTS = 2000
 NAME = b"slow"

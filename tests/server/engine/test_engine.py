@@ -14,11 +14,10 @@ from bench.blocking_engine import Mode
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from server.deltas.residency import Residency
 from server.engine.model_runner import Batch
-from server.engine.requests.request_state import RequestState
-from server.engine.requests.waiting_requests import WaitingRequests
+from server.engine.request_state import RequestState, WaitingRequests
 from server.engine.sequence import Sequence
 from server.errors import Draining, EngineFailed, InvalidRequest, LoadTimeout, QueueFull
-from server.protocol.events import DoneEvent, ErrorEvent, TokenEvent
+from server.protocol.messages import DoneEvent, ErrorEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
     Answer,

@@ -10,10 +10,15 @@ import pytest
 import zmq
 
 from deltastore.errors import NotServable
-from server.engine.clients import refuse_clients
-from server.engine.engine_socket import EngineSocket
-from server.protocol.codec import decode_engine_message, encode
-from server.protocol.messages import MAX_MESSAGE_BYTES, EngineMessage, Hello, Refused
+from server.engine.clients import EngineSocket, refuse_clients
+from server.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    EngineMessage,
+    Hello,
+    Refused,
+    decode_engine_message,
+    encode,
+)
 
 WAIT_MS = 30_000
 

@@ -18,7 +18,7 @@ from server.deltas.residency import Residency
 from server.deltas.resident import ResidentDelta
 from server.engine.model_runner import Batch
 from server.errors import EngineFailed, InvalidRequest
-from server.protocol.events import ErrorEvent
+from server.protocol.messages import ErrorEvent
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (

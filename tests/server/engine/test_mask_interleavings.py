@@ -16,17 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from deltastore.base.checkpoint import Checkpoint
 from server.engine.core import EngineCore, RequestLimits
+from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.model_runner import ModelRunner
-from server.engine.scheduling.constants import SchedulerConstants
-from server.engine.scheduling.kv_cache_manager import KVCacheManager
-from server.engine.scheduling.scheduler import Scheduler
-from server.engine.telemetry import Telemetry
-from server.metrics.engine import EngineMetrics
+from server.engine.scheduler import Scheduler
+from server.engine.slot_policy import SchedulerConstants
+from server.metrics.metrics import EngineMetrics, Telemetry
 from server.model.loader import PAGE_TOKENS, ServedModel, load_model
-from server.protocol.events import DoneEvent, ErrorEvent, Event, FinishEvent, TokenEvent
-from server.protocol.messages import Mask
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, FinishEvent, Mask, TokenEvent
+from server.protocol.request import Request, SamplingParams
 from tests.helpers.tiny_models import VOCAB_SIZE, make_pair
 from tests.server.engine.helpers.masks import branching, pack
 from tests.server.helpers.residency import CPU, ResidencyHarness, running_residency

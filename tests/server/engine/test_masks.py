@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from bench.blocking_engine import Mode
 from deltastore.errors import PeraxisError
-from server.engine import core
+from server.engine import core, request_state
 from server.engine.model_runner import Batch
-from server.engine.sampling import held_logits
-from server.engine.sampling.held_logits import Held, HeldLogits
+from server.engine.request_state import Held, HeldLogits
 from server.errors import Draining, EngineFailed, MaskTimeout
-from server.protocol.events import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.protocol.messages import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.helpers.masks import ByHand, branching, pack, start_constrained
 from tests.server.helpers.live_server import eventually
@@ -327,9 +326,9 @@ def test_masked_logits_that_cannot_be_computed_fail_their_own_request_alone(
     want, free = constrained(served), unconstrained(served)
     faulty = ByHand.start(served, PROMPT, max_new_tokens=NUM_NEW, n=2)
     faulty.next_token()
-    original = getattr(held_logits, function)
+    original = getattr(request_state, function)
     marked = pack({77}, faulty.pending.request.num_embeddings)
-    masked = held_logits.masked
+    masked = request_state.masked
 
     def fails_for_marked(ready: list[Held]) -> Tensor:
         def fails(*args: Any, **kwargs: Any) -> Tensor:
@@ -339,7 +338,7 @@ def test_masked_logits_that_cannot_be_computed_fail_their_own_request_alone(
             return result
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(held_logits, function, fails)
+            patch.setattr(request_state, function, fails)
             return masked(ready)
 
     monkeypatch.setattr(core, "masked", fails_for_marked)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from deltastore.errors import NotServable
-from server.engine import memory
-from server.engine.memory import FreeMemory, MemoryPlan, check_base, plan_memory
+from server.engine import build
+from server.engine.build import FreeMemory, MemoryPlan, check_base, plan_memory
 from server.settings import Settings
 
 PAGE, SLOT = 1000, 30_000
@@ -92,14 +92,14 @@ def test_a_kv_cache_of_less_than_two_pages_is_refused() -> None:
 
 
 def test_a_base_that_fits_beside_the_settings_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(build, "available_bytes", lambda: 8 * 10**9)
     check_base(settings(10**9, 2, 0), CPU, torch.bfloat16, 4 * 10**9, 10**9)
 
 
 def test_a_base_too_large_for_memory_is_refused_with_the_missing_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(build, "available_bytes", lambda: 8 * 10**9)
     with pytest.raises(NotServable, match=r"7\.00GB of memory are free .*9\.50GB are needed, 2\.50GB more"):
         check_base(settings(15 * 10**8, 4), CPU, torch.bfloat16, 4 * 10**9, 10**9)
     with pytest.raises(NotServable, match=r"1\.00GB more.*lower --max-host-cache-gb, or"):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from bench.blocking_engine import Mode
 from server.engine.model_runner import Batch
-from server.protocol.events import DoneEvent, PromptEvent, TokenEvent
+from server.protocol.messages import DoneEvent, PromptEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
     WAIT_S,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.residency_calls import MAX_CALLS, Prefetch, ResidencyCalls, Unload
+from server.deltas.residency import MAX_CALLS, Prefetch, ResidencyCalls, Unload
 from server.errors import LoadTimeout, QueueFull
 from tests.server.helpers.residency import ResidencyHarness, running_residency
 

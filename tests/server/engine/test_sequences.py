@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.blocking_engine import Mode
 from server.engine.model_runner import Batch
-from server.protocol.events import DoneEvent, FinishEvent, TokenEvent
+from server.protocol.messages import DoneEvent, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import make_pair
 from tests.server.helpers.served import Answer, Served, on_forward, serving
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltastore.registry.records import VersionRecord
-from server.engine.telemetry import Telemetry
-from server.metrics.engine import EngineMetrics
+from server.metrics.metrics import EngineMetrics, Telemetry
 from server.protocol.request import Request
 from tests.server.metrics.helpers.samples import samples_of, value_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.grammar.bounded import Bounded
+from server.fairness import Bounded
 
 
 def test_the_least_recently_used_value_goes_first() -> None:

@@ -9,17 +9,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from server.errors import InvalidRequest
-from server.grammar import standing
+from server.grammar import lanes as standing
 from server.grammar.grammar import Grammar, any_object, matching_schema
-from server.grammar.lanes import Lanes
-from server.grammar.mask_feed import MaskFeed
+from server.grammar.lanes import Lanes, Standing
 from server.grammar.matching import NewSampled, Vocabulary
-from server.grammar.standing import Standing
-from server.text import variant_work
-from server.text.service import TextService
-from server.text.variant_text import VariantText
-from server.workers.limits import Limits
+from server.grammar.service import MaskFeed
+from server.text.service import TextService, VariantText
+from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
+from server.workers.worker_main import Limits
 from tests.server.grammar.helpers.masked_draws import Drawing, MaskReceiver
 from tests.server.helpers.texts import Texts, make_texts
 

@@ -24,7 +24,7 @@ from server.grammar.matching import (
     read_vocabulary,
     reading_vocabulary,
 )
-from server.text.loaded_tokenizer import LoadedTokenizer
+from server.text.tokenizer import LoadedTokenizer
 from server.text.worker_tasks import NotLoaded
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.tokenizer_kinds import KINDS

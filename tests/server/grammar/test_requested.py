@@ -9,8 +9,15 @@ import msgspec
 import pytest
 
 from server.errors import InvalidRequest
-from server.grammar.grammar import any_object, matching_schema
-from server.grammar.requested import Requested, ResponseFormat, ToolChoice, Tools, requested
+from server.grammar.grammar import (
+    Requested,
+    ResponseFormat,
+    ToolChoice,
+    Tools,
+    any_object,
+    matching_schema,
+    requested,
+)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest
-from server.grammar.response_parsing import FreeAnswer, parsed
-from server.grammar.tool_calls import ParsedAnswer, ToolCall
-from server.text import variant_work
+from server.grammar.tool_calls import FreeAnswer, ParsedAnswer, ToolCall, parsed
 from server.text.service import TextService
+from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts

@@ -15,12 +15,11 @@ import pytest
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest
-from server.grammar import lane
+from server.grammar import lanes
 from server.grammar.grammar import Grammar, any_object, matching_schema
 from server.grammar.service import GrammarService
-from server.text import variant_work
-from server.text.service import TextService
-from server.text.variant_text import VariantText
+from server.text.service import TextService, VariantText
+from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.grammar.helpers.hostile_work import never_returns
@@ -194,7 +193,7 @@ def test_a_schema_that_only_a_lane_cannot_compile_is_one_bad_request_that_is_rem
         await grammars.assert_serves(other)
         with monkeypatch.context() as patch:
             patch.setattr(variant_work, "WORK_S", 2.0)
-            patch.setattr(lane, "make_matcher", never_returns)
+            patch.setattr(lanes, "make_matcher", never_returns)
             with pytest.raises(InvalidRequest, match="not done after 2 s: simplify the schema") as killed:
                 await grammars.service.open(hostile, any_object())
         with pytest.raises(InvalidRequest) as refused:

@@ -6,9 +6,9 @@ import pytest
 
 from server.errors import InvalidRequest
 from server.grammar.grammar import matching_schema
+from server.grammar.lanes import MAX_GRAMMARS, REMEMBERED_S, Rule, Standing
 from server.grammar.matching import Vocabulary
-from server.grammar.standing import MAX_GRAMMARS, REMEMBERED_S, Rule, Standing
-from server.text.variant_work import MAX_PAUSE_S
+from server.workers.pool import MAX_PAUSE_S
 
 VOCABULARY = Vocabulary("base", 300, (257,))
 

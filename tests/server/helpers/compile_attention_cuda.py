@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from server.kernels import attention_cuda
-from server.kernels.attention import AttentionParams
+from server.kernels.reference import AttentionParams
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltastore.format.signs import pack_signs
-from server.kernels import onebit_reference
+from server.kernels import reference as onebit_reference
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 

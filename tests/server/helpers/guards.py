@@ -20,11 +20,10 @@ from deltastore.loader import Loader
 from deltastore.verified_object import ObjectSource
 from server.api.service import Service
 from server.deltas.resident import ResidentDelta, Slot
-from server.engine.scheduling.kv_cache_manager import KVCacheManager
-from server.engine.scheduling.scheduler import Scheduler
+from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.request import Request, SamplingParams
 from server.settings import Settings
 from tests.server.helpers.http_app import make_service, running_app
 from tests.server.helpers.residency import running_residency

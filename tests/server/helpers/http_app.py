@@ -17,11 +17,11 @@ import tests.helpers.short_idle  # noqa: F401
 from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
-from server.http.engine_client import EngineClient
 from server.inline import LocalLink, LocalMetrics
+from server.protocol.engine_client import EngineClient
+from server.registry_calls import open_registry
 from server.settings import Settings
-from server.tenants.limits.directory import LimitsDirectory
-from server.volume.opening import open_registry
+from server.tenants.limits import LimitsDirectory
 
 WAIT_S = 240.0
 _numbers = itertools.count()

@@ -21,12 +21,10 @@ from deltastore.format.sign_plane import SignPlane
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.deltas.fetcher import Fetcher
-from server.deltas.host_cache import HostCache
+from server.deltas.fetcher import Fetcher, HostCache
 from server.deltas.residency import Residency
-from server.deltas.residency_metrics import ResidencyMetrics
 from server.deltas.resident import arena
-from server.metrics.engine import EngineMetrics
+from server.metrics.metrics import EngineMetrics, ResidencyMetrics
 from tests.server.metrics.helpers.samples import value_of
 
 WAIT_S = 240.0

@@ -23,11 +23,10 @@ from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from deltastore.variant_files import read_files
+from deltastore.verified_object import read_files
 from server.engine.model_runner import Batch, ModelRunner
-from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, TokenEvent
+from server.protocol.request import Request, SamplingParams
 from server.settings import Settings
 from server.text.generation_config import base_generation_config, eos_token_ids
 from tests.helpers.tiny_models import Change, make_pair

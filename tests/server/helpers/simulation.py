@@ -16,10 +16,10 @@ from typing import Protocol
 
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import MAX_LOADS, Residency
-from server.engine.scheduling.constants import SchedulerConstants
-from server.engine.scheduling.kv_cache_manager import KVCacheManager
-from server.engine.scheduling.scheduler import Scheduler, StepPlan
+from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
+from server.engine.slot_policy import SchedulerConstants
 from server.protocol.request import Request
 
 Times = list[float]

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from server.text.files import read_tokenizer_files
+from server.registry_calls import RegistryCalls, probe
 from server.text.service import TextService, text_pool
-from server.volume.calls import RegistryCalls
-from server.volume.probe import probe
+from server.text.worker_tasks import read_tokenizer_files
 from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import EMBEDDING, ROWS, publish_file, write_stored
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer

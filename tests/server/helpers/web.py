@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from server.fair_budget import FairBudget
-from server.http.connections import Connections
-from server.http.listen import listen
-from server.http.web_server import WebServer, run_event_loop
+from server.fairness import FairBudget
+from server.processes import listen
+from server.web_server import Connections, WebServer, run_event_loop
 from tests.server.helpers.live_server import WAIT_S
 from tests.server.helpers.web_program import hello
 

@@ -10,9 +10,9 @@ import logging
 import resource
 from typing import Any
 
-from server.fair_budget import FairBudget
-from server.http.listen import listen
-from server.http.web_server import WebServer, make_connections, run_event_loop
+from server.fairness import FairBudget
+from server.processes import listen
+from server.web_server import WebServer, make_connections, run_event_loop
 
 NUM_DESCRIPTORS = 1024
 

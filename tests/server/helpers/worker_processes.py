@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from server.workers.limits import Limits
 from server.workers.pool import WorkerPool
+from server.workers.worker_main import Limits
 
 WAIT_S = 240.0
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=30.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from server.kernels.attention import AttentionGroup, AttentionParams
+from server.kernels.reference import AttentionGroup, AttentionParams
 from server.model import attention as paged
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 

@@ -11,22 +11,14 @@ from torch import Tensor
 
 from deltastore.format.sign_plane import SignPlane
 from deltastore.format.signs import pack_signs
-from server.kernels import (
-    add_onebit_matmul,
-    add_onebit_rows,
-    onebit_cpu,
-    onebit_cpu_lookup,
-    onebit_reference,
-    openmp,
-)
-from server.kernels.onebit_cpu_choice import Choice
+from server.kernels import add_onebit_matmul, add_onebit_rows, onebit_cpu, openmp, vectors
+from server.kernels import reference as onebit_reference
+from server.kernels.onebit_cpu import Choice
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
 # One rounding of bfloat16: sums in another order may be rounded the other way.
 HALF_STEP = 2**-7
-needs_lookup = pytest.mark.skipif(
-    not onebit_cpu_lookup.is_supported(), reason="this processor has no AVX-512"
-)
+needs_lookup = pytest.mark.skipif(not vectors.supports_lookup(), reason="this processor has no AVX-512")
 SELECT, LOOKUP = Choice(by_lookup=False), Choice(by_lookup=True)
 WAYS = [
     pytest.param(partial(onebit_cpu.add_onebit_matmul, choice=LOOKUP), id="lookup", marks=needs_lookup),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deltastore.user_cache import CacheDirectory
-from server.kernels import onebit_cpu_lookup
-from server.kernels.onebit_cpu_choice import NEVER, ROWS, Choice, half_rows
+from server.kernels import vectors
+from server.kernels.onebit_cpu import NEVER, ROWS, Choice, half_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this processor"
@@ -103,7 +103,7 @@ def test_another_number_of_threads_is_measured_for_itself(cache: Path) -> None:
     assert other.num_calls > 0
 
 
-@pytest.mark.skipif(not onebit_cpu_lookup.is_supported(), reason="this processor has no AVX-512")
+@pytest.mark.skipif(not vectors.supports_lookup(), reason="this processor has no AVX-512")
 def test_the_choice_is_of_inputs_and_dtype() -> None:
     choice = Choice(by_lookup=True, half_rows={64: 16})
     half, full = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 64)

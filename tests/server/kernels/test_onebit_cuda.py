@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.kernels import onebit_reference
+from server.kernels import reference as onebit_reference
 from tests.server.helpers.grouped import ROWS, SHAPES, Operands, check, operands
 
 onebit_cuda = pytest.importorskip("server.kernels.onebit_cuda", reason="Triton is not installed")

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render, variant_labels
-from server.metrics.labels import MAX_LABEL_VALUES
-from server.metrics.snapshot import Family, Series, Snapshot
+from server.metrics.instruments import MAX_LABEL_VALUES, Family, Series, Snapshot
+from server.metrics.metrics import EngineMetrics
 
 Sum = tuple[str, tuple[str, ...], int]
 SeriesName = tuple[str, frozenset[tuple[str, str]]]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.instruments import LATENCY_BUCKETS, PREFIX, MetricSet
-from server.metrics.labels import FINISH_REASONS, MAX_LABEL_VALUES
-from server.metrics.vllm_names import VLLM_PREFIX
+from server.metrics.instruments import FINISH_REASONS, LATENCY_BUCKETS, MAX_LABEL_VALUES, PREFIX, MetricSet
+from server.metrics.metrics import VLLM_PREFIX, EngineMetrics, FrontendMetrics
 from tests.server.metrics.helpers.samples import samples_of, value_of
 
 

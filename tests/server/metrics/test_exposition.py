@@ -13,16 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.variants import VariantDirectory, VariantSummary
-from server.http.engine_client import EngineClient
 from server.inline import LocalMetrics
-from server.metrics import service
+from server.metrics import exposition
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.exposition import compose, variant_labels
-from server.metrics.labels import MAX_LABEL_VALUES
-from server.metrics.service import read_registry
-from server.protocol.shared_calls import GetMetrics, VariantsDeleted
-from server.tenants.limits.tenant_limits import TenantLimits
+from server.metrics.exposition import compose, read_registry, variant_labels
+from server.metrics.instruments import MAX_LABEL_VALUES
+from server.metrics.metrics import EngineMetrics
+from server.protocol.engine_client import EngineClient
+from server.shared_state import GetMetrics, VariantsDeleted
+from server.tenants.tenant import TenantLimits
 from tests.deltastore.helpers.crash_storage import artifact, push
 from tests.server.metrics.helpers.scrapes import Scrape, scrape
 
@@ -156,7 +155,7 @@ class CountedRegistry(Registry):
 def test_a_scrape_reads_a_bounded_number_of_variants_those_with_other_series_first_and_tenants_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_LABEL_VALUES", 4)
+    monkeypatch.setattr(exposition, "MAX_LABEL_VALUES", 4)
     registry = CountedRegistry(tmp_path / "registry")
     for number in range(6):
         push(registry, artifact(1), f"v{number}", tenant="greedy")

@@ -7,9 +7,7 @@ import pytest
 from deltastore.errors import PeraxisError, VariantNotFound
 from server.errors import Draining, EngineRestarted, InvalidRequest, QueueFull
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.requests import RequestMetrics
+from server.metrics.metrics import EngineMetrics, FrontendMetrics, RequestMetrics
 from tests.server.metrics.helpers.samples import samples_of
 
 

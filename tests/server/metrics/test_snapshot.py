@@ -12,10 +12,9 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from server.metrics.engine import EngineMetrics
 from server.metrics.exposition import render
-from server.metrics.instruments import LATENCY_BUCKETS, MetricSet
-from server.metrics.snapshot import Snapshot
+from server.metrics.instruments import LATENCY_BUCKETS, MetricSet, Snapshot
+from server.metrics.metrics import EngineMetrics
 from tests.server.metrics.helpers.samples import value_of
 
 

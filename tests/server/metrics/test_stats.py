@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
-from server.metrics.snapshot import Snapshot
-from server.metrics.stats import stats_of
+from server.metrics.aggregator import stats_of
+from server.metrics.instruments import Snapshot
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
 from server.protocol.messages import DeltaState, Resident
 
 RESIDENT = Resident("acme", "math", 3, "d" * 64, 1000, DeltaState("device", True, 2))

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
-from server.metrics.engine import EngineMetrics
-from server.metrics.frontend import FrontendMetrics
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
 from tests.server.metrics.helpers.scrapes import scrape
 
 COMMON = {"model_name": "base", "engine": "0"}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from server.kernels.attention import AttentionParams
+from server.kernels.reference import AttentionParams
 from server.model.attention import AttentionMetadata, Chunk, LayerShape, PagedAttention
 
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 6, 2, 12, 4

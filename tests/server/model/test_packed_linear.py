@@ -14,8 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import NotServable
-from server.model.loader import load_model
-from server.model.packed_linear import PackedLinear, pack, packable
+from server.model.loader import PackedLinear, load_model, pack, packable
 from server.model.weights import read_base
 from tests.helpers.tiny_models import make_pair
 

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from deltastore.base.checkpoint import Checkpoint
 from deltastore.errors import NotServable
-from server.deltas.batch import BatchContext
-from server.deltas.embedding import EmbeddingDelta
-from server.deltas.linear import HeadDelta, LinearDelta
-from server.deltas.norm import NormDelta
-from server.deltas.resident import ResidentDelta
+from server.deltas import layers as hooks
+from server.deltas.layers import EmbeddingDelta, HeadDelta, LinearDelta, NormDelta
+from server.deltas.resident import BatchContext, ResidentDelta
 from server.errors import Draining
-from server.kernels.attention import AttentionParams
-from server.model import attention, hooks
+from server.kernels.reference import AttentionParams
+from server.model import attention
 from server.model.attention import PagedAttention
 from server.model.loader import ServedModel, load_model
 from server.model.probe import NUM_TOKENS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.protocol import adapters as adapters_module
-from server.protocol.adapters import AdapterChange, LoadedAdapter, LoadedAdapters
+from server import shared_state as adapters_module
+from server.shared_state import AdapterChange, LoadedAdapter, LoadedAdapters
 
 
 @pytest.fixture

@@ -9,17 +9,7 @@ from deltastore.base.base import Base
 from deltastore.errors import PeraxisError, StorageFull, VariantQuarantined
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, InvalidRequest
-from server.metrics.snapshot import Snapshot
-from server.protocol.codec import decode_client_message, decode_engine_message, encode
-from server.protocol.events import (
-    DoneEvent,
-    ErrorEvent,
-    FinishEvent,
-    PromptEvent,
-    ScoredToken,
-    Timings,
-    TokenEvent,
-)
+from server.metrics.instruments import Snapshot
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -28,8 +18,11 @@ from server.protocol.messages import (
     ClientGone,
     ClientMessage,
     DeltaState,
+    DoneEvent,
     EngineFacts,
     EngineMessage,
+    ErrorEvent,
+    FinishEvent,
     ForgetVariants,
     Hello,
     LoadCall,
@@ -38,14 +31,20 @@ from server.protocol.messages import (
     MetricsQuery,
     Outputs,
     PinChanged,
+    PromptEvent,
     ResidencyAnswer,
     ResidencyQuery,
+    ScoredToken,
     StopSequence,
     Submit,
+    Timings,
+    TokenEvent,
     Welcome,
+    decode_client_message,
+    decode_engine_message,
+    encode,
 )
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.request import Request, SamplingParams
 
 RECORD = VersionRecord(
     tenant="default", name="v", version=3, digest="0" * 64, size_bytes=10, data_start=4, device_bytes=6,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from llguidance.numpy import allocate_token_bitmask
 
+from server.engine.request_state import allows_any, check_first_mask, check_mask, mask_bytes
 from server.errors import EngineFailed
-from server.protocol.masks import allows_any, check_first_mask, check_mask, mask_bytes
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.protocol.request import Request, SamplingParams
 from tests.server.engine.helpers.masks import pack
 
 SIZES = [1, 7, 8, 31, 32, 33, 259, 128_256]

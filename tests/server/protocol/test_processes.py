@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.protocol.processes import EngineConfig, check_version
+from server.protocol.control import EngineConfig, check_version
 
 
 def test_a_process_of_another_version_says_so_and_ends() -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'"
 
 from ray import serve
 
-from server.scale.autoscaling import autoscaling_config
+from server.scale.engines import autoscaling_config
 from server.settings import Settings
 from tests.server.scale.helpers.fake_engines import CAPACITY, ENGINES, generating, states
 from tests.server.scale.helpers.local_ray import until

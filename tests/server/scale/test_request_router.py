@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'"
 
 from ray import serve
 
-from server.scale.route import PinnedReplicaGone, Route
+from server.scale.routing import PinnedReplicaGone, Route
 from tests.server.scale.helpers.fake_engines import (
     CAPACITY,
     ENGINES,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.scale.route import InvalidReport, Route, report_from_stats, stats_from_report
-from server.scale.routing import ReplicaReport
+from server.scale.routing import InvalidReport, ReplicaReport, Route, report_from_stats, stats_from_report
 
 REPORT = ReplicaReport(
     "engine#1",

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.supervisor.runtime_directory import PREFIX, YOUNG_S, runtime_directory
+from server.processes import PREFIX, YOUNG_S, runtime_directory
 from tests.server.helpers.live_server import (
     ROOT,
     WAIT_S,

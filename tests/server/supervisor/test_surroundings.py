@@ -10,7 +10,7 @@ import pytest
 from peraxis.demo.service import running
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 from tests.server.helpers.worker_processes import workers_of
-from tests.server.sources.helpers.hub import running_hub
+from tests.server.publishing.helpers.hub import running_hub
 
 # Any of them may be the name of a user's own file.
 NAMES = ("server", "client", "deltastore", "compressor", "demo", "peraxis", "torch", "msgspec", "tokenizers")
@@ -57,13 +57,13 @@ def test_no_process_imports_from_the_working_directory_and_no_worker_gets_a_secr
         assert set(kinds) == {
             "server.text.worker_tasks",
             "server.grammar.matching",
-            "server.sources.hub",
+            "server.publishing.hub",
             "deltastore.format.validate",
         }
         for kind, variables in kinds.items():
             assert not set(SECRETS) & set(variables), kind
             assert str(taken) not in variables.get("PYTHONPATH", "")
-            assert ("HTTPS_PROXY" in variables) == (kind == "server.sources.hub")
+            assert ("HTTPS_PROXY" in variables) == (kind == "server.publishing.hub")
 
 
 def use_every_kind_of_worker(server: LiveServer) -> None:

@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.admission import COUNT_TOKENS
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits.admission import COUNT_TOKENS
 from server.tenants.tenant import Role
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
 from tests.server.supervisor.test_faults import ENGINE, HTTP, LONG, is_ready, processes

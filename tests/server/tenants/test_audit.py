@@ -11,10 +11,8 @@ import pytest
 
 from deltastore.errors import VariantNotFound
 from deltastore.registry import Deleted, Registry
-from server.tenants.audit import AuditLog, Auditor, Change
-from server.tenants.limits.tenant_limits import FIELDS, TenantLimits
-from server.tenants.tenant import Tenant
-from server.tenants.variant_changes import VariantChanges
+from server.tenants.changes import AuditLog, Auditor, Change, VariantChanges
+from server.tenants.tenant import FIELDS, Tenant, TenantLimits
 from tests.deltastore.helpers.crash_storage import artifact, push
 
 PROMOTED = Change("promote", "acme", variant="chat", version=2, digest="ab" * 32)

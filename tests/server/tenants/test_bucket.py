@@ -14,11 +14,11 @@ from deltastore.registry.object_cache import ObjectCache
 from peraxis.cli import run
 from server.check import check_bucket
 from server.errors import InvalidApiKey
-from server.tenants.audit import AuditLog, Auditor
+from server.registry_calls import RegistryCalls
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.tenant_limits import TenantLimits
-from server.volume.calls import RegistryCalls
+from server.tenants.limits import LimitsDirectory
+from server.tenants.tenant import TenantLimits
 from tests.helpers.s3_server import Bucket
 
 

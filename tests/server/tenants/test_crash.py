@@ -10,7 +10,7 @@ import pytest
 from deltastore.errors import StorageFull
 from deltastore.registry import Registry
 from server.errors import KeyNotFound
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.deltastore.helpers.crash_storage import RefusingStorage
 from tests.deltastore.helpers.volatile_storage import VolatileStorage, rebuild

@@ -15,10 +15,10 @@ import pytest
 
 from deltastore.errors import RegistryUnavailable, UsageError
 from server.errors import InvalidApiKey, KeyNotFound
-from server.tenants import directory as directory_module
-from server.tenants.audit import AuditLog, Auditor
-from server.tenants.directory import FRESH_S, MAX_BYTES, RecordDirectory
+from server.tenants import records as directory_module
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore, NewKey, warn_without_keys
+from server.tenants.records import FRESH_S, MAX_BYTES, RecordDirectory
 from server.tenants.tenant import Caller, Role, Tenant
 
 

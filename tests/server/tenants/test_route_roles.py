@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from server.api.access import ROLES
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
 from tests.server.api.helpers.described import check_described

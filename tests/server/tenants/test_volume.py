@@ -14,13 +14,12 @@ import pytest
 from deltastore.errors import RegistryUnavailable
 from deltastore.registry import Registry
 from server.errors import InvalidApiKey
-from server.tenants.audit import AuditLog, Auditor
-from server.tenants.directory import FRESH_S, RecordDirectory
+from server.registry_calls import RegistryCalls, probe
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
-from server.tenants.limits.directory import LimitsDirectory
-from server.tenants.limits.tenant_limits import TenantLimits
-from server.volume.calls import RegistryCalls
-from server.volume.probe import probe
+from server.tenants.limits import LimitsDirectory
+from server.tenants.records import FRESH_S, RecordDirectory
+from server.tenants.tenant import TenantLimits
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.chat_template import render
-from server.text.conversation import Conversation
+from server.text.tokenizer import Conversation, render
 
 CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from deltastore.errors import ArtifactError
-from server.protocol.generation_rules import GenerationRules
+from server.protocol.request import GenerationRules
 from server.text.generation_config import (
     DEFAULTED,
     REFUSED,

@@ -10,12 +10,13 @@ import pytest
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
-from server.text import loaded_tokenizer, variant_work
-from server.text.conversation import Conversation
-from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
+from server.text import tokenizer as loaded_tokenizer
+from server.text.detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
-from server.workers.limits import Limits
+from server.text.tokenizer import Conversation
+from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
+from server.workers.worker_main import Limits
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
 

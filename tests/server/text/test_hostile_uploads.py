@@ -14,10 +14,9 @@ import pytest
 from deltastore.errors import ArtifactError, PeraxisError
 from server.errors import WorkerDied, WorkerTimeout
 from server.text.service import text_pool
-from server.text.variant_work import WORK_LIMITS
 from server.text.worker_tasks import check_text_files
-from server.workers.limits import Limits
-from server.workers.pool import WorkerPool
+from server.workers.pool import WORK_LIMITS, WorkerPool
+from server.workers.worker_main import Limits
 from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
-from server.text.conversation import Conversation
-from server.text.loaded_tokenizer import LoadedTokenizer
+from server.text.tokenizer import Conversation, LoadedTokenizer
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.tokenizer_kinds import KINDS, word_piece
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.loaded_tokenizer import LoadedTokenizer
-from server.text.local_tokenizer import SHORT_CHARS, LocalTokenizer
+from server.text.service import SHORT_CHARS, LocalTokenizer
+from server.text.tokenizer import LoadedTokenizer
 from tests.helpers.tiny_models import make_tokenizer
 
 

@@ -14,14 +14,14 @@ import pytest
 from deltastore.errors import ArtifactError, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from deltastore.variant_files import TakeFile, VariantFiles, read_files
+from deltastore.verified_object import TakeFile, VariantFiles, read_files
 from server.errors import InvalidRequest, WorkerDied
+from server.registry_calls import RegistryCalls
 from server.text import service as service_module
-from server.text import staging
-from server.text.conversation import Conversation
-from server.text.decoding.incremental_detokenizer import IncrementalDetokenizer
+from server.text import service as staging
+from server.text.detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
-from server.volume.calls import RegistryCalls
+from server.text.tokenizer import Conversation
 from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import flip_byte
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.variant_work import MAX_PAUSE_S, WORK_LIMITS, VariantWork
-from server.workers.pool import WorkerPool
+from server.workers.pool import MAX_PAUSE_S, WORK_LIMITS, VariantWork, WorkerPool
 from tests.server.helpers.worker_tasks import add, kill_itself, refuse
 
 

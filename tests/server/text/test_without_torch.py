@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SERVICE = (
-    "import sys, server.text.without_torch, server.text.service, server.text.decoding.incremental_detokenizer"
-)
+SERVICE = "import sys, server.text.without_torch, server.text.service, server.text.detokenizer"
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,8 @@ import pytest
 import uvloop
 
 from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
-from server.workers.limits import Limits
 from server.workers.pool import MAX_WAITING, WorkerPool
+from server.workers.worker_main import Limits
 from tests.server.helpers import worker_tasks as tasks
 from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, workers_of
 
@@ -347,7 +347,7 @@ def test_closing_waits_for_workers_whose_start_was_cancelled(loop: Any, num_star
 
 PARENT = """
 import asyncio, pathlib, sys
-from server.workers.limits import Limits
+from server.workers.worker_main import Limits
 from server.workers.pool import WorkerPool
 from tests.server.helpers import worker_tasks as tasks
 from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, workers_of

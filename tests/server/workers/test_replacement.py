@@ -12,8 +12,7 @@ import pytest
 import uvloop
 
 from server.errors import Draining, WorkerKilled, WorkerTimeout
-from server.workers.pool import WorkerPool
-from server.workers.replacement import CALM_S, MAX_PAUSE_S, Backoff, Replacement
+from server.workers.pool import CALM_S, MAX_PAUSE_S, Backoff, Replacement, WorkerPool
 from server.workers.worker_process import WorkerProcess
 from tests.server.helpers import worker_tasks as tasks
 from tests.server.helpers.worker_processes import WAIT_S, with_pool, workers_of

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from server.api.compat import vllm_lora
-from server.api.operations.openapi import openapi_document
+from server.api import lora_adapters
+from server.api.openapi import openapi_document
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS
 
 
@@ -46,7 +46,7 @@ def responses_of(method: str, path: str) -> Mapping[str, Any] | None:
 def document() -> dict[str, Any]:
     """Return the description of all calls of all ports, also of those that need a flag."""
     app = FastAPI(openapi_url=None)
-    for router in (*PUBLIC_ROUTERS, vllm_lora.router, *ADMIN_ROUTERS):
+    for router in (*PUBLIC_ROUTERS, lora_adapters.router, *ADMIN_ROUTERS):
         app.include_router(router)
     return openapi_document(app, has_keys=True)
 

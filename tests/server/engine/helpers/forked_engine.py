@@ -16,7 +16,7 @@ import tests.helpers.short_idle  # noqa: F401
 from bench.blocking_engine import STOP_S
 from server.engine.main import run_engine
 from server.errors import EngineFailed
-from server.protocol.processes import EngineConfig
+from server.protocol.control import EngineConfig
 from server.settings import Settings
 
 _context = multiprocessing.get_context("forkserver")

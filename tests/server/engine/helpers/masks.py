@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltastore.registry.records import VersionRecord
-from server.protocol.events import DoneEvent, ErrorEvent, Event, TokenEvent
-from server.protocol.masks import mask_bytes
+from server.engine.request_state import mask_bytes
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, TokenEvent
 from tests.server.helpers.served import WAIT_S, AllowedTokens, Answer, Pending, Served
 
 

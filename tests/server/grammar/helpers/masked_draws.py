@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from deltastore.errors import PeraxisError
-from server.grammar.mask_feed import MaskFeed
-from server.http.engine_client import EngineClient
-from server.protocol.events import Event, FinishEvent, TokenEvent
-from server.protocol.request import Request
-from server.protocol.sampling_params import SamplingParams
+from server.grammar.service import MaskFeed
+from server.protocol.engine_client import EngineClient
+from server.protocol.messages import Event, FinishEvent, TokenEvent
+from server.protocol.request import Request, SamplingParams
 
 
 def allowed(mask: bytes) -> set[int]:

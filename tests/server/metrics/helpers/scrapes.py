@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from deltastore.registry import Registry
 from server.metrics.aggregator import Aggregator
-from server.metrics.exposition import compose, variant_labels
-from server.metrics.service import read_registry
+from server.metrics.exposition import compose, read_registry, variant_labels
 
 
 class Scrape(NamedTuple):

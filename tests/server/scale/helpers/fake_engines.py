@@ -11,8 +11,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from server.scale.route import Route, stats_from_report
-from server.scale.routing import ReplicaReport
+from server.scale.routing import ReplicaReport, Route, stats_from_report
 from tests.server.scale.helpers.routers import ROUTERS
 from tests.server.scale.helpers.watched_router import WatchedRouter
 

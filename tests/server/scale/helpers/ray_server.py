@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from bench.scale.haproxy import haproxy_environment
-from server.tenants.audit import AuditLog, Auditor
+from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.server.helpers.live_server import (
     ROOT,

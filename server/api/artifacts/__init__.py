@@ -1,1 +1,0 @@
-"""Artifacts over HTTP: uploads with their checks, and downloads."""

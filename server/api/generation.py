@@ -1,0 +1,480 @@
+"""One call that generates, from its admission to its last byte: admit, tokenize, submit, answer.
+
+Every route that generates tokens goes through here. The tenant's limits are asked before the body is read, and
+once more for a call with several prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import fastapi
+from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
+
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.api.errors import error_body, http_request_id_of, rate_headers
+from server.api.json_io import JsonReply
+from server.api.outputs import (
+    EventStream,
+    RequestEvents,
+    SequenceEnd,
+    TextOutputs,
+    TextToken,
+    ToolOutputs,
+    while_connected,
+)
+from server.api.schemas import BASE, Reference
+from server.api.service import Service
+from server.errors import InvalidRequest
+from server.grammar.grammar import Requested
+from server.grammar.tool_calls import CallDelta, ToolCall, joined
+from server.protocol.messages import FinishReason
+from server.protocol.request import Request, SamplingParams, current_request
+from server.tenants.tenant import Rates, Tenant
+from server.text.service import VariantText
+from server.text.tokenizer import Conversation
+
+log = logging.getLogger(__name__)
+
+# Bound on the sequences of one call. Each sequence has state in three processes, and all of them are answered together.
+MAX_SEQUENCES = 1024
+# Log-probabilities of prompts in one reply, those of the likeliest tokens included. The engine holds them, too.
+MAX_PROMPT_LOGPROBS = 1 << 18
+# Bound on the prompts that one reply repeats.
+MAX_ECHO_CHARS = 16 << 20
+DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
+
+Prompt = str | Sequence[int] | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """A call of a route that generates, in terms that all of them share.
+
+    Args:
+        sampling: fields of `SamplingParams` that the client set; others take the variant's defaults.
+        default_new_tokens: most new tokens when neither the client nor the variant's generation config sets them;
+            None is as many as fit.
+        length_field: the route's name of `max_new_tokens`, for errors.
+        echo: the reply repeats the prompts.
+        requested: the form that the outputs must have, and the tools that they may call.
+    """
+
+    tenant: Tenant
+    reference: Reference
+    prompts: Sequence[Prompt]
+    sampling: Mapping[str, Any]
+    stream: bool
+    default_new_tokens: int | None = DEFAULT_NEW_TOKENS
+    length_field: str = "max_new_tokens"
+    echo: bool = False
+    requested: Requested = field(default_factory=Requested)
+
+    @property
+    def n(self) -> int:
+        """Number of sequences of each prompt."""
+        return int(self.sampling.get("n", 1))
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most new tokens of a sequence, if the client set them."""
+        return self.sampling.get("max_new_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """The requests of a call in the engine, one per prompt in its order, and their text."""
+
+    requests: Sequence[Request]
+    outputs: TextOutputs
+    echoes: Sequence[str]  # the text of each prompt, if the reply repeats it
+    rates: Rates  # of the tenant when the call was admitted
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Those of the first request; others differ in `max_new_tokens` alone."""
+        return self.requests[0].sampling_params
+
+    @property
+    def record(self) -> VersionRecord | None:
+        """The version that answers; None is the base."""
+        return self.requests[0].record
+
+    @property
+    def variant(self) -> str:
+        """The variant's name as the client wrote it, without a version."""
+        return self.requests[0].name or BASE
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that name the version, and those of the tenant's limits."""
+        return {**version_headers(self.variant, self.record), **rate_headers(self.rates)}
+
+
+async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None:
+    """Count a request of a tenant before its body is read; it counts as running until its events end.
+
+    Raises:
+        Draining, QueueFull, EngineRestarted: the server does not admit requests now.
+        RateLimited: the tenant is over a limit.
+    """
+    with _counting_refusals(service, tenant):
+        service.check_ready()
+        events.admitted(await service.admissions.admit(tenant.name))
+
+
+async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
+    """Resolve the version, tokenize every prompt, then submit a request for each.
+
+    Args:
+        events: hold the tenant's admission.
+
+    Raises:
+        QueueFull, EngineRestarted: the server does not admit requests now.
+        VariantNotFound, VariantQuarantined, BaseMismatch: the version cannot be served.
+        RegistryUnavailable: the registry cannot be asked, and the version is not in memory.
+        RateLimited: the tenant is over a limit.
+        InvalidRequest: the call has too many sequences, a prompt is too long or cannot be tokenized, or the schema of
+            its output cannot be used.
+    """
+    with _counting_refusals(service, call.tenant):
+        _check_number(call, service.settings.max_queue)
+    record = await resolved(service, call.tenant, call.reference)
+    with _counting_refusals(service, call.tenant):
+        # Before the variant's files are read and texts are tokenized, which takes a worker's time.
+        await events.admission.need(len(call.prompts))
+        text = await service.text.of(record, call.tenant.name)
+        max_tokens = service.engine.facts.max_model_len
+        prompts, echoes = await _tokenized(call, text, max_tokens)
+        requests = [
+            Request(
+                *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
+                *(text.num_embeddings, _sampling_params(call, text, len(ids), max_tokens), _traceparent()),
+            )
+            for ids in prompts
+        ]
+        _check_echoes(requests, echoes)
+        events.admission.count(sum(map(len, prompts)))
+        await _send(service, call, text, requests, events)
+    outputs = (
+        ToolOutputs(events, requests, text, call.requested, call.stream)
+        if call.requested.tools
+        else TextOutputs(events, requests, text)
+    )
+    return Submission(requests, outputs, echoes, events.admission.rates)
+
+
+async def _tokenized(
+    call: GenerationCall, text: VariantText, max_tokens: int
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Return the token ids of each prompt, and their texts if the reply repeats them.
+
+    Raises:
+        InvalidRequest: a prompt is too long, with the new tokens that the call asks for, or cannot be tokenized.
+    """
+    prompts, echoes = [], []
+    for prompt in call.prompts:
+        # Short prompts are tokenized on the event loop, which others need between them.
+        await asyncio.sleep(0)
+        ids = await _encoded(text, prompt, max_tokens)
+        _check_length(call, len(ids), max_tokens)
+        prompts.append(ids)
+        if call.echo:
+            echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
+    return prompts, echoes
+
+
+async def _send(
+    service: Service,
+    call: GenerationCall,
+    text: VariantText,
+    requests: Sequence[Request],
+    events: RequestEvents,
+) -> None:
+    """Submit the requests to the engine, constrained by the call's grammar if it has one."""
+    constraint = None
+    if call.requested.grammar is not None:
+        constraint = await service.grammars.open(text, call.requested.grammar)
+    for request, prompt in zip(requests, call.prompts, strict=True):
+        if service.settings.log_prompts:
+            log.info("request %s: prompt %r", request.id, prompt)
+        masks = None if constraint is None else constraint.feed()
+        events.submit(request, masks, "chat" if isinstance(prompt, Conversation) else "text_completion")
+
+
+def _traceparent() -> str | None:
+    context = current_request.get()
+    return None if context is None else context.traceparent
+
+
+async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:
+    """Return the version that a client names, or None for the base.
+
+    Raises:
+        VariantNotFound, VariantQuarantined, RegistryUnavailable: as `Resolutions.resolve` does.
+        BaseMismatch: it was made from another base.
+    """
+    if reference.name is None:
+        return None
+    record = await service.resolutions.resolve(tenant.name, reference.name, reference.version)
+    service.check_base(record)
+    return record
+
+
+def version_headers(variant: str, record: VersionRecord | None) -> dict[str, str]:
+    """Return the headers that name a version."""
+    headers = {"X-Peraxis-Variant": variant}
+    if record is not None:
+        headers |= {"X-Peraxis-Version": str(record.version), "X-Peraxis-Digest": f"sha256:{record.digest}"}
+    return headers
+
+
+@contextmanager
+def _counting_refusals(service: Service, tenant: Tenant) -> Iterator[None]:
+    """Count a call that is refused inside the block."""
+    try:
+        yield
+    except PeraxisError as error:
+        service.metrics.rejected(tenant.name, error)
+        raise
+
+
+def _check_number(call: GenerationCall, max_prompts: int) -> None:
+    """Refuse a call of so many requests that the engine's queue could never hold them."""
+    num_prompts, n = len(call.prompts), call.n
+    if num_prompts > max_prompts or num_prompts * n > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"the call has {num_prompts} prompts with {n} sequences each, more than the {max_prompts} prompts and "
+            f"{MAX_SEQUENCES} sequences of one call: send several calls",
+            "prompt",
+        )
+
+
+def _check_echoes(requests: Sequence[Request], echoes: Sequence[str]) -> None:
+    """Refuse a call whose prompts alone would make its reply too large."""
+    params = requests[0].sampling_params
+    if params.prompt_logprobs is not None:
+        num_tokens = params.n * sum(len(request.prompt_ids) for request in requests)
+        if num_tokens * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"the reply would hold more than {MAX_PROMPT_LOGPROBS} log-probabilities of prompts: send fewer",
+                "logprobs",
+            )
+    if params.n * sum(map(len, echoes)) > MAX_ECHO_CHARS:
+        raise InvalidRequest(
+            f"the reply would repeat more than {MAX_ECHO_CHARS} characters: send fewer prompts", "echo"
+        )
+
+
+async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return tuple(await text.encode(prompt, max_tokens))
+    if isinstance(prompt, Conversation):
+        return tuple(await text.render_chat(prompt, max_tokens))
+    if len(prompt) > max_tokens:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, more than the {max_tokens} that fit: shorten it", "prompt"
+        )
+    return tuple(prompt)
+
+
+def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> None:
+    """Refuse a prompt that does not fit with the new tokens that the call asks for."""
+    num_new, num_left = call.max_new_tokens, max_tokens - num_prompt
+    if num_new is not None and num_new > num_left:
+        raise InvalidRequest(
+            f"{num_prompt} prompt tokens and {num_new} new ones are {num_prompt + num_new}, more than the "
+            f"{max_tokens} that fit: shorten the prompt or lower {call.length_field}",
+            call.length_field if num_left > 0 else "prompt",
+        )
+
+
+def _sampling_params(
+    call: GenerationCall, text: VariantText, num_prompt: int, max_tokens: int
+) -> SamplingParams:
+    """Return what the call asks for, with the variant's defaults; a default length is cut to what fits.
+
+    Raises:
+        InvalidRequest: the prompt is as long as the variant's generation config lets a sequence become.
+    """
+    generation, num_left = text.generation, max_tokens - num_prompt
+    given = {**generation.defaults, **call.sampling}
+    if "max_new_tokens" not in call.sampling:
+        default_new = given.get("max_new_tokens", call.default_new_tokens) or num_left
+        if "max_new_tokens" not in given and generation.max_length is not None:
+            default_new = generation.max_length - num_prompt
+            if default_new < 1:
+                raise InvalidRequest(
+                    f"the prompt has {num_prompt} tokens, and the max_length of {text.label} is "
+                    f"{generation.max_length}: shorten the prompt, or set {call.length_field}",
+                    call.length_field,
+                )
+        given["max_new_tokens"] = max(1, min(default_new, num_left))
+    is_constrained = call.requested.grammar is not None
+    return SamplingParams(**given, stop_token_ids=generation.eos_token_ids, is_constrained=is_constrained)
+
+
+# Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
+MAX_LOGPROBS = 1 << 18
+# What each of them, and each token, takes in memory until the reply is made.
+LOGPROB_BYTES = 300
+TOKEN_BYTES = 250
+
+
+@dataclass(slots=True)
+class WholeSequence:
+    """One sequence of a whole reply, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TextToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    deltas: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools."""
+        return joined(self.deltas)
+
+
+class ReplyFormat(Protocol):
+    """The JSON of one route's reply to one call."""
+
+    def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
+        """Return the document of a whole reply."""
+
+    def begin(self) -> bytes:
+        """Return the server-sent events before the first output, which is at hand."""
+
+    def part(self, output: TextToken | SequenceEnd) -> bytes:
+        """Return the events of one output; none for text that is held back."""
+
+    def end(self) -> bytes:
+        """Return the last events of a stream whose sequences have all ended."""
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """Return the last events of a stream that failed.
+
+        Args:
+            error: the document that the error has as a reply of its own.
+        """
+
+
+async def answer(
+    request: fastapi.Request,
+    service: Service,
+    tenant: Tenant,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
+) -> Response:
+    """Read a call, submit it and answer it. The engine's work ends when the client leaves.
+
+    Args:
+        read: reads the body, and returns the call and the format of its reply; its argument holds what is reserved
+            for the body, until the call is submitted.
+
+    Raises:
+        PeraxisError: as `read` and `submit` do, or because a request failed before the first byte of its reply.
+    """
+    http_request_id = http_request_id_of(request)
+    events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
+    try:
+        await admit(service, tenant, events)
+        submission, replies, is_stream = await _submitted(request, service, read, events)
+        if not is_stream:
+            with service.unsent.growing(tenant.name) as hold:
+                sequences = await while_connected(request, _gather(submission, hold))
+                if submission.sampling_params.logprobs is None:
+                    return _whole_reply(submission, replies, sequences)
+                # Log-probabilities make documents that take long to build, and other requests need the event loop.
+                return await run_in_threadpool(_whole_reply, submission, replies, sequences)
+        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
+        first = await while_connected(request, submission.outputs.take())
+    except BaseException:
+        events.cancel()
+        raise
+    content = _stream(submission, replies, first, http_request_id)
+    headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return EventStream(events, content, headers)
+
+
+async def _submitted(
+    request: fastapi.Request,
+    service: Service,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
+    events: RequestEvents,
+) -> tuple[Submission, ReplyFormat, bool]:
+    """Read and submit a call. Return its submission, the format of its reply, and whether it is a stream.
+
+    Afterwards nothing refers to the body and its prompts, which may be a thousand times as large as the answer.
+    """
+    with ExitStack() as held:
+        call, format_of = await read(held)
+        submission = await while_connected(request, submit(service, call, events))
+        return submission, format_of(submission), call.stream
+
+
+def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[WholeSequence]) -> Response:
+    return JsonReply(replies.whole(sequences), headers=submission.headers())
+
+
+async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[WholeSequence]:
+    """Return all sequences, once they have ended.
+
+    Args:
+        hold: counts bytes; raises QueueFull if the tenant holds too many.
+
+    Raises:
+        InvalidRequest: the reply would hold too many log-probabilities.
+    """
+    outputs = submission.outputs
+    num_sequences = len(submission.requests) * submission.sampling_params.n
+    sequences = [WholeSequence() for _ in range(num_sequences)]
+    num_logprobs = num_held = num_tokens = 0
+    while taken := await outputs.take():
+        for output in taken:
+            sequence = sequences[output.index]
+            sequence.texts.append(output.text)
+            sequence.deltas += output.calls
+            sequence.reasoning += output.reasoning
+            if isinstance(output, SequenceEnd):
+                sequence.finish_reason = output.reason
+            else:
+                sequence.tokens.append(output)
+                num_tokens += 1
+                num_logprobs += 0 if output.scored is None else 1 + len(output.top)
+        if num_logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"the reply holds more than {MAX_LOGPROBS} log-probabilities: stream it, or ask for fewer",
+                "logprobs",
+            )
+        num_bytes = num_logprobs * LOGPROB_BYTES + num_tokens * TOKEN_BYTES
+        hold(num_bytes - num_held)
+        num_held = num_bytes
+    return sequences
+
+
+async def _stream(
+    submission: Submission, replies: ReplyFormat, first: list[TextToken | SequenceEnd], http_request_id: str
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of a call. What came at once leaves at once."""
+    try:
+        yield replies.begin() + b"".join(map(replies.part, first))
+        while taken := await submission.outputs.take():
+            yield b"".join(map(replies.part, taken))
+        yield replies.end()
+    except PeraxisError as error:
+        yield replies.failed(error_body(error, http_request_id))

@@ -1,1 +1,0 @@
-"""Routes that operators and their tools ask: health, metrics and statistics."""

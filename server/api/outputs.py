@@ -1,0 +1,533 @@
+"""The outputs of one call's requests: engine events, their text up to a stop string, and tool calls taken out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import fastapi
+from fastapi.responses import StreamingResponse
+from msgspec import Struct
+from msgspec.structs import replace
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from server.errors import EngineRestarted, RequestTimeout
+from server.grammar.grammar import Requested
+from server.grammar.service import MaskFeed
+from server.grammar.tool_calls import (
+    CallDelta,
+    CallSplitter,
+    FreeAnswer,
+    ParsedAnswer,
+    may_be_calls,
+    parse_plain,
+    parsed,
+)
+from server.metrics.metrics import FrontendMetrics
+from server.protocol.engine_client import EngineLink
+from server.protocol.messages import (
+    DoneEvent,
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    Timings,
+    TokenEvent,
+)
+from server.protocol.request import Operation, Request, TracedRequest
+from server.tenants.admission import Admission
+from server.text.detokenizer import IncrementalDetokenizer, NewText, NewTokens, Window
+from server.text.service import VariantText
+
+if TYPE_CHECKING:
+    from server.tracing import RequestSpans
+
+log = logging.getLogger(__name__)
+
+# Tokens, and log-probabilities of tokens, that are kept for a client which does not read its stream.
+MAX_UNREAD = 1 << 16
+
+T = TypeVar("T")
+
+
+class RequestEvents:
+    """The engine's requests of one HTTP request, and their events. Event loop only.
+
+    A request that fails ends the others. Always call `cancel` last; it does nothing after the end.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLink,
+        metrics: FrontendMetrics,
+        http_request_id: str,
+        spans: RequestSpans | None = None,
+    ) -> None:
+        self._http_request_id = http_request_id
+        self._engine = engine
+        self._metrics = metrics
+        self._request_ids: list[str] = []
+        self._feeds: list[MaskFeed] = []
+        self._events: list[tuple[int, Event]] = []
+        self._arrived = asyncio.Event()
+        self._num_unread = 0
+        self._num_open = 0
+        self.admission = Admission()
+        self._is_cancelled = False
+        self._spans = spans
+        # Requests whose span is not made yet, by their number.
+        self._traced: dict[int, TracedRequest] = {}
+
+    def admitted(self, admission: Admission) -> None:
+        """Take note of the tenant's admission, which is released when the requests have ended. Call it before `submit`.
+
+        Raises:
+            ClientDisconnect: `cancel` was called; the admission is released.
+        """
+        self.admission = admission
+        self._check_open()
+
+    def new_request_id(self) -> str:
+        """Return the id of one more request."""
+        # The engine's log lines show the X-Request-Id; clients may send the same one twice, so it is not enough.
+        return f"{self._http_request_id}-{secrets.token_hex(8)}"
+
+    def submit(
+        self, request: Request, masks: MaskFeed | None = None, operation: Operation = "text_completion"
+    ) -> None:
+        """Submit a request.
+
+        Args:
+            masks: of a constrained request.
+            operation: its kind, for its span.
+
+        Raises:
+            ClientDisconnect: `cancel` was called.
+            PeraxisError: as `EngineLink.submit` does.
+        """
+        if masks is not None:
+            self._feeds.append(masks)
+        self._check_open()
+        on_event = partial(self._on_event, len(self._request_ids), request, time.monotonic())
+        if masks is None:
+            self._engine.submit(request, on_event)
+        else:
+            self._engine.submit(request, masks.before(on_event), masks.first_mask)
+            masks.start(request, lambda error: on_event(ErrorEvent(error)))
+        if self._spans is not None:
+            self._traced[len(self._request_ids)] = TracedRequest(request, operation)
+        self._request_ids.append(request.id)
+        self._num_open += 1
+        log.debug(
+            "request %s of tenant %s: variant %s, %d prompt tokens, %d sequences of up to %d new ones",
+            request.id,
+            request.tenant,
+            "base" if request.record is None else request.record.label,
+            len(request.prompt_ids),
+            request.sampling_params.n,
+            request.sampling_params.max_new_tokens,
+        )
+
+    async def take(self) -> list[tuple[int, Event]]:
+        """Wait for events and return all that have come, none of them an ErrorEvent; raise the error of one.
+
+        Each stands behind the number of its request, in order of submission.
+        """
+        await self._arrived.wait()
+        events, self._events = self._events, []
+        self._arrived.clear()
+        self._num_unread = 0
+        _, last = events[-1]
+        if isinstance(last, ErrorEvent):
+            raise last.error
+        return events
+
+    def stop_sequence(self, number: int, index: int) -> None:
+        """End one sequence of a request, whose text holds a stop string."""
+        self._engine.stop_sequence(self._request_ids[number], index)
+
+    def cancel(self) -> None:
+        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
+        self._is_cancelled = True
+        for request_id in self._request_ids:
+            self._engine.cancel(request_id)
+        for feed in self._feeds:
+            feed.close()
+        for number in list(self._traced):
+            self._make_span(number, "cancelled")
+        self.admission.release()
+
+    def _check_open(self) -> None:
+        # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
+        # whose client has left. Without this it would count as running for ever.
+        if self._is_cancelled:
+            self.cancel()
+            raise ClientDisconnect
+
+    def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
+        if self._spans is not None:
+            self._trace(number, event)
+        if isinstance(event, TokenEvent):
+            self.admission.count(1)
+            self._num_unread += 1 + len(event.top)
+            if self._num_unread > MAX_UNREAD:
+                event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
+        if isinstance(event, ErrorEvent):
+            if isinstance(event.error, EngineRestarted):
+                self._count_as_lost(request, submitted_at)
+            # No event follows, so that an error is the last one.
+            self.cancel()
+        elif isinstance(event, DoneEvent):
+            self._num_open -= 1
+            if not self._num_open:
+                self.admission.release()
+        self._events.append((number, event))
+        self._arrived.set()
+
+    def _trace(self, number: int, event: Event) -> None:
+        traced = self._traced.get(number)
+        if traced is None:
+            return
+        if isinstance(event, TokenEvent):
+            traced.num_tokens[event.index] += 1
+        elif isinstance(event, DoneEvent):
+            self._make_span(number, event.timings)
+        elif isinstance(event, ErrorEvent):
+            self._make_span(number, type(event.error).__name__)
+
+    def _make_span(self, number: int, outcome: Timings | str) -> None:
+        """Record a request as answered, or as failed with a kind of error."""
+        traced = self._traced.pop(number)
+        assert self._spans is not None
+        if isinstance(outcome, Timings):
+            self._spans.finished(traced, outcome)
+        else:
+            self._spans.failed(traced, outcome)
+
+    def _count_as_lost(self, request: Request, submitted_at: float) -> None:
+        """Count a request that its engine cannot count any more."""
+        owner = request.tenant if request.record is None else request.record.tenant
+        self._metrics.finished(owner, request.name, "error", time.monotonic() - submitted_at)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte."""
+
+    def __init__(self, events: RequestEvents, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers, media_type="text/event-stream")
+        self._request_events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._request_events.cancel()
+
+
+async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it and raise ClientDisconnect if the client disconnects first.
+
+    The body of `request` must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    working.add_done_callback(_take_exception)
+    watching = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+def _take_exception(done: asyncio.Future[T]) -> None:
+    """Have asyncio log no error of work whose client has left."""
+    if not done.cancelled():
+        done.exception()
+
+
+async def _disconnected(request: fastapi.Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class ScoredText(Struct, frozen=True):
+    """One token as log-probabilities show it."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+class TextToken(Struct, frozen=True):
+    """One token and the text that became visible with it.
+
+    `text` is empty while the token may be part of an incomplete character or of a stop string.
+    """
+
+    index: int  # of the sequence; of a prompt's token, of its prompt
+    token_id: int
+    text: str
+    offset: int  # characters of the sequence, or of the prompt, before the token
+    scored: ScoredText | None = None
+    top: tuple[ScoredText, ...] = ()
+    calls: tuple[CallDelta, ...] = ()  # of tools
+    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
+
+
+class SequenceEnd(Struct, frozen=True):
+    """The end of one sequence; `text` was held back until now."""
+
+    index: int
+    reason: FinishReason
+    text: str
+    calls: tuple[CallDelta, ...] = ()  # of tools
+    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence whose end has not been sent, and its events that are not decoded yet."""
+
+    detokenizer: IncrementalDetokenizer
+    num_chars: int = 0  # that were decoded
+    tokens: list[TokenEvent] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class TextOutputs:
+    """Turns the events of requests into text. Event loop only.
+
+    The sequences of all requests are numbered in one row: those of the first request come first.
+
+    Args:
+        requests: all that were submitted to `events`, in this order, with the same variant, `n` and `stop`.
+    """
+
+    def __init__(self, events: RequestEvents, requests: Sequence[Request], text: VariantText) -> None:
+        params = requests[0].sampling_params
+        # Tokens of each prompt whose log-probabilities were asked for; they come before the first new token.
+        self.prompts: dict[int, tuple[TextToken, ...]] = {}
+        self.timings: Timings | None = None  # of the request that ended last
+        self.num_tokens = 0  # that were returned
+        self._events = events
+        self._requests = requests
+        self._text = text
+        self._n = params.n
+        self._stop_token_ids = params.stop_token_ids
+        self._num_open = len(requests)
+        self._sequences = {
+            index: _Sequence(IncrementalDetokenizer(params.stop)) for index in range(params.n * len(requests))
+        }
+
+    async def take(self) -> list[TextToken | SequenceEnd]:
+        """Return what has come since the last call, at least one output; nothing when all requests are done.
+
+        Raises:
+            PeraxisError: a request failed, or the variant's tokenizer did.
+        """
+        outputs: list[TextToken | SequenceEnd] = []
+        while not outputs and self._num_open:
+            outputs = await self._decoded(await self._events.take())
+        self.num_tokens += sum(isinstance(output, TextToken) for output in outputs)
+        return outputs
+
+    async def _decoded(self, events: list[tuple[int, Event]]) -> list[TextToken | SequenceEnd]:
+        """Decode all new tokens in one call."""
+        changed: dict[int, _Sequence] = {}
+        for number, event in events:
+            if isinstance(event, DoneEvent):
+                self.timings = event.timings
+                self._num_open -= 1
+            elif isinstance(event, PromptEvent):
+                self.prompts[number] = await self._prompt(number, event)
+            elif isinstance(event, TokenEvent | FinishEvent):
+                index = number * self._n + event.index
+                sequence = self._sequences.get(index)
+                if sequence is None:
+                    continue
+                changed[index] = sequence
+                if isinstance(event, TokenEvent):
+                    sequence.tokens.append(event)
+                else:
+                    sequence.reason = event.reason
+        if not changed:
+            return []
+        new = await self._text.decode_streams([self._new_tokens(sequence) for sequence in changed.values()])
+        texts = await self._texts_of(token for sequence in changed.values() for token in sequence.tokens)
+        return [
+            output
+            for (index, sequence), decoded in zip(changed.items(), new, strict=True)
+            for output in self._outputs(index, sequence, decoded, texts)
+        ]
+
+    def _new_tokens(self, sequence: _Sequence) -> NewTokens:
+        # An end token has no text.
+        ids = [token.token_id for token in sequence.tokens if token.token_id not in self._stop_token_ids]
+        return sequence.detokenizer.push(ids, sequence.reason is not None)
+
+    async def _texts_of(self, tokens: Iterable[TokenEvent]) -> dict[int, str]:
+        """Return the text of each token that log-probabilities name."""
+        scored = [token for token in tokens if token.logprob is not None]
+        if not scored:
+            return {}
+        ids = {token.token_id for token in scored} | {id_ for token in scored for id_, _ in token.top}
+        return dict(zip(ids, await self._text.decode_each(list(ids)), strict=True))
+
+    async def _prompt(self, number: int, event: PromptEvent) -> tuple[TextToken, ...]:
+        """Return the tokens of a prompt; the first one has no log-probability."""
+        ids = self._requests[number].prompt_ids
+        tokens = [
+            TokenEvent(number, ids[0]),
+            *(TokenEvent(number, token.token_id, token.logprob, token.top) for token in event.tokens),
+        ]
+        (decoded,) = await self._text.decode_streams([NewTokens(Window(), ids, is_last=True)])
+        texts = await self._texts_of(tokens)
+        # Tens of thousands of values take long to make, and other requests need the event loop.
+        return await asyncio.to_thread(_prompt_tokens, number, tokens, decoded.texts, texts)
+
+    def _outputs(
+        self, index: int, sequence: _Sequence, decoded: NewText, texts: dict[int, str]
+    ) -> Iterator[TextToken | SequenceEnd]:
+        """Yield a sequence's tokens up to a stop string, and its end."""
+        visible = sequence.detokenizer.take(decoded)
+        tokens, sequence.tokens = sequence.tokens, []
+        shown = iter(zip(visible.texts, decoded.texts, strict=False))
+        for token in tokens:
+            text, whole = ("", "") if token.token_id in self._stop_token_ids else next(shown, (None, ""))
+            if text is None:
+                break
+            yield _text_token(index, token, text, sequence.num_chars, texts)
+            sequence.num_chars += len(whole)
+        if visible.stopped:
+            yield SequenceEnd(index, "stop", visible.tail)
+            if sequence.reason is None:
+                self._events.stop_sequence(*divmod(index, self._n))
+        elif sequence.reason is not None:
+            yield SequenceEnd(index, sequence.reason, visible.tail)
+        else:
+            return
+        del self._sequences[index]
+
+
+def _prompt_tokens(
+    number: int, tokens: Sequence[TokenEvent], visible: Sequence[str], texts: dict[int, str]
+) -> tuple[TextToken, ...]:
+    """Return the tokens of a prompt, given the text that each makes visible and the texts of scored tokens."""
+    offset, shown = 0, []
+    for token, text in zip(tokens, visible, strict=True):
+        shown.append(_text_token(number, token, text, offset, texts))
+        offset += len(text)
+    return tuple(shown)
+
+
+def _text_token(index: int, token: TokenEvent, text: str, offset: int, texts: dict[int, str]) -> TextToken:
+    if token.logprob is None:
+        return TextToken(index, token.token_id, text, offset)
+    scored = ScoredText(token.token_id, texts[token.token_id], token.logprob)
+    top = tuple(ScoredText(token_id, texts[token_id], logprob) for token_id, logprob in token.top)
+    return TextToken(index, token.token_id, text, offset, scored, top)
+
+
+@dataclass(slots=True)
+class _GrowingAnswer:
+    """One answer as it grows, and the parts of it that were returned."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    shown: ParsedAnswer = field(default_factory=lambda: ParsedAnswer(""))
+
+    def new_in(self, found: ParsedAnswer) -> tuple[str, str, tuple[CallDelta, ...]]:
+        """Return the content, the reasoning and the calls that were not returned yet."""
+        calls = [
+            CallDelta(index, call.name, call.arguments)
+            for index, call in enumerate(found.calls)
+            if index >= len(self.shown.calls)
+        ]
+        content = found.content.removeprefix(self.shown.content)
+        reasoning = found.reasoning.removeprefix(self.shown.reasoning)
+        self.shown = found
+        return content, reasoning, tuple(calls)
+
+
+class ToolOutputs(TextOutputs):
+    """Outputs whose text has no calls of tools; these are in `calls`.
+
+    Args:
+        as_it_comes: parts of free answers are returned as soon as they are known, not at their end.
+    """
+
+    def __init__(
+        self,
+        events: RequestEvents,
+        requests: Sequence[Request],
+        text: VariantText,
+        requested: Requested,
+        as_it_comes: bool,
+    ) -> None:
+        super().__init__(events, requests, text)
+        self._requested = requested
+        self._as_it_comes = as_it_comes
+        # Until the variant's response template was asked for.
+        self._may_have_template = True
+        indices = range(requests[0].sampling_params.n * len(requests))
+        self._splitters = {index: CallSplitter(requested.called) for index in indices}
+        self._free = {index: _GrowingAnswer() for index in indices}
+
+    async def take(self) -> list[TextToken | SequenceEnd]:
+        outputs = await super().take()
+        if self._requested.form == "free":
+            return await self._parsed(outputs)
+        return [
+            replace(output, text="", calls=tuple(self._splitters[output.index].push(output.text)))
+            for output in outputs
+        ]
+
+    async def _parsed(self, outputs: list[TextToken | SequenceEnd]) -> list[TextToken | SequenceEnd]:
+        """Return outputs without text, but for the last one of each sequence, which has all that is new in it."""
+        # The last output of a sequence counts.
+        positions: dict[int, int] = {}
+        for position, output in enumerate(outputs):
+            free = self._free[output.index]
+            free.text += output.text
+            if isinstance(output, TextToken) and output.token_id not in self._stop_token_ids:
+                free.token_ids.append(output.token_id)
+            if self._as_it_comes or isinstance(output, SequenceEnd):
+                positions[output.index] = position
+        wholes = {index: isinstance(outputs[position], SequenceEnd) for index, position in positions.items()}
+        bare: list[TextToken | SequenceEnd] = [replace(output, text="") for output in outputs]
+        for index, found in zip(wholes, await self._found(wholes), strict=True):
+            content, reasoning, calls = self._free[index].new_in(found)
+            bare[positions[index]] = replace(
+                bare[positions[index]], text=content, reasoning=reasoning, calls=calls
+            )
+        return bare
+
+    async def _found(self, wholes: dict[int, bool]) -> list[ParsedAnswer]:
+        """Parse the answers with these numbers, as far as they go."""
+        if self._may_have_template and wholes:
+            answers = [self._answer(index, is_whole) for index, is_whole in wholes.items()]
+            found = await parsed(self._text, answers, self._requested.tools)
+            if found is not None:
+                return found
+            self._may_have_template = False
+        return [self._plain(self._free[index].text, is_whole) for index, is_whole in wholes.items()]
+
+    def _answer(self, index: int, is_whole: bool) -> FreeAnswer:
+        free, request = self._free[index], self._requests[index // self._n]
+        return FreeAnswer(request.prompt_ids, tuple(free.token_ids), free.text, is_whole)
+
+    def _plain(self, text: str, is_whole: bool) -> ParsedAnswer:
+        if is_whole:
+            return parse_plain(text, self._requested.names)
+        return ParsedAnswer("" if may_be_calls(text) else text)

@@ -1,1 +1,0 @@
-"""Tenants on the routes: `/me`, `/tenants`, `/keys`, and the limits that other routes ask."""

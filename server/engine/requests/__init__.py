@@ -1,1 +1,0 @@
-"""Requests in the engine, from their admission to their last event."""

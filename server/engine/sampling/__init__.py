@@ -1,1 +1,0 @@
-"""Turn logits into tokens: token masks, the logits that wait for them, and sampling."""

@@ -1,0 +1,315 @@
+"""Plans each step: one token for each decoding sequence, then chunks of prompts, fairly among tenants and variants.
+
+Plain Python without tensors, threads or a clock: times are seconds and are passed in. `FairQueue` chooses the sequence
+to admit next, `SlotPolicy` the variants that have slots; this file owns the tokens of a step, the number of running
+sequences and the preemption for pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from server.deltas.residency import Residency
+from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.sequence import FairQueue, Sequence, VariantQueue
+from server.engine.slot_policy import SchedulerConstants, SlotPolicy
+
+# Arrival numbers that each request reserves for its sequences.
+MAX_SEQUENCES = 1 << 20
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The sequences that one step computes, and those that were preempted or refused while it was planned."""
+
+    batch: dict[Sequence, int] = field(default_factory=dict)  # number of tokens to compute
+    num_tokens: int = 0  # of the whole batch
+    preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
+    # Removed: the KV cache cannot hold them even alone.
+    too_long: list[Sequence] = field(default_factory=list)
+    costs: list[tuple[VariantQueue, float]] = field(default_factory=list)  # charged when the step is done
+    admits: bool = True  # False once no further sequence may be admitted
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute that many more tokens of a sequence."""
+        self.batch[sequence] = self.batch.get(sequence, 0) + num_tokens
+        self.num_tokens += num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.num_tokens -= self.batch.pop(sequence, 0)
+        self.preempted.append(sequence)
+
+
+class Scheduler:
+    """Takes sequences in and plans one step at a time. Called by the engine thread only."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        residency: Residency,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        constants: SchedulerConstants | None = None,
+    ) -> None:
+        """Plan steps of at most `max_num_seqs` sequences and `max_batch_tokens` tokens.
+
+        Raises:
+            ValueError: a step cannot hold a sequence, or no prompt could advance while all running sequences decode.
+        """
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        if max_batch_tokens <= max_num_seqs:
+            raise ValueError(
+                "max_batch_tokens must be above max_num_seqs, so that prompts advance while all sequences decode; "
+                f"got {max_batch_tokens} and {max_num_seqs}"
+            )
+        self.kv_cache = kv_cache
+        self._max_num_seqs, self._max_batch_tokens = max_num_seqs, max_batch_tokens
+        self._constants = constants or SchedulerConstants()
+        self._queue = FairQueue()
+        self._slot_policy = SlotPolicy(residency, self._queue, self._constants)
+        self._running: dict[int, Sequence] = {}  # by arrival
+        # Arrival of the sequence that last found too few pages, and how many pages were available then.
+        self._too_few_pages = -1, -1
+        self._num_added = 0
+        # The time of the last call that passed one.
+        self._now = 0.0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Running sequences in order of arrival."""
+        return [self._running[arrival] for arrival in sorted(self._running)]
+
+    def add(self, sequence: Sequence, now: float, first: int | None = None) -> None:
+        """Let a new sequence wait to be admitted.
+
+        Args:
+            first: the arrival of its request's first sequence. Later ones stand behind it and before those of later
+                requests, so that only about as many requests have begun as there are rows.
+
+        Raises:
+            ValueError: the sequence was added before.
+        """
+        if sequence.arrival >= 0:
+            raise ValueError(f"sequence {sequence.id} was scheduled before")
+        self._now = now
+        if first is None:
+            first, self._num_added = self._num_added * MAX_SEQUENCES, self._num_added + 1
+        sequence.arrival = first + sequence.index
+        sequence.queue = self._queue.variant_queue(sequence.tenant, sequence.version)
+        self._enqueue(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended and release its pages; no effect if it is not scheduled."""
+        if sequence.arrival in self._running:
+            self.kv_cache.release(sequence)
+            self._stop(sequence)
+        elif sequence.arrival >= 0 and sequence.is_waiting:
+            self._queue.remove(sequence)
+            self._slot_policy.leave(sequence, self._now)
+
+    def load_ended(self, version: str, now: float) -> None:
+        """Note that a load has ended, whether the delta is resident now or the load failed."""
+        self._now = now
+        self._slot_policy.load_ended(version, now)
+
+    def plan(self, now: float, on_admit: Callable[[Sequence], None] = lambda sequence: None) -> StepPlan:
+        """Plan the next step. Preempted sequences have released their pages and wait again.
+
+        Args:
+            now: seconds on the clock of all other calls.
+            on_admit: called with each sequence that begins to run; may `add` and `remove` sequences.
+        """
+        plan = StepPlan()
+        self._now = now
+        self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
+        self._decode(plan)
+        self._prefill(plan, on_admit)
+        self._use_rest(plan)
+        plan.costs = self._costs(plan)
+        return plan
+
+    def charge(self, plan: StepPlan, now: float) -> None:
+        """Charge the variant queues for a computed step. Prompt tokens were charged when they were planned."""
+        self._now = now
+        self._slot_policy.refill_recompute_budget(plan.num_tokens)
+        for queue, cost in plan.costs:
+            queue.charge(cost)
+
+    def _decode(self, plan: StepPlan) -> None:
+        """Plan one token for each running sequence whose prompt is computed, in order of arrival."""
+        for sequence in self.running:
+            if sequence.arrival not in self._running or sequence.num_missing_tokens != 1:
+                continue
+            if self._allocate_next(sequence, plan):
+                plan.add(sequence, 1)
+
+    def _allocate_next(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Allocate the next token of a running sequence, by preempting others if pages are short.
+
+        The earliest of the running sequences that wait for no mask is never preempted, so sequences always end.
+        """
+        while not self.kv_cache.allocate(sequence, 1):
+            plan.admits = False
+            if len(self._running) == 1:
+                self._refuse(sequence, plan)
+                return False
+            victim = max(self._preemptible(self._running.values()), key=_preemption_key)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _prefill(self, plan: StepPlan, on_admit: Callable[[Sequence], None]) -> None:
+        """Plan chunks of prompts, those begun before and those of sequences admitted now, in order of fairness."""
+        begun = deque(
+            sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_key)
+        )
+        while plan.num_tokens < self._max_batch_tokens:
+            first = self._queue.first() if plan.admits else None
+            if begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
+                self._plan_chunk(begun.popleft(), plan)
+            elif first is None:
+                return
+            elif self._admit(first, plan):
+                self._plan_chunk(first, plan)
+                on_admit(first)
+
+    def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
+        share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
+        num_left = self._max_batch_tokens - plan.num_tokens
+        self._plan_prompt(sequence, min(share, sequence.num_missing_tokens, num_left), plan)
+
+    def _use_rest(self, plan: StepPlan) -> None:
+        """Give the tokens that are left to prompts that could use more than their share."""
+        for sequence, num_tokens in list(plan.batch.items()):
+            num_left = self._max_batch_tokens - plan.num_tokens
+            more = min(sequence.num_missing_tokens - num_tokens, num_left)
+            if more > 0:
+                self._plan_prompt(sequence, more, plan)
+
+    def _plan_prompt(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        """Add prompt tokens to the batch and charge them now, so that the tenant's next prompt is not first again."""
+        plan.add(sequence, num_tokens)
+        end = sequence.num_computed_tokens + plan.batch[sequence]
+        reached = min(end, sequence.num_prompt_tokens)
+        charged = max(end - num_tokens, sequence.num_charged_tokens)
+        if reached > charged:
+            sequence.queue.charge(self._constants.prompt_token_cost * (reached - charged))
+            sequence.num_charged_tokens = reached
+
+    def _costs(self, plan: StepPlan) -> list[tuple[VariantQueue, float]]:
+        """Return the cost of each sequence's generated token and of its share of reading its delta."""
+        num_sharing = Counter(sequence.version for sequence in plan.batch)
+        costs = []
+        for sequence, num_tokens in plan.batch.items():
+            generates = num_tokens == sequence.num_missing_tokens
+            cost = self._constants.generated_token_cost if generates else 0.0
+            if sequence.version is not None:
+                cost += self._constants.delta_cost_tokens / num_sharing[sequence.version]
+            costs.append((sequence.queue, cost))
+        return costs
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Admit the next sequence with pages for all its tokens. If it does not fit, admit no other in this step."""
+        preempted = False
+        if len(self._running) >= self._max_num_seqs:
+            preempted = self._preempt_for(sequence, plan)
+            if not preempted:
+                plan.admits = False
+                return False
+        fits = self._allocate_all(sequence)
+        if not fits and not self._running:
+            self._refuse(sequence, plan)
+            return False
+        if not fits and not preempted and self._preempt_for(sequence, plan):
+            preempted, fits = True, self._allocate_all(sequence)
+        plan.admits = fits and not preempted
+        if fits:
+            self._start(sequence)
+        return fits
+
+    def _allocate_all(self, sequence: Sequence) -> bool:
+        """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
+        arrival, num_available = self._too_few_pages
+        if self._running and arrival == sequence.arrival and num_available >= self.kv_cache.num_available:
+            # No pages came free, so the cached prefix is not looked up again.
+            return False
+        self.kv_cache.attach_prefix(sequence)
+        reserve = self._constants.reserve_tokens * len(self._running)
+        num_free = self.kv_cache.num_available * self.kv_cache.page_tokens
+        num_missing = sequence.num_missing_tokens
+        if num_missing + reserve <= num_free and self.kv_cache.allocate(sequence, num_missing):
+            return True
+        self.kv_cache.release(sequence)
+        self._too_few_pages = sequence.arrival, self.kv_cache.num_available
+        return False
+
+    def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt a running sequence for one that has waited for `preempt_wait_s`; False if there is none.
+
+        Only from a tenant with two or more running sequences to one with none (or between two variants of one tenant),
+        so two sequences never preempt each other in turn.
+        """
+        if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
+            return False
+        queue, running = sequence.queue, self._running.values()
+        if not queue.tenant.num_running:
+            victims = [s for s in running if s.queue.tenant.num_running > 1]
+        elif not queue.num_running:
+            victims = [s for s in running if s.queue.tenant is queue.tenant and s.queue.num_running > 1]
+        else:
+            return False
+        victims = [s for s in self._preemptible(victims) if s.has_progressed]
+        if victims:
+            self._preempt(max(victims, key=_preemption_key), plan)
+        return bool(victims)
+
+    def _preemptible(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return all of the sequences but the earliest of all running ones that wait for no mask."""
+        advancing = [arrival for arrival, sequence in self._running.items() if not sequence.awaits_mask]
+        first = min(advancing or self._running)
+        return [sequence for sequence in sequences if sequence.arrival != first]
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.waiting_since = self._now
+        self._slot_policy.enqueue(sequence, self._now)
+        self._queue.push(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        """Let a waiting sequence run."""
+        self._running[sequence.arrival] = sequence
+        self._queue.remove(sequence)
+        sequence.num_tokens_at_admission = sequence.num_tokens
+        sequence.queue.count_running(1)
+        self._slot_policy.admit(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Let a running sequence run no more."""
+        del self._running[sequence.arrival]
+        sequence.queue.count_running(-1)
+        self._slot_policy.stop(sequence, self._now)
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Let a running sequence wait again. It keeps its tokens and loses its pages."""
+        plan.preempt(sequence)
+        self.kv_cache.release(sequence)
+        self._enqueue(sequence)
+        self._stop(sequence)
+
+    def _refuse(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.too_long.append(sequence)
+        self.remove(sequence)
+
+
+def _fairness_key(sequence: Sequence) -> tuple[float, bool, float, int]:
+    """Key whose minimum is computed first: of the least-served tenant, prompts begun before waiting ones."""
+    queue = sequence.queue
+    return queue.tenant.counter, sequence.is_waiting, queue.counter, sequence.arrival
+
+
+def _preemption_key(sequence: Sequence) -> tuple[float, int]:
+    """Key whose maximum is preempted first: the latest arrival of the most-served tenant."""
+    return sequence.queue.tenant.counter, sequence.arrival

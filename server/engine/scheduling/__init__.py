@@ -1,1 +1,0 @@
-"""Choose what the next step computes: queues, slots and KV cache pages."""

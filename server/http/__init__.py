@@ -1,1 +1,0 @@
-"""Parts of an HTTP process that know no route: sockets, connections, and the link to the engine."""

@@ -1,0 +1,390 @@
+"""The engine as an HTTP process and the supervisor see it: requests and calls go out, events and answers come back.
+
+`EngineClient` is the link to one engine over ZeroMQ, and `server/scale/replica_link.py` the one to replicas of Ray
+Serve. Everything happens on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import zmq
+
+from deltastore.errors import PeraxisError
+from deltastore.registry.records import VersionRecord
+from server.errors import EngineRestarted, QueueFull
+from server.metrics.instruments import Snapshot
+from server.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    Beat,
+    CallDone,
+    Cancel,
+    ClientGone,
+    ClientMessage,
+    DeltaState,
+    DoneEvent,
+    EngineFacts,
+    EngineMessage,
+    ErrorEvent,
+    Event,
+    ForgetVariants,
+    Hello,
+    LoadAction,
+    LoadCall,
+    Mask,
+    MetricsAnswer,
+    MetricsQuery,
+    Outputs,
+    PinChanged,
+    Refused,
+    ResidencyAnswer,
+    ResidencyQuery,
+    Resident,
+    ResidentsAnswer,
+    ResidentsQuery,
+    StopSequence,
+    Submit,
+    Welcome,
+    decode_engine_message,
+    encode,
+)
+from server.protocol.request import Request
+
+OnEvent = Callable[[Event], None]
+
+
+class EngineLink(Protocol):
+    """A link to an engine, or to several that answer as one. Event loop only."""
+
+    @property
+    def identity(self) -> bytes:
+        """The name of the HTTP process to the engine."""
+
+    @property
+    def pinned(self) -> tuple[VersionRecord, ...]:
+        """All pinned versions."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts of the engine, or of the one before it while it restarts; raises QueueFull before the first."""
+
+    @property
+    def has_facts(self) -> bool:
+        """True once an engine has loaded the base."""
+
+    def check_ready(self) -> None:
+        """Raise QueueFull while the base loads, or EngineRestarted while the engine is started again."""
+
+    def disconnect(self, error: PeraxisError | None = None) -> None:
+        """End the connection and every request and call with `error`, by default EngineRestarted."""
+
+    def submit(self, request: Request, on_event: OnEvent, first_mask: bytes | None = None) -> None:
+        """Send a request; `on_event` is called with each event, a DoneEvent or an ErrorEvent last.
+
+        A constrained request has a `first_mask` for the first token of each sequence; `send_mask` sends the others.
+
+        Raises:
+            InvalidRequest: it is too large.
+            QueueFull, EngineRestarted: it can be sent again later.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """End a request whose client is gone. Its events are dropped from now on."""
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
+
+    def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
+        """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
+
+    def load(
+        self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None
+    ) -> asyncio.Future[None]:
+        """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened."""
+
+    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk."""
+
+
+log = logging.getLogger(__name__)
+
+# Messages that wait for an engine that does not read, as during a long step.
+MAX_WAITING_MESSAGES = 10_000
+# Versions of one ResidencyQuery, which the engine answers between two steps.
+MAX_ASKED = 500
+RETRY_S = 0.1
+
+
+class EngineClient:
+    """A client of one engine at a time. Use it on the event loop that runs when it is made.
+
+    Args:
+        identity: names the client to the engine; no two clients of an engine may share it.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity.encode()
+        self.last_beat_at = time.monotonic()
+        # Done when the engine has loaded the base; raises the error of an engine that refuses this client.
+        self.welcomed: asyncio.Future[EngineFacts]
+        self._loop = asyncio.get_running_loop()
+        self._facts: EngineFacts | None = None
+        self._pinned: dict[str, VersionRecord] = {}  # by label
+        # One ResidencyQuery at a time, so that lists of any length take turns and a step answers one of them.
+        self._asking = asyncio.Lock()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._requests: dict[str, OnEvent] = {}
+
+    @property
+    def pinned(self) -> tuple[VersionRecord, ...]:
+        """All pinned versions."""
+        return tuple(self._pinned.values())
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts of the engine, or of the one before it while it restarts; raises QueueFull before the first."""
+        if self._facts is None:
+            raise QueueFull("the base is still loading: try again when /ready answers 200")
+        return self._facts
+
+    @property
+    def has_facts(self) -> bool:
+        """True once an engine has loaded the base."""
+        return self._facts is not None
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are not answered in full."""
+        return len(self._requests)
+
+    def check_ready(self) -> None:
+        """Raise QueueFull while the base loads, or EngineRestarted while the engine is started again."""
+        if not self._is_welcomed:
+            self.facts  # noqa: B018  raises while no engine has been ready yet
+            raise _restarted()
+
+    def connect(self, address: str) -> None:
+        """Connect to an engine that may not have bound `address` yet. `welcomed` is done when it serves."""
+        self.disconnect()
+        self.welcomed = self._loop.create_future()
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self.identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.set_hwm(MAX_WAITING_MESSAGES)
+        self._socket.connect(address)
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._send(Hello())
+
+    def disconnect(self, error: PeraxisError | None = None) -> None:
+        """End the connection, if there is one, and every request and call with `error`, by default EngineRestarted."""
+        if self._socket is None:
+            return
+        self._loop.remove_reader(self._socket.FD)
+        self._socket.close()
+        self._socket = None
+        if self.welcomed.done():
+            # Read, so that asyncio does not log an error that was acted on otherwise.
+            self.welcomed.exception()
+        else:
+            self.welcomed.cancel()
+        requests, self._requests = self._requests, {}
+        calls, self._calls = self._calls, {}
+        for on_event in requests.values():
+            on_event(ErrorEvent(error or _restarted()))
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error or _restarted())
+
+    def submit(self, request: Request, on_event: OnEvent, first_mask: bytes | None = None) -> None:
+        """Send a request; `on_event` is called with each event, a DoneEvent or an ErrorEvent last.
+
+        A constrained request has a `first_mask` for the first token of each sequence; `send_mask` sends the others.
+
+        Raises:
+            InvalidRequest: it is too large.
+            QueueFull, EngineRestarted: it can be sent again later.
+        """
+        self.check_ready()
+        self._send(Submit(request, time.monotonic(), first_mask))
+        self._requests[request.id] = on_event
+
+    def cancel(self, request_id: str) -> None:
+        """End a request whose client is gone. Its events are dropped from now on."""
+        if self._requests.pop(request_id, None) is not None:
+            self._send_surely(Cancel(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
+        if request_id in self._requests:
+            self._send_surely(StopSequence(request_id, index))
+
+    def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
+        """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
+        if request_id in self._requests:
+            self._send_surely(Mask(request_id, index, position, bits))
+
+    def load(
+        self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None
+    ) -> asyncio.Future[None]:
+        """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened.
+
+        Versions of the same bytes share a slot. It stays pinned while any of them pins it, and is freed when the last
+        of them that was loaded, pinned or requested is unloaded.
+
+        Args:
+            max_pinned: versions that the version's tenant may pin; None is any number.
+
+        The future raises:
+            InvalidRequest: all other slots are pinned.
+            RateLimited: the tenant has pinned `max_pinned` versions.
+            LoadTimeout: no slot was free in time.
+            ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned))
+
+    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk."""
+        if not versions or not self._is_welcomed:
+            return (DeltaState("disk", False, 0),) * len(versions)
+        states: list[DeltaState] = []
+        for start in range(0, len(versions), MAX_ASKED):
+            async with self._asking:
+                states += await self._call(
+                    partial(ResidencyQuery, versions=tuple(versions[start : start + MAX_ASKED]))
+                )
+        return tuple(states)
+
+    async def metrics(self) -> Snapshot:
+        """Return the engine's metrics.
+
+        Raises:
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        found: Snapshot = await self._call(MetricsQuery)
+        return found
+
+    async def residents(self) -> tuple[Resident, ...]:
+        """Return the deltas in memory, the least recently used first.
+
+        Raises:
+            QueueFull, EngineRestarted: no engine is ready.
+        """
+        found: tuple[Resident, ...] = await self._call(ResidentsQuery)
+        return found
+
+    def forget_variants(self, labels: frozenset[str]) -> None:
+        """Have the engine remove the series of deleted variants, so that others can have a label."""
+        if labels and self._is_welcomed:
+            self._send_surely(ForgetVariants(tuple(labels)))
+
+    def report_gone(self, identity: bytes) -> None:
+        """Tell the engine that another client has died, so that it cancels its requests."""
+        if self._is_welcomed:
+            self._send_surely(ClientGone(identity))
+
+    @property
+    def _is_welcomed(self) -> bool:
+        welcomed = None if self._socket is None else self.welcomed
+        return (
+            welcomed is not None and welcomed.done() and not welcomed.cancelled() and not welcomed.exception()
+        )
+
+    def _call(self, message: Callable[[int], ClientMessage]) -> asyncio.Future[Any]:
+        answer = self._loop.create_future()
+        call_id = next(self._call_ids)
+        try:
+            self.check_ready()
+            self._send(message(call_id))
+        except PeraxisError as error:
+            answer.set_exception(error)
+        else:
+            self._calls[call_id] = answer
+        return answer
+
+    def _send_surely(self, message: ClientMessage) -> None:
+        try:
+            self._send(message)
+        except QueueFull:
+            self._loop.call_later(RETRY_S, self._send_surely, message)
+
+    def _send(self, message: ClientMessage) -> None:
+        if self._socket is None:
+            return
+        raw = encode(message)
+        try:
+            self._socket.send(raw, zmq.NOBLOCK)
+        except zmq.Again:
+            raise QueueFull("the engine has not read its messages for long: try again in a moment") from None
+        # Sending may use up the signal of the file descriptor that a message has come.
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Handle every message that has come; the descriptor signals only the first of them."""
+        while self._socket is not None and self._socket.poll(0):
+            try:
+                self._handle(decode_engine_message(self._socket.recv(zmq.NOBLOCK)))
+            except PeraxisError:
+                log.exception("a message of the engine was dropped")
+
+    def _handle(self, message: EngineMessage) -> None:
+        match message:
+            case Outputs(events):
+                for request_id, event in events:
+                    self._on_event(request_id, event)
+            case CallDone(call_id, error):
+                self._answer(call_id, None, error)
+            case ResidencyAnswer(call_id, states):
+                self._answer(call_id, states)
+            case ResidentsAnswer(call_id, residents):
+                self._answer(call_id, residents)
+            case MetricsAnswer(call_id, snapshot):
+                self._answer(call_id, snapshot)
+            case Beat():
+                self.last_beat_at = time.monotonic()
+            case PinChanged(record, is_pinned):
+                self._pinned.pop(record.label, None)
+                if is_pinned:
+                    self._pinned[record.label] = record
+            case Welcome(facts):
+                self._pinned = {}
+                self._facts, self.last_beat_at = facts, time.monotonic()
+                if not self.welcomed.done():
+                    self.welcomed.set_result(facts)
+            case Refused(error):
+                if not self.welcomed.done():
+                    self.welcomed.set_exception(error)
+                else:
+                    log.error("the engine refused a message: %s", error)
+
+    def _on_event(self, request_id: str, event: Event) -> None:
+        # A cancelled request is no longer known.
+        on_event = self._requests.get(request_id)
+        if on_event is not None:
+            if isinstance(event, DoneEvent | ErrorEvent):
+                del self._requests[request_id]
+            on_event(event)
+
+    def _answer(self, call_id: int, result: Any, error: PeraxisError | None = None) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is None or call.done():
+            return
+        if error is None:
+            call.set_result(result)
+        else:
+            call.set_exception(error)
+
+
+def _restarted() -> EngineRestarted:
+    return EngineRestarted(
+        "the engine has failed and is being started again: send the request again in a moment"
+    )

@@ -1,0 +1,1 @@
+"""Artifacts on their way into the registry: their checks, and the sources that a server fetches from."""

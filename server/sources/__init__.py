@@ -1,1 +1,0 @@
-"""Artifacts that the server fetches itself: from a hub, or from a directory that its operator allowed."""

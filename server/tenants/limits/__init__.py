@@ -1,1 +1,0 @@
-"""Limits per tenant, counted in one process of a server: the supervisor, or the only one with `--engine inline`."""

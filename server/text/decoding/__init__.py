@@ -1,1 +1,0 @@
-"""Token ids of running sequences to visible text: incremental decoding and stop strings."""

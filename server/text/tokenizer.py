@@ -1,0 +1,280 @@
+"""A tokenizer of transformers in this process: encodes prompts, renders chat templates and decodes tokens.
+
+The base's is loaded in the HTTP process. A variant's own is loaded in worker processes only, because its files may
+abort the process or keep it busy without end.
+
+The sandbox of a chat template keeps it from reading the host; it bounds neither its time nor its memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from deltastore.errors import ArtifactError, PeraxisError
+from server.errors import InvalidRequest
+from server.text.detokenizer import Decode, NewText, NewTokens, decode_new
+
+MAX_REASON_CHARS = 300
+
+
+@contextmanager
+def failures_as(make_error: Callable[[str], PeraxisError]) -> Iterator[None]:
+    """Raise ``make_error(reason)`` for any failure of the block but lack of memory and errors of Peraxis.
+
+    tokenizers, transformers and Jinja document no exceptions. On hostile input they raise plain `Exception`,
+    RecursionError, ImportError, OverflowError and others, and a Rust panic is a BaseException.
+    """
+    try:
+        yield
+    except (PeraxisError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise make_error(f"{type(error).__name__}: {_one_line(str(error))}") from error
+
+
+def _one_line(text: str) -> str:
+    """Return a short printable form of an untrusted text, without paths of this server."""
+    words = ("(path)" if word.strip("'\"(`").startswith("/") else word for word in text[:4096].split())
+    return "".join(filter(str.isprintable, " ".join(words)))[:MAX_REASON_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for a chat template.
+
+    Args:
+        messages: each has at least ``role`` and ``content``.
+        add_generation_prompt: the template opens the assistant's turn behind them.
+        add_special_tokens: the tokenizer adds its own, too; most templates write them.
+        tools: functions that the template tells the model of, as a JSON array in OpenAI's form; empty for none.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    tools: bytes = b""
+
+
+MAX_CHARACTERS = 8 << 20
+NO_TEMPLATE = (
+    "there is no chat template here: publish the variant with a tokenizer that has one, "
+    "or send a prompt to /v1/completions"
+)
+NO_BASE_TEMPLATE = (
+    "the base has no chat template: ask a variant that has one, or send a prompt to /v1/completions; the operator can "
+    "add a template to the base's tokenizer"
+)
+
+
+def render(template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:
+    """Render a conversation with `template`.
+
+    Args:
+        variables: further variables of the template, such as special tokens.
+
+    Raises:
+        InvalidRequest: the template refuses the messages, fails, or makes no Unicode or too much text.
+    """
+    with failures_as(
+        lambda reason: InvalidRequest(f"the chat template refuses these messages: {reason}", "messages")
+    ):
+        # Its annotation says that it returns a string.
+        render_all: Any = chat_template_utils.render_jinja_template
+        rendered, _ = render_all(
+            [conversation.messages],
+            tools=json.loads(conversation.tools) if conversation.tools else None,
+            chat_template=template,
+            add_generation_prompt=conversation.add_generation_prompt,
+            **variables,
+        )
+    text = str(rendered[0])
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"the chat template makes {len(text)} characters, more than {MAX_CHARACTERS}", "messages"
+        )
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidRequest("the chat template makes text that is no Unicode", "messages")
+    return text
+
+
+# A normalizer, an unknown token or a pre-tokenizer may make one token of more characters than its own text has. NFC
+# composes three characters into one, and a word of a hundred may be unknown: eight times the longest token is generous.
+SHRINKING_FACTOR = 8
+MIN_LONGEST_TOKEN = 16
+# A longer prompt is refused if its beginning alone has too many tokens.
+PROBED_CHARS_PER_TOKEN = 8
+# Text of some tokens; a real token has at most a few hundred characters.
+MAX_CHARS, MAX_CHARS_PER_TOKEN = 1 << 16, 1 << 10
+# Tokens by which the end of a beginning may differ from the same place in the whole text.
+PROBE_SLACK = 64
+
+
+class LoadedTokenizer:
+    """A fast tokenizer with its chat template.
+
+    Args:
+        tokenizer: the tokenizer, whose files may be a tenant's. Several variants may have the same files, so errors of
+            its methods name none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
+        self._longest_token: int | None = None
+
+    @classmethod
+    def load(cls, directory: Path, where: str) -> LoadedTokenizer:
+        """Load the tokenizer files of a directory, which also needs the base's `config.json`.
+
+        Args:
+            where: the owner's name in the message of an error.
+
+        Raises:
+            ArtifactError: transformers cannot load them, or there is no `tokenizer.json`.
+        """
+        with failures_as(lambda reason: ArtifactError(f"{where}: its tokenizer cannot be loaded: {reason}")):
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ArtifactError(
+                f"{where}: it has no tokenizer.json: save the tokenizer in its fast form first"
+            )
+        return cls(tokenizer)
+
+    @property
+    def fast(self) -> PreTrainedTokenizerFast:
+        """The tokenizer of transformers."""
+        return self._tokenizer
+
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The description by which transformers parses an answer into content and tool calls; None if there is none."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template, of several the one named ``default``; None if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """The variables of chat templates besides the messages: special tokens by name."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
+    def encode(self, text: str, max_tokens: int, add_special_tokens: bool, param: str) -> list[int]:
+        """Return the token ids of a text. A text that is far too long is refused before it is tokenized.
+
+        Args:
+            max_tokens: most tokens that the text may have.
+            param: the request's field that the text comes from.
+
+        Raises:
+            InvalidRequest: the text has too many tokens, or the tokenizer refuses it.
+        """
+        if len(text) > max_tokens * MIN_LONGEST_TOKEN:
+            self._refuse_long(text, max_tokens, param)
+        if len(text) > 2 * max_tokens * PROBED_CHARS_PER_TOKEN:
+            beginning = text[: max_tokens * PROBED_CHARS_PER_TOKEN]
+            if len(self._ids(beginning, add_special_tokens, param)) > max_tokens + PROBE_SLACK:
+                raise _too_long(text, max_tokens, param)
+        ids = self._ids(text, add_special_tokens, param)
+        if len(ids) > max_tokens:
+            raise InvalidRequest(
+                f"the {param} has {len(ids)} tokens, more than the {max_tokens} that fit: shorten it", param
+            )
+        return ids
+
+    def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
+        """Return the token ids of a conversation rendered by the chat template.
+
+        Raises:
+            InvalidRequest: there is no template, it refuses the messages, or makes too much text.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(NO_TEMPLATE, "messages")
+        text = render(self.chat_template, conversation, self.template_variables)
+        return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
+
+    def decode_each(self, ids: list[int]) -> list[str]:
+        """Return the text of each token alone, without special tokens."""
+        with self._decoding():
+            return self._checked([self._decode([token_id]) for token_id in ids], len(ids))
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        with self._decoding():
+            if skip_special_tokens:
+                text = self._decode(ids)
+            else:
+                text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+            return self._checked([text], len(ids))[0]
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        """Return each token as the vocabulary has it; empty for an id without a token."""
+        with self._decoding():
+            strings = self._tokenizer.convert_ids_to_tokens(ids)
+            return self._checked([string or "" for string in strings], len(ids))
+
+    def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
+        """Decode the new tokens of many sequences."""
+        with self._decoding():
+            return [decode_new(self._decode, tokens) for tokens in new]
+
+    def _checked(self, texts: list[str], num_tokens: int) -> list[str]:
+        """Return the texts of tokens; raise ArtifactError if they are longer than text of real tokens."""
+        num_chars = sum(map(len, texts))
+        if num_chars > MAX_CHARS + MAX_CHARS_PER_TOKEN * num_tokens:
+            raise ArtifactError(
+                f"its tokenizer makes {num_chars} characters of {num_tokens} tokens: use one that makes fewer"
+            )
+        return texts
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        return failures_as(lambda reason: ArtifactError(f"its tokenizer cannot decode tokens: {reason}"))
+
+    def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        with failures_as(
+            lambda reason: InvalidRequest(f"the tokenizer cannot encode the {param}: {reason}", param)
+        ):
+            # transformers has encode_batch of tokenizers do it, which releases the interpreter lock.
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _refuse_long(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text of more characters than `max_tokens` of the longest token have."""
+        if self._longest_token is None:
+            longest = max(map(len, self._tokenizer.get_vocab()), default=0)
+            backend = self._tokenizer.backend_tokenizer
+            exact = backend.normalizer is None and type(backend.model).__name__ == "BPE"
+            self._longest_token = max(longest, MIN_LONGEST_TOKEN) * (1 if exact else SHRINKING_FACTOR)
+        if len(text) > max_tokens * self._longest_token:
+            raise _too_long(text, max_tokens, param)
+
+
+def _too_long(text: str, max_tokens: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the {param} has {len(text)} characters, which are more than {max_tokens} tokens: shorten it", param
+    )
+
+
+def _decoder(tokenizer: PreTrainedTokenizerFast) -> Decode:
+    """Return transformers' `decode` without special tokens, in its fastest form: every token needs two calls of it."""
+    if (
+        type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
+        decode = tokenizer.backend_tokenizer.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

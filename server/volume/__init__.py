@@ -1,1 +1,0 @@
-"""Calls of a registry whose volume may hang, fail or vanish, and what is known of it meanwhile."""

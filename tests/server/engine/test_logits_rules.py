@@ -1,0 +1,239 @@
+"""The rules of generation configs change logits as transformers' processors do, at a cost that no context changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from server.engine.sampler import PromptHistory, Sampler
+from server.protocol.request import GenerationRules, SamplingParams
+from server.text.generation_config import sampling_defaults
+
+VOCAB_SIZE, NUM_NEW, EOS = 24, 30, (3, 5)
+# Each alone changes some logits of a sequence below.
+RULES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.7},
+    "encoder_repetition": {"encoder_repetition_penalty": 1.7},
+    "ngram_of_1": {"no_repeat_ngram_size": 1},
+    "ngram_of_2": {"no_repeat_ngram_size": 2},
+    "ngram_of_3": {"no_repeat_ngram_size": 3},
+    "encoder_ngram": {"encoder_no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[1], [3], [2, 4], [7, 2, 4], [8, 2, 9], [3, 5], [1, 1, 1, 1, 1, 1, 9]]},
+    "bias": {"sequence_bias": [[[2, 4], 3.3], [[6], -1.1], [[7, 2, 4], 0.7], [[9, 4], 1.3], [[2, 4], -2.7]]},
+    "min_new_tokens": {"min_new_tokens": 7},
+    "min_length": {"min_length": 16},
+    "min_of_both": {"min_length": 30, "min_new_tokens": 2},
+    "forced_bos": {"forced_bos_token_id": 8},
+    "forced_eos": {"forced_eos_token_id": 9},
+    "forced_of_several": {"forced_eos_token_id": [9, 3]},
+    "decay": {"exponential_decay_length_penalty": [4, 1.2]},
+    "suppress": {"suppress_tokens": [0, 5, 900, -1]},
+    "begin_suppress": {"begin_suppress_tokens": [1, 2, 8]},
+    "renormalize": {"renormalize_logits": True},
+}
+WARPERS: dict[str, dict[str, Any]] = {
+    "default_top_k": {},
+    "no_top_k": {"top_k": 0, "temperature": 0.7},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.6, "temperature": 1.3},
+    "min_p": {"min_p": 0.2},
+    "top_h": {"top_h": 0.4},
+    "typical": {"typical_p": 0.5},
+    "epsilon": {"epsilon_cutoff": 0.05},
+    "eta": {"eta_cutoff": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model that only makes transformers' processors."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+
+
+def processors(model: Any, config: dict[str, Any], prompt: tuple[int, ...]) -> Any:
+    """Return what `generate` applies to the logits behind a prompt."""
+    given = GenerationConfig(**{"eos_token_id": list(EOS), "max_new_tokens": NUM_NEW, **config})
+    made, _ = model._prepare_generation_config(given)
+    model._prepare_special_tokens(made, kwargs_has_attention_mask=True, device="cpu")
+    model._prepare_generated_length(
+        made,
+        has_default_max_length=True,
+        has_default_min_length="min_length" not in config,
+        model_input_name="input_ids",
+        input_ids_length=len(prompt),
+        inputs_tensor=torch.tensor([prompt]),
+    )
+    return model._get_logits_processor(
+        made,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=torch.tensor([prompt]),
+        device="cpu",
+        model_kwargs={"attention_mask": torch.ones(1, len(prompt))},
+    )
+
+
+def params_of(config: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"max_new_tokens": NUM_NEW, **sampling_defaults(config), **more}, stop_token_ids=frozenset(EOS)
+    )
+
+
+def steps(chance: random.Random) -> Iterator[Tensor]:
+    """Yield the logits of each token; a few are alike, so that n-grams repeat."""
+    kinds = [torch.tensor([chance.gauss(0, 2) for _ in range(VOCAB_SIZE)]) for _ in range(3)]
+    for _ in range(NUM_NEW):
+        noise = torch.tensor([chance.gauss(0, 0.3) for _ in range(VOCAB_SIZE)])
+        yield chance.choice(kinds) + noise
+
+
+def num_changed(model: Any, config: dict[str, Any], prompt: tuple[int, ...], seed: int) -> int:
+    """Compare each step of a sequence with transformers; return how many steps changed some logit."""
+    sampler = Sampler(params_of(config, seed=seed), 0, PromptHistory(prompt))
+    reference, tokens, changed = processors(model, config, prompt), list(prompt), 0
+    for logits in steps(random.Random(seed)):
+        try:
+            want = reference(torch.tensor([tokens]), logits[None].clone())[0]
+        except ValueError:
+            # Rules that leave no token make NaN, which some warpers refuse.
+            break
+        if not want.isfinite().any():
+            break
+        got = sampler.scores(logits)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        tokens.append(sampler.sample(logits).token_id)
+        changed += not torch.equal(got, logits)
+    return changed
+
+
+@pytest.mark.parametrize("prompt", [(1,), (1, 2, 4, 7, 2, 4, 9, 1, 2)])
+@pytest.mark.parametrize("name", [*RULES, *WARPERS])
+def test_each_rule_alone_equals_transformers(name: str, prompt: tuple[int, ...], model: Any) -> None:
+    config = RULES[name] if name in RULES else {"do_sample": True, **WARPERS[name]}
+    changed = num_changed(model, config, prompt, seed=1)
+    # More tokens than the vocabulary has, or fewer tokens than the rule is about.
+    assert changed > 0 or name in ("default_top_k", "forced_bos", "encoder_ngram", "forced_eos")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rules_together_equal_transformers(seed: int, model: Any) -> None:
+    chance = random.Random(seed)
+    config = {"do_sample": seed % 2 == 0}
+    for name in chance.sample(sorted(RULES), chance.randrange(2, 7)):
+        config |= RULES[name]
+    for name in chance.sample(sorted(WARPERS), chance.randrange(0, 4)):
+        config |= WARPERS[name]
+    prompt = tuple(chance.randrange(10) for _ in range(chance.randrange(1, 12)))
+    num_changed(model, config, prompt, seed)
+
+
+ALL = {key: value for name, config in RULES.items() for key, value in config.items() if name != "ngram_of_1"}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Finds the size of the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else [result]
+        sizes = [each.numel() for each in made if isinstance(each, Tensor)]
+        self.num_elements = max([self.num_elements, *sizes])
+        return result
+
+
+class CountedPrompt(tuple[int, ...]):
+    """A prompt that counts how many of its tokens are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        CountedPrompt.num_read += len(found) if isinstance(found, tuple) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        CountedPrompt.num_read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("config", [{}, {"do_sample": True}, {**ALL, "do_sample": True}])
+def test_a_token_costs_the_same_whatever_its_context(config: dict[str, Any]) -> None:
+    chance = random.Random(0)
+    prompt = CountedPrompt(chance.randrange(VOCAB_SIZE) for _ in range(20_000))
+    history = PromptHistory(prompt)
+    params = params_of(config, max_new_tokens=1000, logprobs=1)
+    samplers = [Sampler(params, index, history) for index in range(3)]
+    logits = torch.arange(VOCAB_SIZE).float()
+    # What a prompt needs is computed once, for all sequences of its request.
+    samplers[0].sample(logits)
+    CountedPrompt.num_read = 0
+    with LargestTensor() as largest:
+        for _ in range(5):
+            for sampler in samplers:
+                sampler.sample(logits)
+    assert largest.num_elements <= 2 * VOCAB_SIZE
+    assert CountedPrompt.num_read == 0
+
+
+def constrained(rules: GenerationRules, allowed: set[int], **more: Any) -> int:
+    """Return the token that a sequence takes whose response format allows some."""
+    params = SamplingParams(
+        temperature=0, stop_token_ids=frozenset(EOS), rules=rules, is_constrained=True, **more
+    )
+    logits = torch.arange(VOCAB_SIZE).float()
+    logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -torch.inf
+    return Sampler(params, 0, PromptHistory((1,))).sample(logits).token_id
+
+
+@pytest.mark.parametrize(
+    ("rules", "allowed", "token"),
+    [
+        (GenerationRules(suppress_tokens=(9,)), {4, 9}, 4),
+        (GenerationRules(suppress_tokens=(4, 9)), {4, 9}, 9),
+        (GenerationRules(forced_bos_token_id=4), {4, 9}, 4),
+        (GenerationRules(forced_bos_token_id=7), {4, 9}, 9),
+        (GenerationRules(forced_eos_token_id=(3, 4)), {4, 9}, 4),
+        (GenerationRules(min_new_tokens=3), {5}, 5),
+        (GenerationRules(min_new_tokens=3), {4, 5}, 4),
+        (GenerationRules(sequence_bias=(((7,), 100.0),)), {4, 9}, 9),
+    ],
+)
+def test_a_response_format_wins_over_the_rules(rules: GenerationRules, allowed: set[int], token: int) -> None:
+    assert constrained(rules, allowed, max_new_tokens=1) == token
+
+
+def test_rules_that_leave_no_token_do_not_hold() -> None:
+    params = SamplingParams(temperature=0, rules=GenerationRules(suppress_tokens=tuple(range(VOCAB_SIZE))))
+    logits = torch.arange(VOCAB_SIZE).float()
+    assert Sampler(params, 0, PromptHistory((1,))).sample(logits).token_id == VOCAB_SIZE - 1
+
+
+def test_a_decay_beyond_all_numbers_ends_the_sequence() -> None:
+    params = SamplingParams(
+        max_new_tokens=2000,
+        temperature=0.5,
+        seed=0,
+        stop_token_ids=frozenset(EOS),
+        rules=GenerationRules(exponential_decay_length_penalty=(1, 100.0), no_repeat_ngram_size=2),
+    )
+    sampler = Sampler(params, 0, PromptHistory((1,)))
+    drawn = [sampler.sample(torch.arange(VOCAB_SIZE).float()).token_id for _ in range(300)]
+    assert set(EOS) & set(drawn)

@@ -1,0 +1,183 @@
+"""An HTTP process asks for the admission of work: what it does with each answer, and without one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from server.errors import InvalidRequest, QueueFull, RateLimited
+from server.shared_state import AdmitRequests, CountTokens, R, Release, SharedCall
+from server.tenants import admission as admission_module
+from server.tenants.admission import Admission, Admissions
+from server.tenants.tenant import Admitted, Rate, Rates, Refused, TenantLimits, Usage
+from tests.server.tenants.shared import admissions_of
+
+
+class SilentLink:
+    """A link whose other end never answers, as a supervisor that hangs."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.told: list[Any] = []
+
+    async def ask(self, call: SharedCall[R]) -> R:
+        self.asked.append(call)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def tell(self, call: SharedCall[None]) -> None:
+        self.told.append(call)
+
+
+class AnsweringLink(SilentLink):
+    """A link whose other end has one answer."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self._answer = answer
+
+    async def ask(self, call: SharedCall[R]) -> Any:
+        return self._answer
+
+
+async def usage_of(admissions: Admissions) -> Usage:
+    usage = await admissions.usage("a")
+    assert usage is not None
+    return usage
+
+
+def test_without_an_answer_the_request_is_refused_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "ANSWER_S", 0.01)
+
+    async def main() -> None:
+        link = SilentLink()
+        with pytest.raises(QueueFull, match="cannot count"):
+            await Admissions(link).admit("a")
+        assert link.told == [Release(link.asked[0].id)]
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_its_request_waits_for_admission_releases_it() -> None:
+    async def main() -> None:
+        link = SilentLink()
+        asking = asyncio.create_task(Admissions(link).admit("a"))
+        while not link.asked:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert link.told == [Release(link.asked[0].id)]
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_the_error_that_names_its_limit_and_its_wait() -> None:
+    async def main() -> None:
+        rates = Rates(requests=Rate(1, 0, 60.0))
+        refused = Refused(rates, "requests_per_minute", "too many", 17)
+        with pytest.raises(RateLimited, match="too many") as caught:
+            await Admissions(AnsweringLink(refused)).admit("a")
+        error = caught.value
+        assert (error.param, error.retry_after_s, error.rates) == ("requests_per_minute", 17, rates)
+
+    asyncio.run(main())
+
+
+def test_prompts_that_never_fit_are_invalid_and_their_call_is_over() -> None:
+    async def main() -> None:
+        link = AnsweringLink(Refused(Rates(), "max_running", "too many", None))
+        admission = Admission(link, 3, "a", Admitted(Rates(), TenantLimits(max_running=1)))
+        with pytest.raises(InvalidRequest, match="too many"):
+            await admission.need(2)
+        admission.release()
+        assert not link.told
+
+    asyncio.run(main())
+
+
+def test_one_prompt_is_counted_already() -> None:
+    async def main() -> None:
+        link = SilentLink()
+        await Admission(link, 3, "a", Admitted(Rates(), TenantLimits(max_running=1))).need(1)
+        assert not link.asked
+
+    asyncio.run(main())
+
+
+def test_tokens_are_counted_in_slices_and_the_rest_at_the_end() -> None:
+    link = SilentLink()
+    admission = Admission(link, 7, "a", Admitted(Rates(), TenantLimits(tokens_per_minute=64)))
+    for _ in range(10):
+        admission.count(1)
+    admission.count(50)
+    admission.count(2)
+    admission.release()
+    admission.release()
+    assert link.told == [
+        *(CountTokens("a", number) for number in (4, 4, 52, 2)),
+        Release(7),
+    ]
+    assert not link.asked
+
+
+def test_all_that_is_counted_and_released_arrives() -> None:
+    async def main() -> None:
+        admissions = admissions_of(TenantLimits(max_running=1))
+        admission = await admissions.admit("a")
+        with pytest.raises(RateLimited):
+            await admissions.admit("a")
+        admission.count(5)
+        admission.release()
+        admission.release()
+        # Begun after the calls that were told.
+        usage = await usage_of(admissions)
+        assert (usage.num_running, usage.num_requests, usage.num_tokens) == (0, 1, 5)
+
+    asyncio.run(main())
+
+
+def test_an_admission_is_asked_before_a_release_that_follows_it() -> None:
+    async def main() -> None:
+        admissions = admissions_of(TenantLimits(max_running=1))
+        for num_turns in range(6):
+            asking = asyncio.create_task(admissions.admit("a"))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            [outcome] = await asyncio.gather(asking, return_exceptions=True)
+            if isinstance(outcome, Admission):
+                outcome.release()
+            assert (await usage_of(admissions)).num_running == 0
+
+    asyncio.run(main())
+
+
+def test_without_limits_everything_is_admitted_and_nothing_is_known() -> None:
+    async def main() -> None:
+        admissions = Admissions()
+        admission = await admissions.admit("a")
+        await admission.need(10**6)
+        admission.count(10**9)
+        admission.release()
+        assert (admission.rates, admission.limits) == (Rates(), TenantLimits())
+        assert await admissions.usage("a") is None
+
+    asyncio.run(main())
+
+
+def test_every_request_asks_under_an_id_of_its_own() -> None:
+    async def main() -> None:
+        link = SilentLink()
+        admissions = Admissions(link)
+        asking = [asyncio.create_task(admissions.admit("a")) for _ in range(3)]
+        while len(link.asked) < len(asking):
+            await asyncio.sleep(0)
+        assert link.asked == [AdmitRequests(number, "a") for number in range(3)]
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(main())

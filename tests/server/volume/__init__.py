@@ -1,1 +1,0 @@
-"""Tests of calls of a registry whose volume fails."""

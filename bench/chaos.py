@@ -26,11 +26,10 @@ import httpx
 import psutil
 import torch
 
-from bench.process import CALL_S, Server, serve_command, serving
-from bench.process_tree import part_of
+from bench.engine import SMALL, prompts, text_of, write_base
+from bench.process import CALL_S, Server, part_of, serve_command, serving
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SMALL, prompts, text_of, write_base
-from peraxis.demo.table import table
+from deltastore.console import table
 
 PARTS = ("engine", "http_process", "workers")
 NUM_PROMPTS = 8

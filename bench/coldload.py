@@ -23,24 +23,24 @@ from unittest.mock import patch
 
 import torch
 
-from bench.blocking_engine import Mode
-from bench.report import RESULTS, describe, write_result
-from bench.serving import (
+from bench.engine import (
     FULL,
     MAX_POSITIONS,
     SMALL,
     BenchEngine,
+    Mode,
     prompts,
     publish_variants,
     serving,
     write_base,
 )
+from bench.report import RESULTS, describe, write_result
 from bench.streams import Span, gaps_meeting, gaps_within, p99
 from bench.synthetic import LlamaShapes
+from deltastore.console import table
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from peraxis.demo.table import table
 
 PROMPT_TOKENS = 64
 PAUSE_S = 0.02  # between two loads

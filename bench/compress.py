@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.process_tree import memory_of, reset_peak
+from bench.process import memory_of, reset_peak
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method
 from compressor.config import CompressConfig
-from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
-from compressor.fitting.calibration import Calibration
-from compressor.fitting.fit_settings import FitSettings
+from compressor.convert.merge import OutputTensor, split_into_shards, write_index, write_shard
+from compressor.fit.calibration import Calibration
+from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
-from deltastore.base.base import architecture
-from peraxis.demo.table import table
+from deltastore.base import architecture
+from deltastore.console import table
 
 SIZES = (
     LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128),

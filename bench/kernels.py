@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.engine import SHAPES, SMALL
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SHAPES, SMALL
-from peraxis.demo.table import table
+from deltastore.console import table
 from server import kernels
 from server.model.loader import pack, packable
 

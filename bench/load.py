@@ -24,10 +24,10 @@ from torch import Tensor
 
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes, write_checkpoint, write_delta
+from deltastore.console import table
 from deltastore.loader import Loader
 from deltastore.verified_object import ObjectSource
 from peraxis.demo.page_cache import drop
-from peraxis.demo.table import table
 
 FULL = LlamaShapes(num_layers=10)  # 1.17 GB in FP16
 SMALL = LlamaShapes(num_layers=2, hidden=512, intermediate=1408, kv=128, vocabulary=8000)

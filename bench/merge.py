@@ -18,9 +18,8 @@ import torch
 
 from bench.report import RESULTS, describe, write_result
 from compressor.convert.merge_kernel import merge_rows
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import packed_width
-from peraxis.demo.table import table
+from deltastore.console import table
+from deltastore.format.matrix import SignPlane, packed_width
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))  # the matrices of an 8B Llama
 SMALL = ((64, 100),)

@@ -11,13 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.plan import is_matrix
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import packed_width
+from deltastore.format.matrix import MatrixDelta, SignPlane, packed_width
+from deltastore.format.sizes import is_matrix
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest
 from deltastore.verified_object import ObjectSource
 

@@ -25,14 +25,27 @@ from typing import Any
 
 import torch
 
-from bench.peers.contender import Contender, Key, Prompts, check_length
-from bench.peers.library_peer import CONTINUOUS, STATIC, SWAPPED, library_contenders, running_library
-from bench.peers.vllm_peer import NUM_ADAPTERS, VLLM, fastest_vllm, vllm_contenders, write_adapters
+from bench.engine import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
+from bench.peers.contender import (
+    CONTINUOUS,
+    NUM_ADAPTERS,
+    STATIC,
+    SWAPPED,
+    VLLM,
+    Contender,
+    Key,
+    Prompts,
+    check_length,
+    fastest_vllm,
+    library_contenders,
+    running_library,
+    vllm_contenders,
+    write_adapters,
+)
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from bench.synthetic import LlamaShapes
+from deltastore.console import table
 from deltastore.registry import Registry
-from peraxis.demo.table import table
 
 NUM_REQUESTS, NUM_FEW = (16, 32, 64), 4
 VARIANTS = (1, 2, 4, 8, 16)

@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
+from bench.engine import FULL, SMALL, prompts, text_of, write_base
 from bench.http.clients import StreamedRequest, running_clients
 from bench.process import Server, serve_command, serving
 from bench.report import RESULTS, describe, write_result
-from bench.serving import FULL, SMALL, prompts, text_of, write_base
 from bench.streams import Span, StreamTimes, gaps_meeting, gaps_within, p99
 from bench.synthetic import LlamaShapes, write_whole_delta
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import table
 from deltastore.format.artifact import Artifact
-from peraxis.demo.table import table
 
 UPLOAD, SINK = "upload to the server", "curl into a file"
 PROMPT_TOKENS = 64

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import RESULTS, describe, write_result
-from peraxis.demo.table import table
+from deltastore.console import table
 
 # The variables of each policy. GOMP_SPINCOUNT is how often a thread looks before it sleeps; without either, 300,000.
 POLICIES: Mapping[str, Mapping[str, str]] = {

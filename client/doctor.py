@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from client.errors import NoAnswer, ServerRefused
-from client.http import RemoteServer, ServerAddress, parsed
+from client.http import NoAnswer, RemoteServer, ServerAddress, ServerRefused, parsed
 from client.options import Json, KeyFile
 from client.replies import MeReply
-from deltastore.diagnosis import Diagnosis, diagnose, has_failed, print_diagnoses
+from deltastore.console import Diagnosis, diagnose, has_failed, print_diagnoses, printable
 from deltastore.errors import PeraxisError, UsageError
-from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -1,7 +1,8 @@
-"""The connection to a server: its address and key, and failed calls as exceptions."""
+"""The connection to a server: its address and key, failed calls as exceptions, and lists that come a page at a time."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,49 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from client.errors import AuthenticationFailed, NoAnswer, NoServer, ServerRefused, UnexpectedReply
-from deltastore.errors import UsageError
-from deltastore.tables import printable
+from deltastore.console import printable
+from deltastore.errors import PeraxisError, UsageError
 
-# For types alone. Functions import it, because it takes as long as all else, and `--help` needs none of it.
 if TYPE_CHECKING:
     import httpx
+
+
+class NoAnswer(PeraxisError):
+    """The connection broke, or the answer took too long."""
+
+
+class NoServer(NoAnswer):
+    """No connection could be made."""
+
+
+class ServerRefused(PeraxisError):
+    """The server answered with an error.
+
+    Args:
+        message: One line with the way out.
+        status: The HTTP status.
+        code: The server's code of the error; None if the answer has none, such as a proxy's.
+        retry_after_s: The seconds after which the server takes the call again; None if it does not say.
+    """
+
+    def __init__(
+        self, message: str, status: int, code: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class AuthenticationFailed(ServerRefused):
+    """The server asks for a key, does not know it, or does not let it make this call."""
+
+    exit_code = 4
+
+
+class UnexpectedReply(PeraxisError):
+    """An answer that a Peraxis server of this version does not give."""
+
 
 KEY_VARIABLE = "PERAXIS_API_KEY"
 MAX_KEY_BYTES = 4096
@@ -236,3 +273,47 @@ def _unknown_error(url: str, reply: httpx.Response) -> str:
 def _reason(error: httpx.RequestError) -> str:
     # httpx has no text for some of them.
     return printable(str(error))[:MAX_REASON_CHARS] or type(error).__name__
+
+
+class PageReply(msgspec.Struct, frozen=True):
+    """The fields of every page."""
+
+    has_more: bool = False
+    last_id: str | None = None
+
+
+def whole_list(server: RemoteServer, path: str, key: str, params: Mapping[str, str] | None = None) -> bytes:
+    """Ask for all pages of a list; return one document, the first page's with the entries of all.
+
+    Args:
+        server: The server.
+        path: The route.
+        key: The name of the list in a page.
+        params: Of each call.
+
+    Raises:
+        NoAnswer, ServerRefused, UnexpectedReply: A call failed.
+    """
+    pages = _pages(server, path, key, params or {})
+    document = next(pages)
+    for page in pages:
+        document[key] += page[key]
+    return json.dumps(document).encode()
+
+
+def _pages(server: RemoteServer, path: str, key: str, params: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    after: dict[str, str] = {}
+    while True:
+        content = server.call("GET", path, params={**params, **after})
+        reply, document = parsed(content, PageReply), parsed(content, dict[str, Any])
+        if not isinstance(document.get(key), list):
+            raise unexpected(f"it has no list {key!r}")
+        # They are of the page.
+        document.pop("has_more", None)
+        document.pop("last_id", None)
+        yield document
+        if not reply.has_more:
+            return
+        if reply.last_id is None or reply.last_id == after.get("after"):
+            raise unexpected("the next page of the list begins where this one began")
+        after = {"after": reply.last_id}

@@ -16,18 +16,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from client.errors import NoAnswer, ServerRefused
-from client.http import NO_SUCH_CALL, RemoteServer, ServerAddress, parsed
+from client.http import NO_SUCH_CALL, NoAnswer, RemoteServer, ServerAddress, ServerRefused, parsed
+from client.names import check_new_name, path_of
 from client.options import Json, Wait, print_reply, takes_address
-from client.reference import check_new_name, path_of
-from client.replies import UploadReply, VariantReply, VersionReply
-from client.tenancy import tenant_of_admin
+from client.replies import UploadReply, VariantReply, VersionReply, tenant_of_admin
 from client.waiting import ServerWait, is_unavailable, pause_s, print_line
+from deltastore.console import byte_progress, printable, size_text
 from deltastore.errors import ArtifactError, UsageError
 from deltastore.format.header import check_prefix
-from deltastore.progress import byte_progress
-from deltastore.quantities import size_text
-from deltastore.tables import printable
 
 app = typer.Typer(no_args_is_help=True)
 

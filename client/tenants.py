@@ -9,13 +9,11 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from client.http import RemoteServer, ServerAddress, parsed
+from client.http import RemoteServer, ServerAddress, parsed, whole_list
+from client.names import tenant_path_of
 from client.options import Json, print_json, print_reply, takes_address
-from client.pages import whole_list
-from client.reference import tenant_path_of
+from deltastore.console import print_table, printable, size_text
 from deltastore.errors import PeraxisError, UsageError
-from deltastore.quantities import size_text
-from deltastore.tables import print_table, printable
 
 app = typer.Typer(help="List the tenants of a server, and set their limits.", no_args_is_help=True)
 

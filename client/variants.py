@@ -1,4 +1,4 @@
-"""The commands of registered variants: ls, ps, show, promote, rollback, share, unshare and rm."""
+"""The commands of registered variants, and those that move them in and out of slots."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from client.errors import ServerRefused
-from client.http import RemoteServer, ServerAddress, parsed
-from client.options import Json, Name, print_json, print_reply, takes_address
-from client.pages import whole_list
-from client.reference import parse_reference, path_of
-from client.replies import DeletedReply, VariantReply, VariantsReply, VersionReply
-from client.tenancy import SharedVariant, not_owned, shared_variants, tenant_of
+from client.http import RemoteServer, ServerAddress, ServerRefused, parsed, whole_list
+from client.names import parse_reference, path_of
+from client.options import Json, Name, Reference, print_json, print_reply, takes_address
+from client.replies import (
+    DeletedReply,
+    SharedVariant,
+    StatusReply,
+    VariantReply,
+    VariantsReply,
+    VersionReply,
+    not_owned,
+    shared_variants,
+    tenant_of,
+)
+from deltastore.console import mark, print_table, printable, short, size_text, to_second
 from deltastore.errors import PeraxisError, shown
-from deltastore.quantities import size_text
-from deltastore.tables import mark, print_table, printable, short, to_second
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -301,3 +307,31 @@ def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:
         short(version.digest),
         to_second(version.created_at),
     )
+
+
+def _add_command(action: str, summary: str, example: str) -> None:
+    """Add the command that asks a server for an action on a version."""
+
+    @app.command(action, help=f"{summary}\n\nExample: peraxis {action} {example}")
+    @takes_address()
+    def command(address: ServerAddress, reference: Reference, as_json: Json = False) -> None:
+        _act(action, reference, address, as_json)
+
+
+def _act(action: str, reference: str, address: ServerAddress, as_json: bool) -> None:
+    """Ask the server to load, unload, pin or unpin a version, and print the state that it answers."""
+    name, params = parse_reference(reference)
+    with RemoteServer(address) as server:
+        content = server.call("POST", f"{path_of(name)}/{action}", params=params)
+    status = parsed(content, StatusReply)
+    if as_json:
+        print_reply(content)
+        return
+    pinned = ", pinned" if status.pinned else ""
+    print(f"{printable(status.name)}@{status.version}: now on level {printable(status.level)}{pinned}")
+
+
+_add_command("load", "Load a variant into a slot before a request needs it.", "instruct")
+_add_command("unload", "Free a variant's slot as soon as no request uses it.", "instruct@2")
+_add_command("pin", "Load a variant into a slot and never evict it.", "instruct")
+_add_command("unpin", "Allow the eviction of a pinned variant again.", "instruct")

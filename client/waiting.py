@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from client.errors import NoAnswer, NoServer, ServerRefused
+from client.http import NoAnswer, NoServer, ServerRefused
 
 # A server that answers 503, or that answered before, is waited for so long, in seconds.
 WAIT_S = 120

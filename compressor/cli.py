@@ -1,24 +1,25 @@
-"""The commands `peraxis compress` and `peraxis merge`: parse options, make a config, call one function, print."""
+"""The commands `compress`, `merge`, `eval` and `import`: parse options, make a config, call one function, print."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from tqdm import tqdm
 
-from deltastore.errors import UsageError
-from deltastore.quantities import size_text
+from deltastore.console import size_text
+from deltastore.errors import UsageError, shown
 
-# For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
-    from compressor.fitting.stage_cost import MemoryItem
+    from compressor.evaluate.evaluation import Evaluation
+    from compressor.evaluate.fidelity import Fidelity
+    from compressor.fit.shapes import MemoryItem
     from compressor.pipeline import CompressResult
-    from compressor.planning.requirements import Requirements
+    from compressor.planning import Requirements
 
 SAMPLES, PAPER_RATE = 256, 1e-4
 # Defaults of the options that calibration text needs, that lstsq reads and that adamw reads.
@@ -191,8 +192,8 @@ def compress(
     _check_options(calibration, solver, budget, values)
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
     from compressor.config import CompressConfig
-    from compressor.fitting.calibration import Calibration
-    from compressor.fitting.fit_settings import FitSettings
+    from compressor.fit.calibration import Calibration
+    from compressor.fit.fit_settings import FitSettings
     from compressor.pipeline import compress as run
     from compressor.pipeline import plan as run_plan
 
@@ -371,3 +372,166 @@ def _print_compressed(result: CompressResult) -> None:
 
 def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
+
+
+@app.command("import")
+def import_(
+    kind: Annotated[
+        Literal["bitdelta", "per-axis"],
+        typer.Argument(
+            metavar="bitdelta|per-axis",
+            help="The code that saved the file: BitDelta's, or the per-axis paper's.",
+        ),
+    ],
+    base: Annotated[
+        Path, typer.Option("--base", metavar="DIR", help="The base that the delta was made from.")
+    ],
+    diff: Annotated[
+        Path, typer.Option("--diff", metavar="FILE.pt", help="The delta, as torch.save wrote it.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="The artifact to write.")],
+    finetune: Annotated[
+        Path | None,
+        typer.Option(
+            "--finetune",
+            metavar="DIR",
+            help="The fine-tune, for its tokenizer, chat template, generation config and configuration; where its "
+            "weights are there too, the delta's error is measured against them. Without it: the base's.",
+        ),
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+) -> None:
+    """Make a delta of a one-bit delta that BitDelta or the per-axis code saved. No code in the file runs.
+
+    Its keys, for bitdelta: MODULE.mask, int32 of shape (in/32, out), bit i of word j being input 32j+i, and one number
+    in MODULE.coeff. For per-axis: MODULE.mask_row with MODULE.coeff_row of length in, or MODULE.mask_col with
+    MODULE.coeff_col of length out. Any other key is a whole parameter by its own name.
+
+    Example: peraxis import bitdelta --base BASE --finetune TUNED --diff diff.pt --out tuned.safetensors
+    """
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.convert.importer import ImportConfig, import_diff
+
+    result = import_diff(ImportConfig(kind, base, diff, out, finetune, progress))
+    error = result.manifest.fidelity.get("weight_error")
+    if as_json:
+        print(json.dumps({**result.as_json(), "weight_error": error}, indent=2))
+        return
+    print(f"{result.out}  sha256:{result.digest}")
+    print(
+        f"{size_text(result.artifact_bytes)} against {size_text(result.full_bytes)} at 16 bits: "
+        f"{result.ratio:.2f} times smaller"
+    )
+    num_changed = len(result.manifest.tensors)
+    print(
+        f"{num_changed} tensors changed, {result.num_unchanged} as in the base; method {result.manifest.method}"
+    )
+    if error is not None:
+        print(f"weight error {error:.4f} of the difference's norm")
+
+
+@app.command("eval")
+def evaluate(
+    base: Annotated[
+        str, typer.Option("--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id.")
+    ],
+    finetune: Annotated[
+        str,
+        typer.Option("--finetune", metavar="DIR|HF_ID", help="The fine-tune that the delta was made from."),
+    ],
+    delta: Annotated[Path, typer.Option("--delta", metavar="FILE", help="The artifact.")],
+    text: Annotated[
+        str,
+        typer.Option(
+            "--text",
+            metavar="FILE|self|DATASET",
+            help="Text that the delta was not fitted to: a .txt or .jsonl file, a data set of the hub, or text "
+            "sampled from the fine-tune.",
+        ),
+    ],
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Number of sequences of text.")] = 128,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="NAME,...|FILE.yaml",
+            help="Tasks of lm-evaluation-harness to run zero-shot; 'paper' runs the five of the paper.",
+        ),
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+) -> None:
+    """Measure how near a delta is to its fine-tune, beside how near the base is.
+
+    Example: peraxis eval --base BASE --finetune TUNED --delta tuned.safetensors --text held-out.txt --tasks paper
+
+    KL(fine-tune || model) is in nats per token, agreement the share of tokens whose most likely next one is the same,
+    both over the fine-tune's whole vocabulary. Where that is longer than the base's, the base is measured with the
+    fine-tune's added rows; in tasks it is itself. Paths in a task file count from the working directory.
+    """
+    names = () if tasks is None else tuple(tasks.split(","))
+    if not all(names):
+        raise UsageError(f"--tasks {tasks!r}: give names or .yaml files with a comma between two")
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.evaluate.evaluation import EvalConfig
+    from compressor.evaluate.evaluation import evaluate as run
+
+    result = run(EvalConfig(base, finetune, delta, text, samples, names, progress))
+    if as_json:
+        print(json.dumps(result.as_json(), indent=2))
+        return
+    print("\n".join(_lines(result)))
+
+
+def _lines(result: Evaluation) -> Iterator[str]:
+    head = [
+        "",
+        "KL to fine-tune",
+        "agreement",
+        "perplexity",
+        *(_title(result, task) for task in result.scores),
+    ]
+    rows = [
+        ["base", *_figures(result.base), *_task_figures(result, "base")],
+        [
+            "fine-tune",
+            "0",
+            "100.00%",
+            f"{result.delta.perplexity_finetune:.4g}",
+            *_task_figures(result, "finetune"),
+        ],
+        ["delta", *_figures(result.delta), *_task_figures(result, "delta")],
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    yield from (_aligned(row, widths) for row in (head, *rows))
+    yield ""
+    if result.kept is not None:
+        yield f"the delta goes {100 * result.kept:.2f}% of the way from base to fine-tune, by KL"
+    yield f"{result.num_sequences} sequences of text, {result.delta.num_tokens} tokens"
+    if result.foreign:
+        more = f" and {len(result.foreign) - 1} more" if len(result.foreign) > 1 else ""
+        yield (
+            f"note: tensor {shown(result.foreign[0])}{more} of the delta is not as in the fine-tune: "
+            "was it made from another?"
+        )
+
+
+def _title(result: Evaluation, task: str) -> str:
+    return f"{task} ({result.scores[task]['delta'].metric})"
+
+
+def _figures(fidelity: Fidelity) -> list[str]:
+    return [f"{fidelity.kl:.4g}", f"{100 * fidelity.agreement:.2f}%", f"{fidelity.perplexity:.4g}"]
+
+
+def _task_figures(result: Evaluation, model: str) -> list[str]:
+    return [f"{scores[model].value:.4f}" for scores in result.scores.values()]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])

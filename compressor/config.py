@@ -1,6 +1,6 @@
 """The settings of one `compress` run: two checkpoints, an output and options.
 
-Reads no files; the settings of fitting to text are `fitting/fit_settings.py`.
+Reads no files; the settings of fitting to text are `fit/fit_settings.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from compressor.codec import Method
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:  # brings transformers, which takes seconds
-    from compressor.fitting.fit_settings import FitSettings
+    from compressor.fit.fit_settings import FitSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,6 @@ class CompressConfig:
         if self.fit_settings is None:
             return settings
         # Deferred, because it imports transformers, which takes seconds.
-        from compressor.fitting.strategies import strategy_of
+        from compressor.fit.strategies import strategy_of
 
         return settings | strategy_of(self.fit_settings, self.method).settings()

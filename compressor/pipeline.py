@@ -12,33 +12,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows, finetune_with_own_head
+from compressor.adapters import finetune_directory
 from compressor.config import CompressConfig
-from compressor.io.adapters import finetune_directory
-from compressor.io.checkpoint_store import CheckpointStore, open_checkpoint_store
-from compressor.io.delta_writer import DeltaContents, WrittenDelta, write_delta
-from compressor.io.outputs import check_file_name, check_free_disk, check_not_an_input
-from compressor.io.pair_coding import PairCoding, changed_names, delta_tensors
-from compressor.io.pairs import Pairs, pair_up
-from compressor.io.side_files import own_files
-from compressor.io.sources import checkpoint_directory
-from compressor.model_card.card import check_card_directory, write_card
-from compressor.model_card.facts import DeltaFacts
-from compressor.planning.checks import check_memory
-from compressor.planning.requirements import Requirements, disk_bytes, requirements_of
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
+from compressor.model_card.card import DeltaFacts, check_card_directory, write_card
+from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
+from compressor.pairs import PairCoding, Pairs, changed_names, delta_tensors, pair_up
+from compressor.planning import Requirements, check_memory, disk_bytes, requirements_of
+from compressor.resume import CheckpointStore, open_checkpoint_store
+from compressor.sources import checkpoint_directory, own_files
+from compressor.writer import DeltaContents, WrittenDelta, write_delta
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import identify_base
 from deltastore.errors import FidelityError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
-from deltastore.format.plan import FP16_BYTES, OneBitPlan, is_matrix, one_bit_plan
+from deltastore.format.sizes import FP16_BYTES, OneBitPlan, is_matrix, one_bit_plan
 from deltastore.memory import return_freed_memory
-from deltastore.progress import identify_base
 
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:
-    from compressor.fitting.fit import Fitted
-    from compressor.fitting.fit_settings import FitSettings
+    from compressor.fit.fit import Fitted
+    from compressor.fit.fit_settings import FitSettings
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
 NUM_EXAMPLES = 4  # in a model card
@@ -158,7 +154,7 @@ def _write_card(
 ) -> None:
     """Write the model card, with continuations of test text if there is any."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.evaluate.examples import examples
+    from compressor.evaluate.tasks import examples
 
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
     device = torch.device("cpu") if config.fit_settings is None else config.fit_settings.torch_device()
@@ -177,8 +173,8 @@ def _fit(
 ) -> Fitted:
     """Fit the deltas of the matrices that differ to calibration text."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.fitting.fit import Fit
-    from compressor.fitting.strategies import strategy_of
+    from compressor.fit.fit import Fit
+    from compressor.fit.strategies import strategy_of
 
     spare_bytes = int((fit_settings.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)

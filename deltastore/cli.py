@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deltastore.console import size_text
 from deltastore.errors import ArtifactError, BaseMismatch, CheckpointError, UsageError, shown
-from deltastore.quantities import size_text
 
 # For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
-    from deltastore.base.base import Base
+    from deltastore.base import Base
     from deltastore.format.artifact import Artifact
-    from deltastore.format.plan import OneBitPlan
+    from deltastore.format.sizes import OneBitPlan
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -46,7 +46,7 @@ def inspect(
         raise UsageError("give the FILE of an artifact, or --plan and the directory of a config.json")
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
     from deltastore.format.artifact import Artifact
-    from deltastore.format.plan import one_bit_plan
+    from deltastore.format.sizes import one_bit_plan
 
     if plan is not None:
         shapes = model_shapes(plan)
@@ -71,8 +71,8 @@ def verify(
     Example: peraxis verify tuned.safetensors --base BASE
     """
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
-    from deltastore.base.checkpoint import Checkpoint
-    from deltastore.progress import identify_base
+    from deltastore.checkpoint import Checkpoint
+    from deltastore.console import identify_base
 
     identity = None if base is None else identify_base(Checkpoint.open(base), enabled=True)
     finding, digest = _finding(file, identity)

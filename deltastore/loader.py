@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltastore.errors import UsageError
 from deltastore.registry.uploads import CHUNK_BYTES
-from deltastore.thread_priority import lower_thread_priority
+from deltastore.threads import lower_thread_priority
 from deltastore.verified_object import ObjectFile, ObjectSource
 
 

@@ -23,7 +23,7 @@ from typer.main import get_group
 
 from deltastore.errors import PeraxisError
 from deltastore.memory import is_out_of_memory
-from deltastore.openmp_policy import bound_spinning
+from deltastore.threads import bound_spinning
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,13 @@ COMPLETION = frozenset({"--install-completion", "--show-completion"})
 COMPLETE_VARIABLE = "_PERAXIS_COMPLETE"
 COMMANDS: Mapping[str, CommandEntry] = {
     "compress": CommandEntry("compressor.cli", MAKE, "Make a delta from a base and its fine-tune."),
-    "eval": CommandEntry("compressor.evaluate.cli", MAKE, "Measure how close a delta is to its fine-tune."),
+    "eval": CommandEntry("compressor.cli", MAKE, "Measure how close a delta is to its fine-tune."),
     "inspect": CommandEntry(
         "deltastore.cli", MAKE, "Show the contents of a delta, or plan one from a model's shapes."
     ),
     "verify": CommandEntry("deltastore.cli", MAKE, "Check a delta, and optionally that it fits a base."),
     "merge": CommandEntry("compressor.cli", MAKE, "Add a delta to its base and write a stock checkpoint."),
-    "import": CommandEntry(
-        "compressor.convert.cli", MAKE, "Make a delta from a file of BitDelta or of the paper."
-    ),
+    "import": CommandEntry("compressor.cli", MAKE, "Make a delta from a file of BitDelta or of the paper."),
     "push": CommandEntry("client.push", PUBLISH, "Publish an artifact as the next version of a variant."),
     "ls": CommandEntry("client.variants", PUBLISH, "List the registered variants."),
     "show": CommandEntry("client.variants", PUBLISH, "Show one variant and its versions."),
@@ -65,21 +63,19 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "unshare": CommandEntry("client.variants", PUBLISH, "Make a public variant private again."),
     "rm": CommandEntry("client.variants", PUBLISH, "Delete a variant, or one version that is not active."),
     "serve": CommandEntry("server.cli", SERVE, "Serve a base and the variants of a registry over HTTP."),
-    "chat": CommandEntry("client.chat.cli", SERVE, "Talk to a variant, or to two side by side."),
+    "chat": CommandEntry("client.chat", SERVE, "Talk to a variant, or to two side by side."),
     "demo": CommandEntry(
         "peraxis.demo.cli",
         SERVE,
         "Train and serve tiny models, or serve a pair of your own.",
     ),
     "ps": CommandEntry("client.variants", OPERATE, "List the versions that are in memory or have requests."),
-    "load": CommandEntry(
-        "client.residency", OPERATE, "Load a variant into a slot before a request needs it."
-    ),
+    "load": CommandEntry("client.variants", OPERATE, "Load a variant into a slot before a request needs it."),
     "unload": CommandEntry(
-        "client.residency", OPERATE, "Free a variant's slot as soon as no request uses it."
+        "client.variants", OPERATE, "Free a variant's slot as soon as no request uses it."
     ),
-    "pin": CommandEntry("client.residency", OPERATE, "Load a variant into a slot and never evict it."),
-    "unpin": CommandEntry("client.residency", OPERATE, "Allow the eviction of a pinned variant again."),
+    "pin": CommandEntry("client.variants", OPERATE, "Load a variant into a slot and never evict it."),
+    "unpin": CommandEntry("client.variants", OPERATE, "Allow the eviction of a pinned variant again."),
     "keys": CommandEntry("peraxis.keys", OPERATE, "Create, list and revoke tenants' API keys.", True),
     "tenants": CommandEntry("client.tenants", OPERATE, "List tenants, and set their limits.", True),
     "registry": CommandEntry(

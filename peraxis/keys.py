@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 from msgspec import Struct
 
-from client.http import RemoteServer, ServerAddress, parsed
+from client.http import RemoteServer, ServerAddress, parsed, whole_list
+from client.names import key_id_of
 from client.options import DEFAULT_URL, Json, KeyFile, Url, print_reply, takes
-from client.pages import whole_list
-from client.reference import key_id_of
+from deltastore.console import print_table, printable, to_second
 from deltastore.errors import UsageError
-from deltastore.tables import print_table, printable, to_second
 
 if TYPE_CHECKING:
     from server.tenants.tenant import Role

@@ -14,19 +14,17 @@ from typing import TypeVar
 
 import torch
 
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.servable import own_dtype
-from deltastore.diagnosis import Diagnosis, diagnose
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import Diagnosis, diagnose, identify_base, size_text
 from deltastore.errors import NotServable, PeraxisError, RegistryError, UsageError
-from deltastore.format.plan import one_bit_plan
-from deltastore.host_memory import available_bytes
-from deltastore.progress import identify_base
-from deltastore.quantities import size_text
+from deltastore.format.sizes import one_bit_plan
+from deltastore.memory import available_bytes
 from deltastore.registry import Registry
 from deltastore.registry.claims import FORMAT_FILE, check_format, check_place, is_bucket, is_registry, older
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.storage import TEMPORARY, Storage, explained
+from deltastore.servable import own_dtype
 from server.engine.build import (
     DTYPES,
     check_base,

@@ -122,7 +122,7 @@ def serve(
         return
     # Deferred: --help and --print-config need none of this, and only checks and the inline engine import torch.
     if check:
-        from deltastore.diagnosis import has_failed, print_diagnoses
+        from deltastore.console import has_failed, print_diagnoses
         from server.check import check_machine
 
         diagnoses = check_machine(loaded)

@@ -30,7 +30,7 @@ from deltastore.errors import PeraxisError, RegistryUnavailable, RegistryUnwrita
 from deltastore.registry import Registry
 from deltastore.registry.claims import is_bucket
 from deltastore.registry.object_cache import ObjectCache
-from deltastore.thread_priority import NICENESS, lower_thread_priority
+from deltastore.threads import NICENESS, lower_thread_priority
 from deltastore.user_cache import user_cache_dir
 from server.errors import QueueFull
 from server.fairness import FairBudget, FairLimiter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ import tests.helpers.threads
 import tests.helpers.triton_interpreter  # noqa: F401
 from tests.helpers.s3_server import Bucket, S3Server, running_s3_server
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
+
+# A shell starts jobs in the background with Ctrl-C ignored, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Mounts a file system of a given size in bytes and returns its directory.
 SmallDisk = Callable[[int], Path]

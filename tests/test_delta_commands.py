@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deltastore import progress
-from deltastore.base.checkpoint import Checkpoint
+from deltastore import console
+from deltastore.checkpoint import Checkpoint
 from deltastore.cli import model_shapes
 from peraxis.cli import run
 from tests.compressor.helpers.compressing import enriched, rewrite
@@ -93,7 +93,7 @@ def test_compress_prints_a_few_lines_and_nothing_else(
     models: TinyModels, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Progress is shown after a while, and this process may have run for as long.
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", math.inf)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", math.inf)
     assert run(compressing(models, tmp_path / "delta", "--samples", "16")) == 0
     printed = capsys.readouterr()
     assert "times smaller" in printed.out

@@ -20,11 +20,10 @@ from triton.errors import TritonError
 
 from bench.gpu.check import check
 from bench.gpu.load import measure_load
-from bench.gpu.model import blueprint, build_model
-from bench.gpu.rows import FULL, SMALL, BenchSizes, Rows
+from bench.gpu.measure import FULL, SMALL, BenchSizes, Rows, blueprint, build_model
 from bench.gpu.steps import StepBench
 from bench.report import RESULTS, describe, write_result
-from peraxis.demo.table import table
+from deltastore.console import table
 from server import kernels
 
 MINUTES = 8.5

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.gpu.rows import Rows
-from deltastore.format.signs import packed_width
+from bench.gpu.measure import Rows
+from deltastore.format.matrix import packed_width
 from server import kernels
 from server.kernels import attention_cuda
 from server.kernels import reference as onebit_reference

@@ -14,9 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.gpu.model import Blueprint, fill
-from bench.gpu.rows import FASTER_THAN_CHECKPOINT, HOST_TO_READY_MS, Rows
-from bench.gpu.timing import once, seconds, settle
+from bench.gpu.measure import (
+    FASTER_THAN_CHECKPOINT,
+    HOST_TO_READY_MS,
+    Blueprint,
+    Rows,
+    fill,
+    once,
+    seconds,
+    settle,
+)
 from deltastore.format.header import encode_header
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry.uploads import CHUNK_BYTES, ChunkedDigest

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bench.gpu.model import Blueprint, base_of, make_resident
-from bench.gpu.rows import BASE_TRAFFIC, RESIDENT, BenchSizes, Rows, step_limit
-from bench.gpu.timing import captured, seconds
+from bench.gpu.measure import (
+    BASE_TRAFFIC,
+    RESIDENT,
+    BenchSizes,
+    Blueprint,
+    Rows,
+    base_of,
+    captured,
+    make_resident,
+    seconds,
+    step_limit,
+)
 from server.deltas.layers import attach
 from server.deltas.resident import BatchContext, ResidentDelta, arena
 from server.engine.build import CUDA_SHARE, DEFAULT_MAX_SLOTS

@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.serving import publish
+from bench.engine import publish
 from bench.synthetic import LlamaShapes, write_norm_delta
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts
 

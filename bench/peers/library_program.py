@@ -1,6 +1,6 @@
 """The alternatives inside transformers, in a process of their own: merged weights swapped in, and its own batching.
 
-Started by `library_peer.py` with a base's directory and a number of merged copies on standard input.
+Started by `contender.py` with a base's directory and a number of merged copies on standard input.
 """
 
 from __future__ import annotations

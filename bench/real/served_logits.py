@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.real.models import TEXT_TOKENS
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner, ScheduledSequence

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from bench.engine import SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from bench.report import RESULTS, describe, write_result
-from bench.serving import SMALL, BenchEngine, prompts, publish_variants, serving, write_base
+from deltastore.console import table
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from peraxis.demo.service import running
-from peraxis.demo.table import table
 
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 16
 NUM_ACTIVE, NUM_SLOTS = 10, 32

@@ -26,12 +26,11 @@ from unittest.mock import patch
 import torch
 
 from bench.report import RESULTS, describe, write_result
+from deltastore.console import table
 from deltastore.registry import Registry, variants
 from deltastore.registry.directory.files import DirectoryFiles
-from deltastore.registry.records import VariantState, VersionRecord
-from deltastore.registry.reports import Usage
+from deltastore.registry.records import Usage, VariantState, VersionRecord
 from deltastore.registry.variants import EntrySequence, VariantDirectory
-from peraxis.demo.table import table
 from server.metrics.exposition import read_registry
 
 TENANT, NAME = "acme", "a"

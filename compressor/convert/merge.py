@@ -1,6 +1,7 @@
 """Merge a base and a delta into one Hugging Face checkpoint.
 
-Reads both in row blocks; `merge_kernel.py` adds them and `shards.py` writes the result.
+Reads both in row blocks; `merge_kernel.py` adds them. Sharded safetensors files are written block by block, as
+transformers lays them out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +21,98 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.blockwise.delta_model import DeltaModel
+from compressor.codec import row_blocks
 from compressor.convert.merge_kernel import merge_delta
-from compressor.convert.shards import OutputTensor, split_into_shards, write_index, write_shard
-from compressor.io.outputs import check_free_disk, check_not_an_input
-from compressor.io.pairs import is_finite
-from compressor.io.row_blocks import row_blocks
-from compressor.io.side_files import tokenizer_files
-from compressor.io.sources import checkpoint_directory
-from deltastore.base.checkpoint import DTYPE_NAME, TORCH_DTYPE, Checkpoint
+from compressor.decoder.weights import DeltaModel
+from compressor.outputs import check_free_disk, check_not_an_input
+from compressor.pairs import is_finite
+from compressor.sources import checkpoint_directory, tokenizer_files
+from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTYPE, Checkpoint
+from deltastore.console import byte_progress, identify_base
 from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
+from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import byte_progress, identify_base
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """The name, dtype and shape of a tensor to write."""
+
+    name: str
+    dtype: str  # safetensors' name, such as BF16
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointShard:
+    """One safetensors file and its tensors in order."""
+
+    file: str
+    outputs: Sequence[OutputTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs)
+
+
+def split_into_shards(
+    outputs: Iterable[OutputTensor], max_bytes: int = MAX_SHARD_BYTES
+) -> list[CheckpointShard]:
+    """Split tensors into files of at most `max_bytes`, or of one larger tensor, named as transformers does."""
+    groups: list[list[OutputTensor]] = [[]]
+    num_bytes = 0  # of the last group
+    for output in outputs:
+        if groups[-1] and num_bytes + output.num_bytes > max_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(output)
+        num_bytes += output.num_bytes
+    if len(groups) == 1:
+        return [CheckpointShard(SINGLE_FILE, groups[0])]
+    return [
+        CheckpointShard(f"model-{number:05}-of-{len(groups):05}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def write_shard(
+    directory: Path,
+    shard: CheckpointShard,
+    blocks: Callable[[OutputTensor], Iterable[Tensor]],  # of one tensor, in order
+    on_bytes: Callable[[int], object],  # called with the bytes of each block
+) -> None:
+    """Write one file, a block at a time; `blocks` yields those of one tensor."""
+    entries, position = [], 0
+    for output in shard.outputs:
+        entries.append(
+            TensorEntry(output.name, output.dtype, output.shape, position, position + output.num_bytes)
+        )
+        position += output.num_bytes
+    with (directory / shard.file).open("wb") as file:
+        file.write(encode_header(entries, {"format": "pt"}))
+        for output in shard.outputs:
+            for block in blocks(output):
+                file.write(block.contiguous().view(-1).view(torch.uint8).numpy().data)
+                on_bytes(block.nbytes)
+
+
+def write_index(directory: Path, shards: Sequence[CheckpointShard]) -> None:
+    """Write the index of tensors by file, if there is more than one file."""
+    if len(shards) > 1:
+        weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
+        total = sum(shard.num_bytes for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
 
 BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
 DtypeName = Literal["bfloat16", "float16", "float32"]

@@ -18,11 +18,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from compressor.codec import row_blocks
 from compressor.convert import SOURCES
-from compressor.io.row_blocks import row_blocks
 from deltastore.compiled import numba_cache
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
+from deltastore.format.matrix import MatrixDelta, SignPlane
 
 LANES = 32  # 64 bytes of 16-bit weights
 # Distance of the prefetch in a row; without it the kernel takes 1.5 times as long.

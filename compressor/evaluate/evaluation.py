@@ -15,24 +15,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compressor.blockwise.decoder import Decoder
-from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
+from compressor.adapters import finetune_directory
 from compressor.convert.merge import MergeConfig, merge
+from compressor.decoder.decoder import Decoder
+from compressor.decoder.weights import DeltaModel, base_with_added_rows
 from compressor.evaluate.fidelity import Fidelity, Predictions, compare
 from compressor.evaluate.tasks import Score, Tasks
-from compressor.fitting.calibration import Calibration, batched, calibration_text
-from compressor.io.adapters import finetune_directory
-from compressor.io.pairs import Pairs, pair_up
-from compressor.io.sources import checkpoint_directory
-from deltastore.base.checkpoint import Checkpoint
+from compressor.fit.calibration import Calibration, batched, calibration_text
+from compressor.pairs import Pairs, pair_up
+from compressor.sources import checkpoint_directory
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import identify_base, progress_bar, rounded
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
-from deltastore.progress import identify_base, progress_bar
-from deltastore.quantities import rounded
 
 if TYPE_CHECKING:
-    from compressor.blockwise.weights import Weights
+    from compressor.decoder.weights import Weights
 
 BATCH_TOKENS = 4096  # tokens of one forward
 SEED = 0x5EED  # of sampled text; not the default of `compress`, so the delta was not fitted to the same text

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from compressor.io.row_blocks import row_blocks
+from compressor.codec import row_blocks
+from deltastore.console import rounded
 from deltastore.errors import CheckpointError
-from deltastore.quantities import rounded
 
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:
-    from compressor.blockwise.decoder import Decoder
+    from compressor.decoder.decoder import Decoder
 
 LOGITS_NUMEL = 1 << 25  # logits of one model computed at a time: 128 MiB
 DOUBLES_NUMEL = 1 << 21  # logits compared in float64 at a time

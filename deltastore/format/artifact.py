@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from deltastore.base.checkpoint import DTYPE_NAME, TORCH_DTYPE
+from deltastore.checkpoint import DTYPE_NAME, TORCH_DTYPE
 from deltastore.errors import ArtifactError, CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.header import (
     Header,
@@ -31,8 +31,7 @@ from deltastore.format.header import (
 )
 from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout
 from deltastore.format.manifest import MatrixParts, PlaneParts, file_tensor, padding_tensor, part_names
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane, is_gain
+from deltastore.format.matrix import MatrixDelta, SignPlane, is_gain
 
 if TYPE_CHECKING:
     from deltastore.format.manifest import Manifest

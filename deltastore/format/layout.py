@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from deltastore.errors import ArtifactError, shown
 from deltastore.format.header import ALIGNMENT, Header, TensorEntry
 from deltastore.format.manifest import file_tensor, part_names
-from deltastore.format.signs import packed_width
+from deltastore.format.matrix import packed_width
 
 # Importing the manifest imports pydantic.
 if TYPE_CHECKING:

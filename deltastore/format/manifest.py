@@ -123,7 +123,7 @@ class Manifest(_Strict):
     tied: bool  # the output head is the input embedding
     # Bytes of the device section, with which the data section begins; the variant's files follow.
     device_bytes: Size
-    config: Facts  # as `deltastore.base.base.architecture` returns it; the base's must agree
+    config: Facts  # as `deltastore.base.architecture` returns it; the base's must agree
     tensors: dict[str, TensorSpec]
     files: Annotated[list[Filename], Field(max_length=len(FILES))]
     compressor: Facts  # version and settings

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 
-from deltastore.base.base import Base, different_facts
-from deltastore.base.checkpoint import HEAD_SUFFIXES
+from deltastore.base import Base, different_facts
+from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.header import TensorEntry
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.matrix import largest_of_plane, largest_of_residual
-from deltastore.format.signs import num_stray_bits, packed_width
+from deltastore.format.matrix import largest_of_plane, largest_of_residual, num_stray_bits, packed_width
 
 # A delta or a whole tensor beyond FP16's range overflows activations.
 LARGEST_SCALE = 65504.0

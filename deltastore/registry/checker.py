@@ -13,8 +13,7 @@ from pathlib import PurePath
 
 from deltastore.errors import RegistryError, VariantNotFound
 from deltastore.registry.claims import Claims
-from deltastore.registry.records import ReportFile, VersionRecord, check_report, is_name
-from deltastore.registry.reports import CheckReport, Finding
+from deltastore.registry.records import CheckReport, Finding, ReportFile, VersionRecord, check_report, is_name
 from deltastore.registry.store import SmallFiles
 from deltastore.registry.variants import REPORTS, History, VariantDirectory, directories, report_files
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deltastore.console import mark, print_table, short, size_text, to_second
 from deltastore.errors import UsageError
-from deltastore.quantities import size_text
-from deltastore.tables import mark, print_table, short, to_second
 
 # For types alone: `--help` opens no registry.
 if TYPE_CHECKING:
     from deltastore.registry import Registry
-    from deltastore.registry.records import VersionRecord
-    from deltastore.registry.reports import CheckReport, GcReport
+    from deltastore.registry.records import CheckReport, GcReport, VersionRecord
     from deltastore.registry.variants import Variant
 
 app = typer.Typer(help="List, delete from, clean and check a registry.", no_args_is_help=True)

@@ -1,6 +1,6 @@
-"""Version records and the state of a variant, as values and as JSON, and the rules of names. Must not touch files.
+"""Values of a registry and the rules of names: version records, a variant's state, results of counting and checking.
 
-A published record never changes; the state is the only part of a variant that does.
+Must not touch files. A published record never changes; the state is the only part of a variant that does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import secrets
 from bisect import bisect, bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -312,3 +313,45 @@ def _parse(adapter: TypeAdapter[T], raw: bytes, where: str) -> T:
         first = error.errors(include_url=False)[0]
         field_name = ".".join(str(part) for part in first["loc"]) or "the document"
         raise RegistryError(f"{where}: {field_name}: {first['msg']}") from error
+
+
+class Usage(NamedTuple):
+    """The registry's counts and sizes."""
+
+    num_objects: int
+    num_bytes: int  # of the objects
+    free_bytes: int | None  # of the file system, for this user; a bucket has no such limit
+    num_quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """The garbage that a collection removed, or with `dry_run` found."""
+
+    objects: tuple[str, ...]  # digests
+    num_partials: int  # abandoned uploads
+    num_leftovers: int  # files that a crash left behind or newer ones replace
+    bytes_freed: int
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem with a file, or with a file that is missing."""
+
+    path: PurePath
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The result of a check."""
+
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]  # harmless: gc or another upload resolves them
+    num_objects: int
+    num_versions: int
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings

@@ -21,13 +21,15 @@ from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.reader import RegistryReader
 from deltastore.registry.records import (
     ArtifactFacts,
+    CheckReport,
+    GcReport,
+    Usage,
     VariantState,
     VersionRecord,
     Visibility,
     check_names,
     report_to_json,
 )
-from deltastore.registry.reports import CheckReport, GcReport, Usage
 from deltastore.registry.storage import Storage
 from deltastore.registry.store import ObjectWriter, Store
 from deltastore.registry.uploads import SealedUpload, Upload

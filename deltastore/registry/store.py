@@ -14,8 +14,7 @@ from pathlib import Path, PurePath
 from typing import NamedTuple, Protocol, TypeVar
 
 from deltastore.errors import StorageFull
-from deltastore.registry.records import VersionRecord
-from deltastore.registry.reports import CheckReport, GcReport, Usage
+from deltastore.registry.records import CheckReport, GcReport, Usage, VersionRecord
 from deltastore.registry.storage import FULL
 from deltastore.registry.uploads import SealedUpload, Uploads
 

@@ -27,24 +27,29 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
+from compressor.adapters import CONFIG_FILE as ADAPTER_FILE
+from compressor.adapters import finetune_directory
 from compressor.config import CompressConfig
-from compressor.io.adapters import CONFIG_FILE as ADAPTER_FILE
-from compressor.io.adapters import finetune_directory
-from compressor.io.outputs import check_free_disk
-from compressor.io.pairs import check_architecture
-from compressor.io.sources import HubModel, checkpoint_directory, find_on_hub, is_hub_id
-from compressor.io.tokenizer import has_tokenizer, load_tokenizer
+from compressor.outputs import check_free_disk
+from compressor.pairs import check_architecture
 from compressor.pipeline import CompressResult, compress
-from deltastore.base.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.base.servable import own_dtype, servable_model
+from compressor.sources import (
+    HubModel,
+    checkpoint_directory,
+    find_on_hub,
+    has_tokenizer,
+    is_hub_id,
+    load_tokenizer,
+)
+from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.console import size_text, table
 from deltastore.errors import CheckpointError, MemoryTooSmall, PeraxisError, UsageError
 from deltastore.format.header import parse_json
-from deltastore.format.plan import one_bit_plan
-from deltastore.host_memory import available_bytes
-from deltastore.quantities import size_text
+from deltastore.format.sizes import one_bit_plan
+from deltastore.memory import available_bytes
 from deltastore.registry.records import NAME, RESERVED
+from deltastore.servable import own_dtype, servable_model
 from peraxis.demo.service import ServerClient, running
-from peraxis.demo.table import table
 
 Progress = Callable[[str], None]
 
@@ -250,7 +255,7 @@ def _check_room(pair: OwnPair, model: Any) -> None:
 
 
 def _is_adapter(source: str, sources: Mapping[str, HubModel]) -> bool:
-    """True for an adapter without a model, as `compressor.io.adapters.is_adapter` finds in a directory."""
+    """True for an adapter without a model, as `compressor.adapters.is_adapter` finds in a directory."""
     model = sources.get(source)
     names = set(model.files) if model else {path.name for path in Path(source).iterdir()}
     return ADAPTER_FILE in names and not {SINGLE_FILE, INDEX_FILE} & names

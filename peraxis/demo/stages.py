@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from compressor.config import CompressConfig
-from compressor.fitting.calibration import Calibration
-from compressor.fitting.fit_settings import FitSettings
+from compressor.fit.calibration import Calibration
+from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import CompressResult, compress
-from peraxis.demo.cold import FirstTokens, checkpoint_first_tokens, delta_first_tokens
-from peraxis.demo.recipe import DEMO_RECIPE, QUICK_RECIPE, DemoRecipe
-from peraxis.demo.score import exact_match
+from deltastore.console import table
+from peraxis.demo.measure import FirstTokens, checkpoint_first_tokens, delta_first_tokens, exact_match
 from peraxis.demo.service import ServerClient
-from peraxis.demo.table import table
 from peraxis.demo.tasks import Item, Task
-from peraxis.demo.train import Models, prepare
+from peraxis.demo.train import DEMO_RECIPE, QUICK_RECIPE, DemoRecipe, Models, prepare
 
 Line = Callable[[str], None]
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.errors import BaseMismatch, PeraxisError, shown
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord, is_name
-from deltastore.thread_priority import IDLE_NICENESS
+from deltastore.threads import IDLE_NICENESS
 from server.api.downloads import Downloads
 from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltastore.console import size_text
 from deltastore.errors import ArtifactTooLarge, SettingsError
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader, LoadReport
-from deltastore.quantities import size_text
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from deltastore.thread_priority import lower_thread_priority
+from deltastore.threads import lower_thread_priority
 from deltastore.verified_object import ObjectSource, read_verified
 from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
 from server.metrics.metrics import ResidencyMetrics

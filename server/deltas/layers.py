@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.servable import is_norm, kind, no_head
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, NotServable
 from deltastore.format.layout import FLOATS
+from deltastore.servable import is_norm, kind, no_head
 from server.deltas.resident import (
     BatchContext,
     DeltaGroup,

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from deltastore.base.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
+from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
 from deltastore.format.manifest import Manifest, MatrixParts, PlaneParts, part_names
 from server.errors import EngineFailed

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.servable import own_dtype
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import size_text
 from deltastore.errors import NotServable
-from deltastore.format.plan import one_bit_plan
-from deltastore.host_memory import available_bytes
+from deltastore.format.sizes import one_bit_plan
 from deltastore.loader import Loader
-from deltastore.quantities import size_text
+from deltastore.memory import available_bytes
 from deltastore.registry import Registry
+from deltastore.servable import own_dtype
 from server.deltas.fetcher import Fetcher, HostCache
 from server.deltas.residency import Residency
 from server.deltas.resident import Slot, arena

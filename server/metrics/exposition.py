@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, VariantNotFound
 from deltastore.registry import Registry
-from deltastore.registry.reports import Usage
+from deltastore.registry.records import Usage
 from server.metrics.instruments import (
     BASE,
     MAX_LABEL_VALUES,

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.servable import kind
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
+from deltastore.servable import kind
 from server import kernels
 from server.deltas.layers import attach
 from server.deltas.resident import BatchContext

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from deltastore.base.base import Base
-from deltastore.base.servable import is_norm, kind
+from deltastore.base import Base
 from deltastore.errors import NotServable
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import pack_signs
 from deltastore.memory import is_out_of_memory
+from deltastore.servable import is_norm, kind
 from server.deltas.resident import BatchContext, MatrixView, PlaneView, ResidentDelta, Slot
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 

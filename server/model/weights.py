@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.fingerprint import cached_fingerprint, fingerprint, shard_state
-from deltastore.base.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import byte_progress
 from deltastore.errors import CheckpointError
+from deltastore.fingerprint import cached_fingerprint, fingerprint, shard_state
 from deltastore.memory import is_out_of_memory
-from deltastore.progress import byte_progress
+from deltastore.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
 from server.deltas.layers import check_tensors
 from server.errors import Draining
 

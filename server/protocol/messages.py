@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import Struct
 
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, InvalidRequest, RateLimited

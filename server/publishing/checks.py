@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
-from deltastore.thread_priority import NICENESS
+from deltastore.threads import NICENESS
 from server.errors import Draining, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout
 from server.workers.pool import LOAD_LIMITS, LOAD_S, WorkerPool
 from server.workers.worker_main import Limits
 
 if TYPE_CHECKING:
-    from deltastore.base.base import Base
+    from deltastore.base import Base
 
 log = logging.getLogger(__name__)
 

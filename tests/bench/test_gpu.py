@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.gpu.__main__ import SectionRunner, main
 from bench.gpu.check import attention_errors
 from bench.gpu.load import write_delta
-from bench.gpu.model import Blueprint, blueprint, build_model, fill
-from bench.gpu.rows import FULL, SMALL, Rows
+from bench.gpu.measure import FULL, SMALL, Blueprint, Rows, blueprint, build_model, fill
 from bench.gpu.steps import StepBench
-from deltastore.format.plan import one_bit_plan
+from deltastore.format.sizes import one_bit_plan
 from server.kernels import attention_cuda
 from server.model import attention
 from tests.bench.helpers.without_numba import ABSENT

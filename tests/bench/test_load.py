@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.load import main
+from deltastore.console import table
 from peraxis.demo.page_cache import cached_fraction, drop
-from peraxis.demo.table import table
 
 
 def test_a_small_run_prints_its_table_and_writes_what_the_figures_belong_to(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.objectstore.loads import main
+from bench.objectstore import main
 
 
 def test_a_small_run_prints_its_table_and_writes_every_load(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bench.process_tree import ProcessTree, memory_of, part_of
+from bench.process import ProcessTree, memory_of, part_of
 
 CHILD = "import sys; block = bytearray(64 << 20); print(flush=True); sys.stdin.read()"
 

@@ -12,21 +12,34 @@ from typing import Any
 import pytest
 
 from bench.quality import __main__ as bench
-from bench.quality.__main__ import LARGE, SMALL, main
-from bench.quality.evaluator import Scores
-from bench.quality.runs import BITDELTA, ONE_VECTOR, OURS, PAPER, SCALAR, UNTRAINED, Cost, Run
-from bench.quality.tables import (
+from bench.quality.__main__ import (
     CODED,
     GOALS,
+    LARGE,
     OURS_GENERAL,
     OURS_SELF,
     PAPER_GENERAL,
+    SMALL,
     DeltaFigure,
     PairFigures,
     curve_table,
     goal_table,
+    main,
 )
-from bench.quality.text import task_records, unseen_sources, write_texts
+from bench.quality.runs import (
+    BITDELTA,
+    ONE_VECTOR,
+    OURS,
+    PAPER,
+    SCALAR,
+    UNTRAINED,
+    Cost,
+    Run,
+    Scores,
+    task_records,
+    unseen_sources,
+    write_texts,
+)
 from compressor.evaluate.fidelity import Fidelity
 from peraxis.demo.tasks import Split, is_held_out, make_tasks
 

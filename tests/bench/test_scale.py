@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra ray: pip install -e '.[ray]'")
 
-from bench.scale.__main__ import HAPROXY, PROXY, Measured, ResidentShare, judged
-from bench.scale.clients import StreamEnd
+from bench.scale.__main__ import HAPROXY, PROXY, Measured, ResidentShare, StreamEnd, judged
 from bench.scale.ray_cluster import RANDOM_ROUTER, ROUTER
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulation.__main__ import POLICIES, SMALL_SCOPE, main, simulate
-from bench.simulation.cluster import Clock, Replica, ReplicaScope, SimulatedRequest
+from bench.simulation import (
+    POLICIES,
+    SMALL_SCOPE,
+    Clock,
+    Replica,
+    ReplicaScope,
+    SimulatedRequest,
+    main,
+    simulate,
+)
 
 SCOPE = ReplicaScope(capacity=1, num_slots=1, num_host=4, load_from_host_s=0.5, load_from_disk_s=2.0)
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.contender import Key
-from bench.peers.library_peer import CONTINUOUS, STATIC, SWAPPED
-from bench.peers.vllm_peer import VLLM
+from bench.peers.contender import CONTINUOUS, STATIC, SWAPPED, VLLM, Key
 from bench.throughput import OURS, goals, main
 
 RATES: dict[Key, float] = {

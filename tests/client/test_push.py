@@ -12,11 +12,10 @@ import httpx
 import pytest
 
 from client import waiting
-from client.errors import NoAnswer, NoServer, ServerRefused
-from client.http import RemoteServer, ServerAddress
+from client.http import NoAnswer, NoServer, RemoteServer, ServerAddress, ServerRefused
 from client.push import ANSWER_S, MAX_ATTEMPTS, ArtifactFile, Publishing, publish
 from client.waiting import ServerWait
-from deltastore import progress
+from deltastore import console
 from deltastore.errors import ArtifactError
 from peraxis.cli import run
 from tests.client.helpers.cutting_proxy import cutting_proxy
@@ -344,7 +343,7 @@ def test_a_file_that_changes_while_it_is_sent_is_an_error(file: Path, change: by
 def test_off_a_terminal_progress_is_whole_lines(
     file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
     with scripted_server(ABSENT, CREATED) as server:
         assert run(["push", str(file), "--name", "a", "--url", server.url]) == 0
     captured = capsys.readouterr()
@@ -368,7 +367,7 @@ def test_on_a_terminal_progress_is_a_bar(file: Path) -> None:
 def test_without_progress_stderr_stays_empty(
     file: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
     assert pushed(file, ABSENT, CREATED)[0] == 0
     assert capsys.readouterr().err == ""
 

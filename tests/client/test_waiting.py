@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from client.errors import NoAnswer, NoServer, ServerRefused
+from client.http import NoAnswer, NoServer, ServerRefused
 from client.waiting import ServerWait
 
 REFUSED = NoServer("no server answers")

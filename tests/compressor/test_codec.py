@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.codec import Method, code_matrix
-from compressor.io.row_blocks import T, row_blocks, workers
-from deltastore.format.signs import unpack_mask
+from compressor.codec import Method, T, code_matrix, row_blocks, workers
+from deltastore.format.matrix import unpack_mask
 
 SHAPES = [(2, 2), (3, 7), (5, 8), (17, 33), (64, 100), (131, 1031), (4099, 70)]
 FP16_STEP = 2.0**-11  # half a unit in the last place of a normal FP16 number, relative

@@ -12,7 +12,7 @@ from bench import merge as bench_merge
 from bench.compress import measure
 from bench.synthetic import LlamaShapes
 from compressor.codec import Method
-from deltastore import progress
+from deltastore import console
 from tests.compressor.helpers.compressing import compressed
 from tests.helpers.tiny_models import make_pair
 
@@ -50,8 +50,8 @@ def test_a_small_bench_prints_its_table_and_names_its_machine(
 def test_progress_in_a_log_is_whole_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
-    with progress.byte_progress(2_000_000, "delta", enabled=True) as bar:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    with console.byte_progress(2_000_000, "delta", enabled=True) as bar:
         bar.update(1_000_000)
         bar.update(1_000_000)
     lines = capsys.readouterr().err.splitlines()
@@ -62,7 +62,7 @@ def test_progress_in_a_log_is_whole_lines(
 def test_progress_that_is_not_wanted_is_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
-    with progress.byte_progress(10, "delta", enabled=False) as bar:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    with console.byte_progress(10, "delta", enabled=False) as bar:
         bar.update(10)
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltastore.openmp_policy import CHOICES, bound_spinning
+from deltastore.threads import CHOICES, bound_spinning
 
 
 def test_threads_spin_shortly_by_default() -> None:

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from deltastore import progress
+from deltastore import console
 
 
 def test_bars_that_are_each_short_still_give_a_line_when_the_interval_has_passed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.5)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0.5)
     begun = time.monotonic()
     for number in range(12):
-        with progress.progress_bar(5, f"stage {number}", "step", enabled=True) as bar:
+        with console.progress_bar(5, f"stage {number}", "step", enabled=True) as bar:
             for _ in range(5):
                 time.sleep(0.02)
                 bar.update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltastore.quantities import size_text
+from deltastore.console import size_text
 
 
 @pytest.mark.parametrize(

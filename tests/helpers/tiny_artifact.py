@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
 
 EMBEDDING = "model.embed_tokens.weight"
 BOTH = "model.layers.0.self_attn.q_proj.weight"

@@ -30,7 +30,7 @@ def work(kind: str, as_json: bool = typer.Option(False, "--json")) -> None:
     if kind == "failed":
         raise BaseMismatch("delta 'a' was made\\nfrom another base")
     if kind == "authentication":
-        from client.errors import AuthenticationFailed
+        from client.http import AuthenticationFailed
         raise AuthenticationFailed("the key has expired", 401, "invalid_api_key")
     if kind == "usage":
         raise UsageError("two options contradict each other")

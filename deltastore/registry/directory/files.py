@@ -24,8 +24,7 @@ from typing import Self, TypeVar
 
 from deltastore.errors import UsageError
 from deltastore.registry.claims import check_present
-from deltastore.registry.records import VersionRecord
-from deltastore.registry.reports import Usage
+from deltastore.registry.records import Usage, VersionRecord
 from deltastore.registry.storage import FULL, TEMPORARY, Reserve, Storage, file_size, listed_names
 from deltastore.registry.store import FileVersion
 from deltastore.registry.uploads import SealedUpload

@@ -39,8 +39,7 @@ from deltastore.registry.directory.files import (
     DirectoryObjects,
     digest_of,
 )
-from deltastore.registry.records import REPORT, VersionRecord, is_name
-from deltastore.registry.reports import CheckReport, GcReport
+from deltastore.registry.records import REPORT, CheckReport, GcReport, VersionRecord, is_name
 from deltastore.registry.storage import (
     RESERVE_DIRECTORY,
     RESERVE_NAME,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from bench.engine import SMALL
 from bench.http.clients import OF_COMPLETIONS, StreamedRequest
-from bench.http.constrained import SCHEMA, write_json_base
-from bench.serving import SMALL
+from bench.http.subjects import SCHEMA, write_json_base
 
 
 def test_every_token_is_text_and_a_character_of_json_has_one(tmp_path: Path) -> None:

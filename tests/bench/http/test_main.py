@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.http.__main__ import SMALL_SCOPE, main, tiny_model
+from bench.http.__main__ import (
+    SMALL_SCOPE,
+    cpu_table,
+    goal_table,
+    goals,
+    main,
+    rate_table,
+    results,
+    tiny_model,
+)
 from bench.http.subjects import BESIDE, CONSTRAINED, ENGINE, FREE, HTTP, OPEN, SECURED, Sample, Subject
-from bench.http.tables import cpu_table, goal_table, goals, rate_table, results
 
 ROOT = Path(__file__).resolve().parents[3]
 

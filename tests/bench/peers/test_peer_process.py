@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.peer_process import running_peer
+from bench.peers.contender import running_peer
 
 ECHO = """
 import json, sys

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compressor.convert.diff_files import Kind
-from compressor.convert.importer import ImportConfig, import_diff
+from compressor.convert.importer import ImportConfig, Kind, import_diff
 from compressor.convert.merge import DtypeName, MergeConfig, merge
-from compressor.io.delta_writer import WrittenDelta
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+from compressor.writer import WrittenDelta
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
 from peraxis.cli import run

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.convert.diff_files import Kind
-from compressor.convert.importer import ImportConfig, import_diff
+from compressor.convert.importer import ImportConfig, Kind, import_diff
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError
 from tests.compressor.helpers.compressing import rewrite, rewrite_config
 from tests.compressor.helpers.diff_files import bitdelta, make_packable, per_axis
@@ -265,7 +264,7 @@ def test_an_out_that_cannot_be_written_is_refused(models: TinyModels, tmp_path: 
 
 def test_a_full_disk_is_refused_before_work(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(models, bitdelta(models))
-    monkeypatch.setattr("compressor.io.outputs.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("compressor.outputs.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "1000 bytes are free" in refused(models, StorageFull)
 
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from compressor.convert.merge import DtypeName, MergeConfig, merge
-from compressor.convert.shards import OutputTensor, split_into_shards
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+from compressor.convert.merge import DtypeName, MergeConfig, OutputTensor, merge, split_into_shards
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, BaseMismatch, PeraxisError, StorageFull, UsageError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.validate import check_artifact, check_base

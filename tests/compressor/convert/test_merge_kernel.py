@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from compressor.convert.merge_kernel import merge_delta, merge_rows
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import AXES, Axis, SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import AXES, Axis, MatrixDelta, SignPlane, pack_signs
 
 SHAPES = [(1, 1), (3, 7), (5, 31), (4, 32), (7, 33), (9, 92), (6, 128), (17, 1003)]
 DTYPES = [  # what is stored, what is written
@@ -33,7 +31,7 @@ PROGRAM = """
 import sys, torch
 from numba.core.event import install_recorder
 from compressor.convert.merge_kernel import merge_rows
-from deltastore.format.sign_plane import SignPlane
+from deltastore.format.matrix import SignPlane
 dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 plane = SignPlane.from_scales(torch.full((3, 5), 170, dtype=torch.uint8), 40, torch.ones(3), torch.ones(40))
 base = torch.zeros(3, 40, dtype=dtypes[sys.argv[1]])

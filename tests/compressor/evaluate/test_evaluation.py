@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.blockwise.decoder import Decoder
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
+from compressor.decoder.decoder import Decoder
 from compressor.evaluate.fidelity import fidelity
 from compressor.pipeline import compress
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint
 from peraxis.cli import run
 from tests.compressor.helpers.compressing import rewrite
 from tests.compressor.helpers.decoders import CPU, open_decoder, whole_model

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.blockwise.delta_model import DeltaModel, base_with_added_rows
 from compressor.convert.merge import MergeConfig, merge
-from compressor.evaluate.examples import NEW_TOKENS, PROMPT_TOKENS, Example, examples
-from compressor.io.pairs import pair_up
-from deltastore.base.checkpoint import Checkpoint
+from compressor.decoder.weights import DeltaModel, base_with_added_rows
+from compressor.evaluate.tasks import NEW_TOKENS, PROMPT_TOKENS, Example, examples
+from compressor.pairs import pair_up
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TOKENIZER_FILES

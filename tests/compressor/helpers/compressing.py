@@ -13,12 +13,10 @@ from torch import Tensor
 
 from compressor.config import CompressConfig
 from compressor.pipeline import CompressResult, compress
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import HEAD_SUFFIXES, Checkpoint
+from deltastore.base import Base
+from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint
 from deltastore.format.artifact import Artifact, ArtifactWriter
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
 from deltastore.format.validate import check_artifact, check_base
 from tests.helpers.tiny_models import TinyModels
 

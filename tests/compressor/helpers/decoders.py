@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from compressor.blockwise.decoder import Decoder
-from deltastore.base.checkpoint import Checkpoint
+from compressor.decoder.decoder import Decoder
+from deltastore.checkpoint import Checkpoint
 from tests.helpers.tiny_models import ARCHITECTURES, make_pair
 
 CPU = torch.device("cpu")

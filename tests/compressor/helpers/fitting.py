@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from compressor.blockwise.decoder import Decoder
 from compressor.codec import Method, code_matrix
+from compressor.decoder.decoder import Decoder
 from compressor.evaluate.fidelity import last_hiddens
-from compressor.fitting.distillation.student import Student
-from compressor.fitting.distillation.teacher import TeacherTargets
-from compressor.fitting.distillation.trainable import Trainable
-from compressor.io.pairs import TensorPair, pair_up
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.plan import is_matrix
-from deltastore.format.sign_plane import Axis, SignPlane
-from deltastore.format.signs import pack_signs
+from compressor.fit.distill import TeacherTargets
+from compressor.fit.student import Student
+from compressor.fit.trainable import Trainable
+from compressor.pairs import TensorPair, pair_up
+from deltastore.checkpoint import Checkpoint
+from deltastore.format.matrix import Axis, MatrixDelta, SignPlane, pack_signs
+from deltastore.format.sizes import is_matrix
 from tests.compressor.helpers.compressing import SINGLE
 from tests.compressor.helpers.decoders import CPU, make_model
 from tests.helpers.tiny_models import TinyModels

@@ -10,12 +10,11 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from markdown_it import MarkdownIt
 
-from compressor.evaluate.examples import Example
-from compressor.io.delta_writer import WrittenDelta
-from compressor.model_card.card import CARD, write_card
-from compressor.model_card.facts import DeltaFacts, TensorFacts
+from compressor.evaluate.tasks import Example
+from compressor.model_card.card import CARD, DeltaFacts, TensorFacts, write_card
+from compressor.writer import WrittenDelta
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.sign_plane import Axis
+from deltastore.format.matrix import Axis
 
 HELD_OUT = {
     "kl": 0.0021, "agreement": 0.9812, "perplexity": 6.51, "perplexity_finetune": 6.5, "num_tokens": 2496,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.synthetic import LlamaShapes
-from compressor.fitting.shapes import FitShapes
-from deltastore.format.plan import is_matrix
+from compressor.fit.shapes import FitShapes
+from deltastore.format.sizes import is_matrix
 
 QWEN_1B5 = LlamaShapes(28, hidden=1536, intermediate=8960, kv=256, vocabulary=151936)
 LLAMA_8B = LlamaShapes(32, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256)

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compressor.fitting.strategies.scale_training import (
-    ActivationCache,
-    FrozenLayer,
-    PaperAxis,
-    ScaleTrainingSettings,
-)
+from compressor.fit.paper import ActivationCache, FrozenLayer, PaperAxis, ScaleTrainingSettings
 
 BETAS, EPSILON, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's defaults
 

@@ -17,8 +17,7 @@ from deltastore.format.artifact import COPY_BYTES, Artifact, ArtifactWriter
 from deltastore.format.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, TensorEntry, parse_json
 from deltastore.format.layout import MAX_FILE_BYTES, check_layout
 from deltastore.format.manifest import TensorSpec
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
+from deltastore.format.matrix import MatrixDelta, SignPlane
 from deltastore.format.validate import check_artifact, check_size
 from tests.deltastore.helpers.hostile import (
     HEADERS,

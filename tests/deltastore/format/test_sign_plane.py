@@ -9,8 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltastore.format.sign_plane import SignPlane, is_gain
-from deltastore.format.signs import num_stray_bits, pack_signs, packed_width, unpack_mask, unpack_signs
+from deltastore.format.matrix import (
+    SignPlane,
+    is_gain,
+    num_stray_bits,
+    pack_signs,
+    packed_width,
+    unpack_mask,
+    unpack_signs,
+)
 
 sizes = st.integers(1, 67)
 seeds = st.integers(0, 2**32)

@@ -15,10 +15,8 @@ from deltastore.errors import ArtifactError, CheckpointError, StorageFull, Usage
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.header import parse_verified_header
 from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.plan import one_bit_plan
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
+from deltastore.format.sizes import one_bit_plan
 from deltastore.format.validate import check_artifact
 from tests.helpers.tiny_artifact import BASE, NORM, norm, tiny_manifest, write_tiny
 from tests.helpers.tiny_planes import write_planes

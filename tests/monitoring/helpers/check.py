@@ -9,7 +9,7 @@ from typing import Any
 
 import promql_parser as promql
 
-from deltastore.registry.reports import Usage
+from deltastore.registry.records import Usage
 from server.metrics.exposition import RegistryState, service_families
 from server.metrics.instruments import Family
 from server.metrics.metrics import EngineMetrics, FrontendMetrics, vllm_families

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from compressor.io.tokenizer import load_tokenizer
+from compressor.sources import load_tokenizer
 from deltastore.errors import CheckpointError, MemoryTooSmall, NotServable, PeraxisError, UsageError
 from peraxis.cli import run
 from peraxis.demo import own_pair

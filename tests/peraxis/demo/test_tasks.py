@@ -9,9 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from deltastore.errors import UsageError
-from peraxis.demo.corpus import frequent_words, read_sources
-from peraxis.demo.tasks import Item, Task, is_held_out, make_tasks
-from peraxis.demo.tokenizer import CHAT_TOKENS, base_tokenizer, chat_tokenizer, prompt_ids
+from peraxis.demo.tasks import Item, Task, frequent_words, is_held_out, make_tasks, read_sources
+from peraxis.demo.train import CHAT_TOKENS, base_tokenizer, chat_tokenizer, prompt_ids
 
 WORDS = [
     first + middle + last for first in "abcdefgh" for middle in "rstuv" for last in ("xy", "z", "mnopqz")

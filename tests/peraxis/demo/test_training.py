@@ -13,12 +13,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-from peraxis.demo.finetune import make_rows
-from peraxis.demo.recipe import BaseRecipe, DemoRecipe, FinetuneRecipe, Phase
-from peraxis.demo.score import answers, exact_match
+from peraxis.demo.measure import answers, exact_match
 from peraxis.demo.tasks import Item
-from peraxis.demo.tokenizer import base_tokenizer
-from peraxis.demo.train import Models, TrainingFailed, prepare
+from peraxis.demo.train import (
+    BaseRecipe,
+    DemoRecipe,
+    FinetuneRecipe,
+    Models,
+    Phase,
+    TrainingFailed,
+    base_tokenizer,
+    make_rows,
+    prepare,
+)
 
 TINY = DemoRecipe(
     BaseRecipe(

@@ -19,8 +19,8 @@ import pytest
 
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
-from deltastore.base.base import Base
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch
 from deltastore.registry.records import ArtifactFacts
 from server.errors import Draining, QueueFull
@@ -65,7 +65,7 @@ def with_tokenizer(artifacts: Artifacts, directory: Path, **steps: Any) -> Path:
     finetune = shutil.copytree(artifacts.base.parent / "finetune-1", directory / "finetune")
     path = finetune / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **steps}))
-    with patch("compressor.io.side_files._check_tokenizer"):
+    with patch("compressor.sources._check_tokenizer"):
         compress(CompressConfig(str(artifacts.base), str(finetune), directory / "delta", method="scalar"))
     return directory / "delta"
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.serving import publish
+from bench.engine import publish
 from server.shared_state import R, SharedCall
 from server.tenants import admission as admission_module
 from server.tenants import limits as rate_limiter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.registry import Registry
-from deltastore.registry.reports import Usage
+from deltastore.registry.records import Usage
 from server.metrics import exposition
 from server.metrics.exposition import RegistryScrapes
 from server.registry_calls import RegistryCalls

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
 from server.deltas.layers import EmbeddingDelta, HeadDelta, LinearDelta, NormDelta
 from server.deltas.resident import BatchContext, MatrixView, PlaneView, ResidentDelta, Slot, delta_groups
 from server.errors import EngineFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import Served, make_delta, serving

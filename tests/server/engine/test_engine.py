@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from deltastore.errors import VariantNotFound, VariantQuarantined
 from server.deltas.residency import Residency
 from server.engine.model_runner import Batch

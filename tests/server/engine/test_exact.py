@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving

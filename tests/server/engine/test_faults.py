@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint
 from server.engine.core import EngineCore, RequestLimits
 from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.model_runner import ModelRunner

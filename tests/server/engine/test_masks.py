@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from deltastore.errors import PeraxisError
 from server.engine import core, request_state
 from server.engine.model_runner import Batch

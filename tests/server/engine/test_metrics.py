@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from server.engine.model_runner import Batch
 from server.protocol.messages import DoneEvent, PromptEvent, TokenEvent
 from tests.server.helpers.live_server import eventually

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bench.blocking_engine import Mode
+from bench.engine import Mode
 from server.engine.model_runner import Batch
 from server.protocol.messages import DoneEvent, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import make_pair

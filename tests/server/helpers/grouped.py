@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import pack_signs
 from server.kernels import reference as onebit_reference
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]

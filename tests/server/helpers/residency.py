@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.serving import publish
+from bench.engine import publish
 from deltastore.errors import PeraxisError
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.matrix import MatrixDelta
-from deltastore.format.sign_plane import SignPlane
+from deltastore.format.matrix import MatrixDelta, SignPlane
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.blocking_engine import BlockingEngine, Mode, running_engine
-from bench.serving import publish
+from bench.engine import BlockingEngine, Mode, publish, running_engine
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress

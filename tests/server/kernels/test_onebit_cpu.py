@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltastore.format.sign_plane import SignPlane
-from deltastore.format.signs import pack_signs
+from deltastore.format.matrix import SignPlane, pack_signs
 from server.kernels import add_onebit_matmul, add_onebit_rows, onebit_cpu, openmp, vectors
 from server.kernels import reference as onebit_reference
 from server.kernels.onebit_cpu import Choice

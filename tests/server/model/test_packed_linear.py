@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from server.model.loader import PackedLinear, load_model, pack, packable
 from server.model.weights import read_base

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deltastore.base.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from server.deltas import layers as hooks
 from server.deltas.layers import EmbeddingDelta, HeadDelta, LinearDelta, NormDelta

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.real import __main__ as bench
-from bench.real import models, stages, vocabulary
+from bench.real import models, stages
 from bench.real.models import RealModel
 from tests.server.helpers.live_server import live_server
 
@@ -27,7 +27,7 @@ TOLERANCE = 0.1
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a directory for gigabytes, deleted afterwards. Tokenizers are trained on a megabyte of text."""
-    monkeypatch.setattr(vocabulary, "MAX_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "MAX_TEXT_BYTES", 1 << 20)
     directory = tmp_path / "large"
     directory.mkdir()
     yield directory

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltastore.base.checkpoint import Checkpoint
-from deltastore.base.fingerprint import fingerprint
-from deltastore.base.servable import own_dtype
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, NotServable, PeraxisError
+from deltastore.fingerprint import fingerprint
+from deltastore.servable import own_dtype
 from server.model import weights
 from server.model.loader import load_model
 from server.model.weights import read_base

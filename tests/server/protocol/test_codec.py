@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deltastore.base.base import Base
+from deltastore.base import Base
 from deltastore.errors import PeraxisError, StorageFull, VariantQuarantined
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, InvalidRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.serving import publish
+from bench.engine import publish
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
 from deltastore.registry import Registry

@@ -9,7 +9,7 @@ import obstore
 import pytest
 
 from deltastore.errors import CorruptObject
-from deltastore.registry.transfer import RANGE_BYTES, fetch_object
+from deltastore.registry.bucket.objects import RANGE_BYTES, fetch_object
 from tests.helpers.s3_server import Bucket
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import tests.helpers.short_idle  # noqa: F401
-from bench.blocking_engine import STOP_S
+from bench.engine import STOP_S
 from server.engine.main import run_engine
 from server.errors import EngineFailed
 from server.protocol.control import EngineConfig

@@ -1,1 +1,0 @@
-"""A cluster of replicas, simulated with the server's own routing code."""

@@ -1,1 +1,0 @@
-"""Run a decoder one block at a time."""

@@ -1,0 +1,1 @@
+"""A Hugging Face decoder that runs one block at a time."""

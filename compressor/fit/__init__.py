@@ -1,0 +1,1 @@
+"""Fit deltas to text: layer by layer, then end to end."""

@@ -1,0 +1,187 @@
+"""The default strategy: least squares layer by layer, then distillation by KL in which signs move, too.
+
+A layer's signs and scales come in closed form (`layers/solve.py`) from second moments of its inputs, summed over all
+calibration tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compressor.codec import Method
+from compressor.fit.calibration import batched, with_random_tokens
+from compressor.fit.distill import DistillSettings
+from compressor.fit.layers import StudentBlock
+from compressor.fit.problem import CHUNK_WEIGHTS, Problem
+from compressor.fit.shapes import FitShapes
+from compressor.fit.solve import Solved, low_rank, quarter_rank, remaining, solve
+from compressor.fit.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
+from compressor.pairs import TensorPair
+from deltastore.errors import CheckpointError, shown
+from deltastore.format.matrix import Axis, MatrixDelta, SignPlane, pack_signs
+
+EPOCHS = 3
+SCALE_RATE = 0.01  # in units of each vector's mean magnitude
+SIGN_RATE = 0.003
+SIGN_ROUNDS = 2
+# Tokens per input feature of the widest layer: more tokens hardly improve the fit.
+LAYER_TOKENS = 32
+# Part of the tokens of the layer stage that become random ids: other text gains, and the end-to-end stage makes up for
+# what the text itself loses.
+RANDOM_PART = 0.5
+# Operations per weight and input feature, with and without choosing signs.
+SIGN_OPERATIONS, SCALE_OPERATIONS = 60, 20
+FLOAT64_BYTES = 8
+AXES_OF: Mapping[Method, tuple[Axis, ...]] = {
+    "scalar": ("scalar",),
+    "per-axis": ("out", "in"),
+    "both": ("both",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeastSquaresStrategy(FitStrategy):
+    """`--solver lstsq`."""
+
+    batch_sequences: ClassVar[int] = 8
+    min_samples: ClassVar[int] = 4
+
+    @property
+    def distillation(self) -> DistillSettings:
+        epochs = self.fit_settings.distill_epochs
+        return DistillSettings(
+            loss="kl",
+            epochs=EPOCHS if epochs is None else epochs,
+            rate=SCALE_RATE,
+            sign_rate=SIGN_RATE if self.fit_settings.learn_signs else 0.0,
+        )
+
+    @property
+    def fits_layers(self) -> bool:
+        return True
+
+    def split(self, num_train: int, widest: int) -> tuple[slice, slice]:
+        """Take all of the text for the end, and as much of it as least squares needs for the layers."""
+        enough = math.ceil(LAYER_TOKENS * widest / self.fit_settings.calibration.length)
+        return slice(min(enough, num_train)), slice(num_train)
+
+    def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
+        rounds = SIGN_ROUNDS if self.fit_settings.refine_signs else 0
+        sequences = with_random_tokens(inputs.sequences, inputs.num_ids, RANDOM_PART)
+        solver = LeastSquaresSolver(self.method, rounds, inputs.with_upgrades)
+        return LayerStage(batched(sequences, self.batch_tokens), solver)
+
+    def own_settings(self) -> dict[str, Any]:
+        return {
+            "refine_signs": self.fit_settings.refine_signs,
+            "learn_signs": self.fit_settings.learn_signs,
+            "budget": self.fit_settings.budget,
+        }
+
+    def solve_operations(self, shapes: FitShapes, num_tokens: int) -> float:
+        """Count the moments of every group of inputs, and the rounds of signs and scales of every matrix."""
+        widths = shapes.input_widths(shapes.largest_block)
+        moments = sum(4.0 * num_tokens * width**2 for width in widths)
+        per_input = SIGN_OPERATIONS if self.fit_settings.refine_signs else SCALE_OPERATIONS
+        solving = 1.0 * sum(per_input * math.prod(shape) * shape[1] for shape in shapes.coded.values())
+        return len(shapes.blocks) * moments + solving
+
+    def solve_bytes(self, numel: int, in_features: int) -> int:
+        """Count the matrix with its differences, targets and signs, and the moments of its inputs."""
+        weights = 5 * FLOAT32_BYTES * (numel + min(CHUNK_WEIGHTS, numel))
+        return weights + (2 * FLOAT64_BYTES + 4 * FLOAT32_BYTES) * in_features**2
+
+
+@dataclass(frozen=True, slots=True)
+class LeastSquaresSolver:
+    """Scales by least squares, signs by error feedback and single flips."""
+
+    method: Method
+    sign_rounds: int  # 0 keeps the signs of the differences
+    with_upgrades: bool = False  # also find upgrades of each delta
+
+    def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Moments:
+        return moments(teacher, student)
+
+    def solve(self, pair: TensorPair, gathered: Moments, block: StudentBlock | None) -> SignPlane:
+        """Return the delta of least layer error; of several axes, the one that errs less."""
+        problem = _problem(pair, gathered)
+        solutions = (solve(problem, axis, sign_rounds=self.sign_rounds) for axis in AXES_OF[self.method])
+        return _stored(min(solutions, key=lambda solved: solved.loss))
+
+    def upgrades(self, pair: TensorPair, gathered: Moments, coded: SignPlane) -> list[MatrixDelta]:
+        """Return `coded` with a second plane, and with a low-rank residual of a quarter of a plane's bytes."""
+        if not self.with_upgrades:
+            return []
+        problem = remaining(_problem(pair, gathered), coded.dense())
+        second = solve(problem, coded.axis, sign_rounds=self.sign_rounds)
+        left, right = low_rank(problem, quarter_rank(pair.shape))
+        return [MatrixDelta((coded, _stored(second))), MatrixDelta((coded,), left.cpu(), right.cpu())]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Sums over tokens of products of inputs: X of the student, X_t of the teacher at the same layer.
+
+    `drift` is C - H, not C = X_t'X: it is small where the models agree, so it loses little to rounding.
+    """
+
+    gram: Tensor  # [in, in]: H = X'X
+    drift: Tensor  # [in, in]: C - H = (X_t - X)'X
+    count: int  # tokens
+
+    def cross(self, difference: Tensor, finetune: Tensor) -> Tensor:  # [out, in] float32
+        """G = R'X of the residual targets R = X_t W_f' - X W_b', from W_f - W_b and W_f, both ``[out, in]``."""
+        return difference.float() @ self.gram.float() + finetune.float() @ self.drift.float()
+
+
+def moments(
+    teacher: Iterable[Tensor], student: Iterable[Tensor], dtype: torch.dtype = torch.float64
+) -> Moments:
+    """Sum up inputs ``[tokens, in]`` of both models, batch by batch, on the student's device.
+
+    Each batch's product is float32; the sums are of `dtype`, float64 unless memory forbids it.
+
+    Raises:
+        ValueError: no batches, or batches that differ in number or shape.
+    """
+    gram = drift = torch.zeros(())
+    count = 0
+    for teacher_inputs, inputs in zip(teacher, student, strict=True):
+        if teacher_inputs.shape != inputs.shape:
+            raise ValueError(
+                f"inputs of {tuple(teacher_inputs.shape)} and {tuple(inputs.shape)} are not of one layer"
+            )
+        if not count:
+            gram, drift = (inputs.new_zeros(inputs.shape[1], inputs.shape[1], dtype=dtype) for _ in range(2))
+        own = inputs.float()
+        gram += own.T @ own
+        drift += (teacher_inputs.to(own.device, torch.float32) - own).T @ own
+        count += inputs.shape[0]
+    if not count:
+        raise ValueError("there are no inputs to sum up")
+    return Moments(gram, drift, count)
+
+
+def _problem(pair: TensorPair, gathered: Moments) -> Problem:
+    device, rows = gathered.gram.device, slice(0, pair.shape[0])
+    difference = pair.row_block(rows).to(device)
+    finetune = pair.finetune.read(pair.tensor.name, rows).float().to(device)
+    cross = gathered.cross(difference, finetune)
+    if not (torch.isfinite(gathered.gram).all() and torch.isfinite(cross).all()):
+        raise CheckpointError(
+            f"{pair.finetune.path}: the inputs of tensor {shown(pair.name)} on this text are not finite or overflow: "
+            "the checkpoint is damaged, or its training diverged; --calibration none reads no text"
+        )
+    return Problem(difference, gathered.gram, cross, gathered.count)
+
+
+def _stored(solved: Solved) -> SignPlane:
+    scales = (None if scale is None else scale.cpu() for scale in (solved.scale_out, solved.scale_in))
+    return SignPlane.from_scales(pack_signs(solved.signs.cpu()), solved.signs.shape[1], *scales)

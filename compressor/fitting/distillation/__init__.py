@@ -1,1 +1,0 @@
-"""Train scales and signs end to end against the fine-tune."""

@@ -1,1 +1,0 @@
-"""Fit each linear layer to its calibration inputs."""

@@ -1,1 +1,0 @@
-"""Read checkpoint pairs and write artifacts."""

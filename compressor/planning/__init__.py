@@ -1,1 +1,0 @@
-"""Say before any work what a run needs, and refuse a run that cannot succeed."""

@@ -1,1 +1,0 @@
-"""The base checkpoint: its tensors, shapes and fingerprint."""

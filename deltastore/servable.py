@@ -1,0 +1,150 @@
+"""Decide from a configuration, without weights, whether a model can run with deltas at every layer, and in which dtype.
+
+The server asks before it reads a base, and the demo before it downloads one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+
+from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
+from deltastore.errors import CheckpointError, NotServable
+
+SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_REASON_CHARS = 300
+# Errors of transformers for a configuration that is damaged or belongs to another model.
+CONFIG_ERRORS = (
+    RuntimeError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    ImportError,
+    AssertionError,
+    StrictDataclassError,
+)
+
+
+def servable_model(directory: Path) -> PreTrainedModel:
+    """Return the model that a directory's `config.json` describes, its parameters on the meta device.
+
+    Raises:
+        CheckpointError: transformers does not know the configuration.
+        NotServable: the model is quantised, is not a causal language model, or has weights that no delta can reach.
+    """
+    config = read_config(directory)
+    try:
+        with torch.device("meta"):
+            # Copied, because a model keeps and changes the configuration that it is given.
+            model: PreTrainedModel = model_class(config)(copy.deepcopy(config))
+    except CONFIG_ERRORS as error:
+        raise refused_config(directory, error) from error
+    _check_modules(model)
+    return model
+
+
+def read_config(directory: Path) -> Any:
+    """Return the transformers configuration of a causal language model that is not quantised.
+
+    Raises:
+        CheckpointError, NotServable: as `servable_model`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except CONFIG_ERRORS as error:
+        raise refused_config(directory, error) from error
+    if getattr(config, "quantization_config", None):
+        raise NotServable(f"{directory}: it is quantised: serve the base in bfloat16, float16 or float32")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
+    return config
+
+
+def model_class(config: Any) -> Any:
+    """Return the class of the model that a configuration describes."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def refused_config(directory: Path, error: Exception) -> CheckpointError:
+    """Return the error for a configuration that transformers refused."""
+    reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
+    return CheckpointError(
+        f"{directory}: transformers cannot use its config.json ({type(error).__name__}: {reason}): fetch it again"
+    )
+
+
+def own_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype to serve a checkpoint in: the one that config.json names, else that of most of its bytes.
+
+    Dtypes that cannot be served, such as float64, become float32.
+
+    Raises:
+        CheckpointError: none of its tensors holds floats.
+    """
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    for dtype in SERVED_DTYPES:
+        if str(dtype) == f"torch.{str(named).removeprefix('torch.')}":
+            return dtype
+    sizes = Counter[torch.dtype]()
+    for stored in checkpoint.tensors.values():
+        kind = TORCH_DTYPE[stored.dtype]
+        if kind.is_floating_point:
+            sizes[kind if kind in SERVED_DTYPES else torch.float32] += stored.num_bytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.path}: none of its tensors holds floats")
+    return sizes.most_common(1)[0][0]
+
+
+def kind(model: PreTrainedModel) -> str:
+    """Return the name of a model in messages."""
+    return f"model type {model.config.model_type!r}"
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module's own parameters are all vectors that normalise, scale or shift features."""
+    own = [value for _, value in module.named_parameters(recurse=False)]
+    return (
+        bool(own)
+        and all(value.dim() == 1 for value in own)
+        and not isinstance(module, (nn.Linear, nn.Embedding))
+    )
+
+
+def no_head(model: PreTrainedModel) -> NotServable:
+    """Return the error for a model whose output is not computed from a token embedding by one linear layer."""
+    return NotServable(f"{kind(model)}: it has no linear output head over a token embedding")
+
+
+def _check_modules(model: PreTrainedModel) -> None:
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
+        raise no_head(model)
+    unknown = [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and not (isinstance(module, nn.Linear) or _is_lookup(module) or is_norm(module))
+    ]
+    if unknown:
+        raise NotServable(
+            f"{kind(model)}: {len(unknown)} modules with weights are neither linear, embedding nor norm: "
+            f"{', '.join(unknown[:3])}; such models can be compressed and merged, not served"
+        )
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """True for an embedding that returns its rows, at most scaled. Learned position embeddings compute more."""
+    return isinstance(module, nn.Embedding) and (
+        type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+    )

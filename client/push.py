@@ -1,4 +1,4 @@
-"""`peraxis push`: hash an artifact, publish it on a server, and try again after failures that may pass.
+"""`peraxis push`: hash an artifact of a disk or a hub, publish it, and try again after failures that may pass.
 
 An attempt may be repeated because the server keeps one version per digest, however often it receives the bytes.
 """
@@ -6,8 +6,11 @@ An attempt may be repeated because the server keeps one version per digest, howe
 from __future__ import annotations
 
 import base64
+import glob
 import hashlib
 import json
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +39,10 @@ ANSWER_S = 900.0
 TEMPORARY, LIMITED = (408, 500, 502, 504), 429
 NOT_FOUND, NOT_MODIFIED, QUARANTINED = 404, 304, 424
 BLOCK_BYTES = 1 << 20
+HUB_SCHEME, HUB_FORM = "hf://", "hf://ORG/REPO[@REV][:FILE]"
+# Files that a message names.
+MAX_NAMED = 3
+HUB_REFERENCE = re.compile(rf"{HUB_SCHEME}([\w.-]+/[\w.-]+)(?:@([^@:\s]+))?(?::(\S[^:]*))?")
 # The bytes at the beginning of an artifact that tell it from most other files.
 PREFIX_BYTES = 9
 
@@ -44,7 +51,10 @@ PREFIX_BYTES = 9
 @takes_address()
 def push(
     address: ServerAddress,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help=f"The artifact: a file, or {HUB_FORM} of the Hugging Face hub."),
+    ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The variant to publish it as.")],
     activate: Annotated[
         bool, typer.Option("--activate/--no-activate", help="Make the new version the active one.")
@@ -63,13 +73,15 @@ def push(
 ) -> None:
     """Publish an artifact as the next version of a variant.
 
-    Example: peraxis push tuned.safetensors --name instruct
+    Examples: peraxis push tuned.safetensors --name instruct; peraxis push hf://ORG/REPO --name instruct
 
     A broken connection is tried again, and a server that is starting or busy is waited for. An artifact that the
-    variant has already is not sent again.
+    variant has already is not sent again. A hub's file is kept in huggingface_hub's cache; private ones need
+    `hf auth login`.
     """
-    # Refuse a name that cannot be one before the file is hashed.
+    # Refuse a name that cannot be one before the file is fetched or hashed.
     check_new_name(name)
+    file = fetched_from_hub(source, progress) if source.startswith(HUB_SCHEME) else Path(source)
     check_is_file(file)
     with byte_progress(file.stat().st_size, f"digest of {file.name}", progress) as bar:
         artifact = ArtifactFile.read(file, bar.update)
@@ -84,6 +96,51 @@ def push(
     state = "active" if reply.active else f"not active: `peraxis promote {name} {reply.version}` changes that"
     name = printable(reply.name if owner is None else f"{owner}/{reply.name}")
     print(f"{name}@{reply.version}  {size_text(reply.size_bytes)}  {printable(reply.digest)}  {state}")
+
+
+def fetched_from_hub(source: str, progress: bool) -> Path:
+    """Return the path of a hub's artifact in huggingface_hub's cache, fetched with the user's own token if need be.
+
+    Args:
+        source: ``hf://ORG/REPO[@REV][:FILE]``; by default the newest commit, and the repository's only artifact.
+        progress: Show the download on stderr.
+
+    Raises:
+        UsageError: `source` has another form, or names no single artifact of its repository.
+        ArtifactError: The hub does not give it.
+    """
+    # Deferred: it takes longer than all else that this command imports.
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if (reference := HUB_REFERENCE.fullmatch(source)) is None:
+        raise UsageError(f"{source} names no file of a hub: give {HUB_FORM}")
+    repo, revision, file = reference.groups()
+    pattern = "*.safetensors" if file is None else glob.escape(file)
+    was_disabled = are_progress_bars_disabled()
+    # The list of files has a bar of its own, which says nothing.
+    disable_progress_bars()
+    try:
+        found = snapshot_download(repo, revision=revision, allow_patterns=pattern, dry_run=True)
+        if not found:
+            raise UsageError(f"{source}: the repository has no file {file or pattern}: give {HUB_FORM}")
+        if len(found) > 1:
+            names = ", ".join(each.filename for each in found[:MAX_NAMED])
+            raise UsageError(
+                f"{source}: the repository has {len(found)} artifacts, such as {names}: give {HUB_FORM}"
+            )
+        if progress and sys.stderr.isatty() and not was_disabled:
+            enable_progress_bars()
+        return Path(hf_hub_download(repo, found[0].filename, revision=found[0].commit_hash))
+    except (OSError, ValueError) as error:
+        lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+        raise ArtifactError(
+            f"{source}: the hub does not give it ({lines[0]}): check the name, as {HUB_FORM}, or run `hf auth login`"
+        ) from error
 
 
 def check_is_file(path: Path) -> None:

@@ -17,7 +17,6 @@ from server.api import (
     models,
     openapi,
     operations,
-    sources,
     tenants,
     variants,
 )
@@ -34,7 +33,6 @@ PUBLIC_ROUTERS: tuple[APIRouter, ...] = (
 # Routes that name all tenants' variants or change them. An admin port takes them off the public one.
 ADMIN_ROUTERS = (
     variants.router,
-    sources.router,
     operations.metrics_router,
     operations.stats_router,
     tenants.keys_router,

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from deltastore.errors import UsageError
-from server.settings import Settings, choices_of, flag_name, flags_of_settings, load_settings
+from server.settings import REMOVED, Settings, choices_of, flag_name, flags_of_settings, load_settings
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ def _options() -> Iterator[inspect.Parameter]:
             rich_help_panel=flag.panel,
         )
         annotation: Any = Annotated[parsed | None, option]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    for name in REMOVED:
+        annotation = Annotated[str | None, typer.Option(flag_name(name), hidden=True)]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

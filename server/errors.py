@@ -60,10 +60,6 @@ class LinkBroken(PeraxisError):
     """A process of the server sent what is no message; the link to it cannot be used any more."""
 
 
-class SourceUnavailable(PeraxisError):
-    """The hub that an artifact was to come from failed, or sent it incomplete."""
-
-
 class EngineFailed(PeraxisError):
     """A step or the engine itself failed."""
 

@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -29,8 +28,10 @@ from deltastore.errors import SettingsError
 from server.tenants.tenant import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
-DEFAULT_HUB_URL = "https://huggingface.co"
 GIGABYTE = 1_000_000_000
+# Settings that are no more, and the way out.
+_NO_HUB = "a server fetches from no hub; `peraxis push hf://ORG/REPO[@REV][:FILE]` does, with your own token"
+REMOVED: Mapping[str, str] = {"allow_hub": _NO_HUB, "hub_url": _NO_HUB}
 # The source of a setting that was not given.
 DEFAULT = "default"
 # Not those that Kubernetes sets in each pod from the names of Services.
@@ -39,11 +40,6 @@ HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
-
-
-def _default_hub_url() -> str:
-    """Return the hub that huggingface_hub would use."""
-    return os.environ.get("HF_ENDPOINT") or DEFAULT_HUB_URL
 
 
 # The panels of `serve --help`, in their order.
@@ -196,14 +192,6 @@ class Settings(BaseModel):
         Field(description="Directory whose artifacts tenants may publish by their paths; repeatable."),
         Flag(ACCESS),
     ] = ()
-    allow_hub: Annotated[
-        bool, Field(description="Let tenants publish from public repositories of a hub."), Flag(ACCESS)
-    ] = False
-    hub_url: Annotated[
-        str,
-        Field(description="The only hub that is asked."),
-        Flag(ACCESS, f"HF_ENDPOINT, else {DEFAULT_HUB_URL}"),
-    ] = Field(default_factory=_default_hub_url, validate_default=True)
 
     host: Annotated[str, Field(min_length=1, description="Address to listen on."), Flag(NETWORK)] = (
         "127.0.0.1"
@@ -349,14 +337,6 @@ class Settings(BaseModel):
     def _make_directories_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(Path(os.path.abspath(each)) for each in value)
 
-    @field_validator("hub_url")
-    @classmethod
-    def _check_hub_url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ValueError("a hub's URL has the form https://HOST")
-        return value.rstrip("/")
-
     @model_validator(mode="after")
     def _without_keys_only_this_machine_is_served(self) -> Settings:
         for name, host in (("host", self.host), ("admin_host", self.admin_host)):
@@ -493,6 +473,7 @@ def load_settings(
 
     _check_variables()
     from_file = _read_file(config)
+    _check_removed(flags, from_file, given_by)
     for name in from_file:
         # pydantic-settings would take it, as it takes variables in any case.
         if name not in Settings.model_fields and name.lower() in Settings.model_fields:
@@ -553,13 +534,21 @@ def _check_variables() -> None:
     """Raise SettingsError for a variable whose name is nearly that of a setting, such as PERAXIS_ATUH."""
     for variable in filter(VARIABLE.fullmatch, os.environ):
         name = variable[len(ENV_PREFIX) :].lower()
-        if name in Settings.model_fields:
+        if name in Settings.model_fields or name in REMOVED:
             continue
         # A part behind two underscores would name a field of a table.
         if meant := get_close_matches(name.partition("__")[0], Settings.model_fields, 1, cutoff=0.7):
             raise SettingsError(
                 f"{variable} is not a setting: {ENV_PREFIX}{meant[0].upper()} is; rename it or unset it"
             )
+
+
+def _check_removed(flags: Mapping[str, Any], from_file: Mapping[str, Any], given_by: str | None) -> None:
+    """Raise SettingsError for a setting that is no more."""
+    from_env = {name: value for name in REMOVED if (value := os.environ.get(f"{ENV_PREFIX}{name.upper()}"))}
+    for name, way_out in REMOVED.items():
+        if (origin := _origin(name, flags, from_env, from_file, given_by)) != DEFAULT:
+            raise SettingsError(f"{name} ({origin}) is no longer a setting: {way_out}")
 
 
 def _is_bucket(location: str) -> bool:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
-import msgspec
 from msgspec import Struct
 
 from server.fairness import FairBudget
@@ -89,105 +87,6 @@ class LoadedAdapters:
             del self._by_tenant[tenant]
 
 
-class SourceJob(Struct, frozen=True, kw_only=True):
-    """A publication from a source at one moment.
-
-    Attributes:
-        id: unique on the server.
-        tenant: the owner; others do not see the job.
-        name: the variant that the artifact becomes a version of.
-        source: as the client gave it.
-        status: ``running``; then ``done`` with `result`, or ``failed`` with `error`.
-        revision: the commit that a hub's revision was when the job began.
-        num_bytes: bytes received so far.
-        size_bytes: of the artifact, if its source tells.
-        started_at: in seconds since 1970.
-        result: what an upload of the same bytes would have been answered with.
-        error: the ``error`` that a refused upload of the same bytes would have been answered with.
-    """
-
-    id: str
-    tenant: str
-    name: str
-    source: str
-    status: Literal["running", "done", "failed"] = "running"
-    revision: str | None = None
-    num_bytes: int = 0
-    size_bytes: int | None = None
-    started_at: float
-    result: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
-
-
-# Bound on one tenant's jobs, on the whole server.
-MAX_RUNNING = 4
-# Jobs of one tenant, and of all, that are remembered after their end.
-MAX_ENDED_OF_TENANT = 64
-MAX_ENDED = 4096
-INTERRUPTED = {
-    "message": "the process that fetched the artifact has ended: send the request again",
-    "type": "server_error",
-    "param": None,
-    "code": "internal_error",
-}
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A job, and the process that runs it."""
-
-    job: SourceJob
-    process: Hashable
-
-
-class SourceBoard:
-    """The last state of each job of a server."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}  # by id, the oldest first
-
-    def put(self, process: Hashable, job: SourceJob) -> bool:
-        """Keep a state of a job that `process` runs. Return False for a new job of a tenant with `MAX_RUNNING` others.
-
-        A state of a job that was forgotten is ignored.
-        """
-        if job.id not in self._entries:
-            if job.status != "running":
-                return True
-            if self._num_running(job.tenant) >= MAX_RUNNING:
-                return False
-        self._entries[job.id] = _Entry(job, process)
-        if job.status != "running":
-            self._forget_oldest(job.tenant)
-        return True
-
-    def find(self, tenant: str, name: str, job_id: str) -> SourceJob | None:
-        """Return the last state of a tenant's job for this variant; None if there is none or it was forgotten."""
-        entry = self._entries.get(job_id)
-        if entry is None or (entry.job.tenant, entry.job.name) != (tenant, name):
-            return None
-        return entry.job
-
-    def lost(self, process: Hashable) -> None:
-        """Fail the running jobs of a process that has ended."""
-        for entry in self._entries.values():
-            if entry.process == process and entry.job.status == "running":
-                entry.job = msgspec.structs.replace(entry.job, status="failed", error=INTERRUPTED)
-
-    def _num_running(self, tenant: str) -> int:
-        jobs = (entry.job for entry in self._entries.values())
-        return sum(job.tenant == tenant and job.status == "running" for job in jobs)
-
-    def _forget_oldest(self, tenant: str) -> None:
-        ended = [entry.job for entry in self._entries.values() if entry.job.status != "running"]
-        theirs = [job for job in ended if job.tenant == tenant]
-        surplus = (
-            theirs[: max(0, len(theirs) - MAX_ENDED_OF_TENANT)] or ended[: max(0, len(ended) - MAX_ENDED)]
-        )
-        for job in surplus:
-            del self._entries[job.id]
-
-
 R = TypeVar("R")
 
 
@@ -246,20 +145,6 @@ class ChangeAdapters(SharedCall[tuple[LoadedAdapter, ...]], frozen=True, tag=Tru
     change: AdapterChange
 
 
-class PutSourceJob(SharedCall[bool], frozen=True, tag=True):
-    """Keep a state of a job that this process runs. Answered by False for a new one of a tenant that has too many."""
-
-    job: SourceJob
-
-
-class FindSourceJob(SharedCall[SourceJob | None], frozen=True, tag=True):
-    """Ask for the last state of a tenant's job."""
-
-    tenant: str
-    name: str
-    job_id: str
-
-
 class GetMetrics(SharedCall[Snapshot], frozen=True, tag=True):
     """Ask for the metrics of all processes together."""
 
@@ -282,8 +167,6 @@ AnyCall = (
     | Release
     | GetUsage
     | ChangeAdapters
-    | PutSourceJob
-    | FindSourceJob
     | GetMetrics
     | GetStats
     | VariantsDeleted
@@ -341,7 +224,6 @@ class SharedState:
         self._sources = sources
         self._rate_limiter = RateLimiter(limits_of)
         self._adapters = LoadedAdapters()
-        self._board = SourceBoard()
         # One collection at a time: an older snapshot must not follow a newer one.
         self._collecting = asyncio.Lock()
 
@@ -368,10 +250,6 @@ class SharedState:
                 return self._rate_limiter.usage(tenant)
             case ChangeAdapters(change):
                 return self._adapters.apply(change)
-            case PutSourceJob(job):
-                return self._board.put(process, job)
-            case FindSourceJob(tenant, name, job_id):
-                return self._board.find(tenant, name, job_id)
             case GetMetrics():
                 return await self.collect()
             case GetStats():
@@ -384,7 +262,6 @@ class SharedState:
         """Free what a process that has ended held; its counts stay in the metrics."""
         self.aggregator.ended(process)
         self._rate_limiter.free(process)
-        self._board.lost(process)
 
     async def collect(self) -> Snapshot:
         """Take in the metrics of all processes, and return them together."""

@@ -48,7 +48,6 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/v1/models"): "any",
     ("GET", "/v1/models/{model_id}"): "any",
     ("POST", "/variants"): "publish",
-    ("GET", "/variants/{name}/sources/{source_id}"): "publish",
     ("GET", "/variants"): "any",
     ("GET", "/variants/{name}"): "any",
     ("PATCH", "/variants/{name}"): "publish",

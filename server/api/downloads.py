@@ -1,4 +1,4 @@
-"""Send a version's artifact, whole or in ranges; every byte comes from a chunk that matches its digest.
+"""Send a version's artifact, whole or a range of it; every byte comes from a chunk that matches its digest.
 
 A chunk is read and hashed on a background thread, in tenants' turns, and no thread waits for a client. A download holds
 one chunk, which counts as unread bytes of its tenant.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,10 +43,6 @@ SEND_BYTES = 256 << 10
 MEDIA_TYPE = "application/octet-stream"
 RANGES = re.compile(r"bytes=\s*(?:\d+-\d*|-\d+)(?:\s*,\s*(?:\d+-\d*|-\d+))*\s*", re.ASCII | re.IGNORECASE)
 MAX_RANGE_HEADER = 1024
-# A request for more ranges gets the whole file.
-MAX_RANGES = 100
-# Bytes that are read and hashed for the ranges of one request beyond those that are sent: chunks are verified whole.
-MAX_UNSENT_BYTES = 16 * CHUNK_BYTES
 
 
 class Downloads:
@@ -137,17 +132,12 @@ class ArtifactResponse(StreamingResponse):
     async def _body(self) -> AsyncGenerator[bytes, None]:
         """Yield the body in pieces of about `SEND_BYTES`."""
         async with self._downloads.opened(self._tenant, self._registry, self._record) as stored:
-            for part in self._selection.parts:
-                head = part.head
-                for start, end in _blocks(part.range):
-                    # Neither `run` nor sending to a client that has left can be cancelled.
-                    await checkpoint_if_cancelled()
-                    block = await self._downloads.run(self._tenant, stored.view, start, end)
-                    for offset in range(0, len(block), SEND_BYTES):
-                        yield head + bytes(block[offset : offset + SEND_BYTES])
-                        head = b""
-            if self._selection.tail:
-                yield self._selection.tail
+            for start, end in _blocks(self._selection.range):
+                # Neither `run` nor sending to a client that has left can be cancelled.
+                await checkpoint_if_cancelled()
+                block = await self._downloads.run(self._tenant, stored.view, start, end)
+                for offset in range(0, len(block), SEND_BYTES):
+                    yield bytes(block[offset : offset + SEND_BYTES])
 
 
 def selected(request: Request, record: VersionRecord) -> Selection:
@@ -169,99 +159,47 @@ def _last_modified(record: VersionRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The body of a reply that sends a file, whole or in ranges, and the headers that depend on it."""
+    """The bytes of a file that a reply sends, and the status and headers that tell which."""
 
     status: int
     headers: dict[str, str]
-    parts: Sequence[Part]
-    tail: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A range of a file in a reply's body, and the bytes that stand before it."""
-
-    head: bytes
-    range: range  # bytes of the file; not empty
+    range: range  # not empty
 
 
 def select(header: str | None, size_bytes: int) -> Selection:
-    """Return what a `Range` header selects of a file of `size_bytes`; without a header, the whole file.
+    """Return what a `Range` header selects of a file of `size_bytes`.
+
+    Without a header it is the whole file; with several ranges, too, which RFC 9110 lets a server ignore.
 
     Raises:
         InvalidRequest: the header is malformed.
-        HTTPException: 416, a range begins past the end.
+        HTTPException: 416, the range begins past the end.
     """
-    ranges = [] if header is None else _ranges(header, size_bytes)
-    if not 0 < len(ranges) <= MAX_RANGES or _is_sparse(ranges := _merged(ranges)):
-        headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(size_bytes)}
-        return Selection(200, headers, [Part(b"", range(size_bytes))])
-    if len(ranges) > 1:
-        return _multipart(ranges, size_bytes)
-    headers = {
-        "Content-Type": MEDIA_TYPE,
-        "Content-Length": str(len(ranges[0])),
-        "Content-Range": _content_range(ranges[0], size_bytes),
-    }
-    return Selection(206, headers, [Part(b"", ranges[0])])
+    selected = None if header is None else _range(header, size_bytes)
+    found = range(size_bytes) if selected is None else selected
+    headers = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(found))}
+    if selected is None:
+        return Selection(200, headers, found)
+    headers["Content-Range"] = f"bytes {found.start}-{found.stop - 1}/{size_bytes}"
+    return Selection(206, headers, found)
 
 
-def _ranges(header: str, size_bytes: int) -> list[range]:
+def _range(header: str, size_bytes: int) -> range | None:
+    """Return the one range of a header; None if it has several."""
     if len(header) > MAX_RANGE_HEADER or not RANGES.fullmatch(header):
         raise InvalidRequest(f"Range must be bytes=FIRST-LAST, got {header[:80]!r}", "Range")
-    ranges = []
-    for first, last in re.findall(r"(\d*)-(\d*)", header):
-        begin = int(first) if first else size_bytes - int(last)
-        if begin >= size_bytes:
-            raise HTTPException(
-                416, f"the artifact has {size_bytes} bytes", {"Content-Range": f"bytes */{size_bytes}"}
-            )
-        if first and last and int(last) < begin:
-            raise InvalidRequest(f"Range must not end before it begins, got {header[:80]!r}", "Range")
-        end = min(int(last) + 1, size_bytes) if first and last else size_bytes
-        ranges.append(range(max(begin, 0), end))
-    return ranges
-
-
-def _merged(ranges: list[range]) -> list[range]:
-    """Sort ranges and join those that overlap or touch, so that no byte is sent twice."""
-    merged: list[range] = []
-    for each in sorted(ranges, key=lambda each: each.start):
-        if merged and each.start <= merged[-1].stop:
-            merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
-        else:
-            merged.append(each)
-    return merged
-
-
-def _is_sparse(ranges: list[range]) -> bool:
-    """True if far more bytes must be read than are sent."""
-    chunks = {
-        chunk
-        for each in ranges
-        for chunk in range(each.start // CHUNK_BYTES, (each.stop - 1) // CHUNK_BYTES + 1)
-    }
-    return len(chunks) * CHUNK_BYTES > sum(map(len, ranges)) + MAX_UNSENT_BYTES
-
-
-def _multipart(ranges: list[range], size_bytes: int) -> Selection:
-    boundary = secrets.token_hex(13)
-    parts = []
-    for index, each in enumerate(ranges):
-        head = f"--{boundary}\r\nContent-Type: {MEDIA_TYPE}\r\n"
-        head += f"Content-Range: {_content_range(each, size_bytes)}\r\n\r\n"
-        parts.append(Part(("\r\n" * (index > 0) + head).encode(), each))
-    tail = f"\r\n--{boundary}--\r\n".encode()
-    length = sum(len(part.head) + len(part.range) for part in parts) + len(tail)
-    headers = {
-        "Content-Type": f"multipart/byteranges; boundary={boundary}",
-        "Content-Length": str(length),
-    }
-    return Selection(206, headers, parts, tail)
-
-
-def _content_range(each: range, size_bytes: int) -> str:
-    return f"bytes {each.start}-{each.stop - 1}/{size_bytes}"
+    (first, last), *more = re.findall(r"(\d*)-(\d*)", header)
+    if more:
+        return None
+    begin = int(first) if first else size_bytes - int(last)
+    if begin >= size_bytes:
+        raise HTTPException(
+            416, f"the artifact has {size_bytes} bytes", {"Content-Range": f"bytes */{size_bytes}"}
+        )
+    if first and last and int(last) < begin:
+        raise InvalidRequest(f"Range must not end before it begins, got {header[:80]!r}", "Range")
+    end = min(int(last) + 1, size_bytes) if first and last else size_bytes
+    return range(max(begin, 0), end)
 
 
 def _blocks(selected: range) -> Iterator[tuple[int, int]]:

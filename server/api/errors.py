@@ -43,7 +43,6 @@ from server.errors import (
     QueueFull,
     RateLimited,
     RequestTimeout,
-    SourceUnavailable,
 )
 from server.tenants.tenant import Rates
 
@@ -92,7 +91,6 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     RequestTimeout: Failure(408, "request_timeout", closes_connection=True),
     VariantQuarantined: Failure(424, "variant_quarantined"),
     CorruptObject: Failure(424, "variant_quarantined"),
-    SourceUnavailable: Failure(502, "source_unavailable", "server_error"),
     # A part of the server failed, such as the registry's disk or a step of the engine.
     PeraxisError: UNEXPECTED,
 }

@@ -14,7 +14,7 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -25,22 +25,11 @@ from msgspec import Struct
 from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError, VariantNotFound, shown
-from deltastore.registry import Publication
 from deltastore.registry.records import VersionRecord, check_names
 from server.api.errors import error_body, failure_of, http_request_id_of
 from server.api.json_io import JsonReply, json_body
 from server.api.outputs import while_connected
-from server.api.publishing import (
-    WRITE_BYTES,
-    Destination,
-    check,
-    counted,
-    counted_upload,
-    gathered,
-    one_more_upload,
-    publish,
-    sealed_upload,
-)
+from server.api.publishing import Destination, publish_file
 from server.api.schemas import BASE
 from server.api.service import AnyService, ChangesDep, Service, TenantDep
 from server.errors import InvalidRequest
@@ -178,8 +167,7 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
         return None
     destination = Destination(changes, body.lora_name, activate=True)
     with file:
-        publishing = _publish(service, destination, file)
-        publication = await counted(service, publishing)
+        publication = await publish_file(service, destination, file.fileno())
     record = publication.record
     if publication.active_version != record.version:
         # The variant had these bytes, and another version was active.
@@ -187,23 +175,6 @@ async def _from_path(service: Service, changes: VariantChanges, body: LoadLoraBo
             partial(changes.promote, record.name, record.version), changes.tenant.name
         )
     return record
-
-
-async def _publish(service: Service, destination: Destination, file: BinaryIO) -> Publication:
-    chunks = gathered(_chunks(service, file), service.settings.max_upload_bytes)
-    size_bytes = os.fstat(file.fileno()).st_size
-    with one_more_upload(service, destination.tenant):
-        async with (
-            counted_upload(service, destination.tenant, destination.name, size_bytes) as upload,
-            sealed_upload(service, destination.tenant, upload.counted(chunks)) as sealed,
-        ):
-            facts = await check(service, destination, sealed)
-            return await publish(service, destination, sealed, facts, upload)
-
-
-async def _chunks(service: Service, file: BinaryIO) -> AsyncGenerator[bytes, None]:
-    while chunk := await service.run_in_background(file.read, WRITE_BYTES):
-        yield chunk
 
 
 async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str:

@@ -121,7 +121,7 @@ OWN_BODIES: Mapping[Call, type[msgspec.Struct]] = {
 OTHER_BODIES: Mapping[Call, Mapping[str, Any]] = {
     ("POST", "/variants"): {**ARTIFACT, "multipart/form-data": {"schema": FORM}},
 }
-# Contents of successful replies that are not one JSON object.
+# Contents of successful replies, by media type, that are not one JSON object; a 304 has none.
 REPLIES: Mapping[Call, Mapping[str, Any]] = {
     ("POST", "/generate"): OBJECT_OR_EVENTS,
     ("POST", "/v1/completions"): OBJECT_OR_EVENTS,
@@ -132,16 +132,6 @@ REPLIES: Mapping[Call, Mapping[str, Any]] = {
     ("GET", "/variants/{name}/artifact"): ARTIFACT,
     ("POST", "/v1/load_lora_adapter"): PLAIN_TEXT,
     ("POST", "/v1/unload_lora_adapter"): PLAIN_TEXT,
-}
-# Contents of a status that differ from those of the call's other successes; a 304 has none.
-REPLIES_OF_STATUS: Mapping[tuple[Call, int], Mapping[str, Any]] = {
-    (("GET", "/variants/{name}/artifact"), 206): {**ARTIFACT, "multipart/byteranges": {"schema": FILE}},
-}
-HEADERS: Mapping[tuple[Call, int], Mapping[str, Any]] = {
-    (("POST", "/variants"), 202): {
-        "Location": {"required": True, "schema": TEXT, "description": "Shows how far the publication is."},
-        "Retry-After": {"required": True, "schema": TEXT, "description": "Seconds until asking again helps."},
-    },
 }
 # Statuses of errors that any call may answer: those of its credentials, its parameters, and a server that is busy or
 # has failed.
@@ -155,7 +145,7 @@ MORE: Mapping[Call, Sequence[int]] = {
     ("POST", "/v1/chat/completions"): (409, 413, 424),
     ("POST", "/tokenize"): (424,),
     ("POST", "/detokenize"): (424,),
-    ("POST", "/variants"): (201, 202, 409, 507),
+    ("POST", "/variants"): (201, 409, 507),
     ("POST", "/v1/load_lora_adapter"): (409, 424, 507),
     ("PATCH", "/variants/{name}"): (409, 424, 507),
     ("DELETE", "/variants/{name}"): (507,),
@@ -177,7 +167,7 @@ EXAMPLES: Mapping[Call, Mapping[str, Any]] = {
     },
     ("POST", "/tokenize"): {"model": "base", "prompt": "Hello"},
     ("POST", "/detokenize"): {"model": "base", "tokens": [1, 2, 3]},
-    ("POST", "/variants"): {"source": "hf://ORG/REPO@REVISION"},
+    ("POST", "/variants"): {"source": "/models/tuned.safetensors"},
     ("PATCH", "/variants/{name}"): {"active": 1},
     ("POST", "/keys"): {"tenant": "acme", "roles": ["inference"]},
     ("PUT", "/tenants/{name}"): {"requests_per_minute": 60},
@@ -194,11 +184,6 @@ OPERATIONS = "operations"
 def tag_of(path: str) -> str:
     """Return the group of a call."""
     return TAGS.get(path.split("/")[1], OPERATIONS)
-
-
-def content_of(call: Call, status: int) -> Mapping[str, Any]:
-    """Return the contents of a successful reply by media type."""
-    return REPLIES_OF_STATUS.get((call, status), REPLIES.get(call, OBJECT))
 
 
 SCHEMAS = "#/components/schemas/"
@@ -294,9 +279,7 @@ def _responses(known: dict[str, Any], call: Call, *, has_body: bool) -> dict[str
         if status >= HTTPStatus.BAD_REQUEST:
             response["content"] = {JSON: {"schema": {"$ref": SCHEMAS + "Error"}}}
         elif status < HTTPStatus.MULTIPLE_CHOICES:
-            response["content"] = content_of(call, status)
-        if (call, status) in HEADERS:
-            response["headers"] = HEADERS[call, status]
+            response["content"] = REPLIES.get(call, OBJECT)
         responses[str(status)] = response
     return responses
 

@@ -6,6 +6,7 @@ The functions stand in the order in which a publication runs through them. The r
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import anyio
 
+from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
 from deltastore.registry.reader import Stored
@@ -301,6 +303,59 @@ async def publish(
         activate=destination.activate,
         visibility=destination.visibility,
     )
+
+
+async def publish_file(service: Service, destination: Destination, descriptor: int) -> Publication:
+    """Publish an open file of this machine as the next version of a variant, and count the outcome.
+
+    Raises:
+        ArtifactError, BaseMismatch, ArtifactTooLarge: an artifact that this server cannot serve.
+        StorageFull: the registry's disk is full.
+        QueueFull: the tenant has `MAX_UPLOADS_PER_TENANT` uploads under way in this process.
+        RateLimited: the tenant is over its limit of uploads or of stored bytes.
+    """
+    return await counted(service, _publish_file(service, destination, descriptor))
+
+
+async def _publish_file(service: Service, destination: Destination, descriptor: int) -> Publication:
+    size_bytes = os.fstat(descriptor).st_size
+    check_size(size_bytes, service.settings.max_upload_bytes, "artifact")
+    chunks = gathered(_file_chunks(service, descriptor), size_bytes)
+    with one_more_upload(service, destination.tenant):
+        async with (
+            counted_upload(service, destination.tenant, destination.name, size_bytes) as upload,
+            sealed_upload(service, destination.tenant, upload.counted(chunks)) as sealed,
+        ):
+            if sealed.size_bytes != size_bytes:
+                raise ArtifactError("the artifact changed while it was read: send the request again")
+            facts = await check(service, destination, sealed)
+            return await publish(service, destination, sealed, facts, upload)
+
+
+async def _file_chunks(service: Service, descriptor: int) -> AsyncGenerator[bytes, None]:
+    """Yield an open file in chunks. Reads on background threads."""
+    offset = 0
+    while chunk := await service.run_in_background(os.pread, descriptor, WRITE_BYTES, offset):
+        offset += len(chunk)
+        yield chunk
+
+
+def check_size(size_bytes: int, max_bytes: int, what: str) -> None:
+    """Raise ArtifactTooLarge for an artifact of more bytes than the server takes."""
+    if size_bytes > max_bytes:
+        raise ArtifactTooLarge(
+            f"the {what} has {size_bytes} bytes and this server takes {max_bytes}: send a smaller one, "
+            "or raise the server's --max-upload-gb"
+        )
+
+
+async def check_visibility(service: Service, destination: Destination) -> None:
+    """Raise PublicNameTaken if the variant is to be public, and another tenant's of this name is."""
+    if destination.visibility is not None:
+        await service.volume.run_long(
+            partial(destination.changes.check_visibility, destination.name, destination.visibility),
+            destination.tenant.name,
+        )
 
 
 def publication_document(publication: Publication) -> dict[str, Any]:

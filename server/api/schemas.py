@@ -102,7 +102,7 @@ class UploadQuery(TenantQuery):
 
 
 class SourceBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /variants` that publishes from a source: a file of a hub, or an absolute path."""
+    """The body of `POST /variants` that publishes the artifact at an absolute path on the server."""
 
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
 

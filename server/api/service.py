@@ -31,7 +31,6 @@ from server.metrics.exposition import RegistryScrapes
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
 from server.publishing.checks import ArtifactChecks
-from server.publishing.source_jobs import SourceJobs
 from server.registry_calls import BackgroundThreads, RegistryCalls, probe
 from server.resolutions import Resolutions
 from server.settings import Settings
@@ -104,7 +103,6 @@ class Service:
         self.draining = False
         self.downloads = Downloads(self.unsent)
         self.shared = shared
-        self.source_jobs = SourceJobs(shared)
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         num_text_workers = min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS)
         self._text_workers = text_pool(num_text_workers, several_tenants=settings.auth == "keys")
@@ -211,7 +209,6 @@ class Service:
         deadline = time.monotonic() + self.settings.shutdown_timeout
         while self.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        await self.source_jobs.close()
         self.engine.disconnect(Draining("the server has shut down: send the request again"))
         await asyncio.gather(*self._kept, return_exceptions=True)
         await self.artifact_checks.close()

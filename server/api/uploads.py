@@ -1,4 +1,4 @@
-"""Receive one upload: the artifact in the body of a request, raw or as a form's file, and its `Content-Digest`.
+"""Receive one artifact: the body of a request, raw or as a form's file, with its `Content-Digest`; or a path in JSON.
 
 `publishing.py` writes, checks and publishes what arrives.
 """
@@ -6,36 +6,39 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from deltastore.errors import ArtifactError, ArtifactTooLarge
+from deltastore.errors import ArtifactError
 from deltastore.registry import Publication
 from deltastore.registry.records import check_names
 from deltastore.registry.uploads import SealedUpload
-from server.api.json_io import media_type_of, timed_chunks
+from server.api.json_io import json_body, media_type_of, timed_chunks
 from server.api.outputs import while_connected
 from server.api.publishing import (
     Destination,
     check,
+    check_size,
+    check_visibility,
     counted,
     counted_upload,
     gathered,
     one_more_upload,
     publish,
+    publish_file,
     sealed_upload,
 )
+from server.api.schemas import SourceBody
 from server.api.service import Service
 from server.errors import InvalidRequest
+from server.publishing.directories import opened_artifact
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
@@ -46,13 +49,10 @@ FORM = "multipart/form-data"
 FIELD = "file"
 CONTENT_DIGEST = "Content-Digest"
 SHA256 = "sha-256"
-SHA256_BYTES = 32
-# A member of a structured field's dictionary (RFC 9651) whose value is a byte sequence. Each quantifier ends at a
-# character that the next one cannot match, so that a hostile header costs no more than its length.
-DIGEST_MEMBER = re.compile(
-    r'([a-z*][a-z0-9_.*-]*)=:([A-Za-z0-9+/]*={0,2}):(?:;[ ]*[a-z*][a-z0-9_.*-]*(?:=(?:"[^"\\]*"|[^ \t,;"]+))?)*'
-)
-DIGEST_SEPARATOR = re.compile(r"[ \t]*,[ \t]*")
+# Its member of the header: 32 bytes in base64, whose padding a recipient has to do without.
+DIGEST = re.compile(rf"(?:^|,)[ \t]*{SHA256}=:([A-Za-z0-9+/]{{43}})=?:[ \t]*(?=$|[,;])")
+
+_source_body = json_body(SourceBody)
 
 
 async def receive_upload(request: Request, service: Service, destination: Destination) -> Publication:
@@ -73,11 +73,7 @@ async def receive_upload(request: Request, service: Service, destination: Destin
 async def _receive(request: Request, service: Service, destination: Destination) -> Publication:
     """Write, check and publish the body. Leaving early removes what was written."""
     check_names(destination.tenant.name, destination.name)
-    if destination.visibility is not None:
-        await service.volume.run_long(
-            partial(destination.changes.check_visibility, destination.name, destination.visibility),
-            destination.tenant.name,
-        )
+    await check_visibility(service, destination)
     expected = expected_sha256(request)
     max_bytes = service.settings.max_upload_bytes
     _check_headers(request, max_bytes)
@@ -101,6 +97,22 @@ async def _receive(request: Request, service: Service, destination: Destination)
             return await publish(service, destination, sealed, facts, upload)
 
 
+async def publish_source(request: Request, service: Service, destination: Destination) -> Publication:
+    """Publish the artifact at the path that the request's body names, and count the outcome.
+
+    Raises:
+        InvalidRequest, UsageError: no path that this server publishes from.
+        PeraxisError: as `receive_upload` does of the same bytes.
+    """
+    source = (await _source_body(request)).source
+    check_names(destination.tenant.name, destination.name)
+    await check_visibility(service, destination)
+    # Refuse while no base was ever loaded: without one, no artifact can be checked.
+    _ = service.engine.facts
+    async with service.in_background(opened_artifact(source, service.settings.source_dir)) as descriptor:
+        return await while_connected(request, publish_file(service, destination, descriptor))
+
+
 def _check_headers(request: Request, max_bytes: int) -> None:
     media_type = media_type_of(request)
     if media_type not in ("", "application/octet-stream", FORM):
@@ -117,10 +129,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
     length = int(request.headers.get("content-length", "0"))
     overhead = FORM_OVERHEAD_BYTES if media_type == FORM else 0
     if length > max_bytes + overhead:
-        raise ArtifactTooLarge(
-            f"the upload has {length} bytes and this server takes {max_bytes}: send a smaller one, "
-            "or raise the server's --max-upload-gb"
-        )
+        check_size(length, max_bytes, "upload")
 
 
 def _size_limit(request: Request) -> int | None:
@@ -227,51 +236,24 @@ def expected_sha256(request: Request) -> str | None:
     """Return the SHA-256 of the request's content in hex, from the `Content-Digest` of its sender (RFC 9530).
 
     Returns:
-        None without the header, or if it has only other algorithms, which the RFC lets a recipient ignore.
+        None if the header is missing or names no SHA-256: the RFC lets a recipient ignore other algorithms.
 
     Raises:
-        InvalidRequest: the header is malformed, or its SHA-256 is not one.
+        InvalidRequest: its SHA-256 is none.
     """
-    header = ",".join(request.headers.getlist(CONTENT_DIGEST)).strip(" \t")
-    digest = _digests(header).get(SHA256) if header else None
-    if digest is None:
+    header = ",".join(request.headers.getlist(CONTENT_DIGEST))
+    if SHA256 not in header.lower():
         return None
-    if len(digest) != SHA256_BYTES:
-        raise InvalidRequest(
-            f"the {SHA256} of {CONTENT_DIGEST} has {len(digest)} bytes, not {SHA256_BYTES}: "
-            f"send {SHA256}=:BASE64:, the content's SHA-256",
-            CONTENT_DIGEST,
-        )
-    return digest.hex()
-
-
-def _digests(header: str) -> dict[str, bytes]:
-    """Return the digest of each algorithm; of repeated ones the last, as the RFC has it."""
-    members, position = {}, 0
-    while True:
-        found = DIGEST_MEMBER.match(header, position)
-        if found is None:
-            raise _malformed_digest()
-        members[found[1]] = _decoded(found[2])
-        if found.end() == len(header):
-            return members
-        separator = DIGEST_SEPARATOR.match(header, found.end())
-        if separator is None:
-            raise _malformed_digest()
-        position = separator.end()
-
-
-def _decoded(text: str) -> bytes:
-    # RFC 9651 asks recipients to accept a byte sequence without its padding.
-    bare = text.rstrip("=")
-    try:
-        return base64.b64decode(bare + "=" * (-len(bare) % 4), validate=True)
-    except binascii.Error as error:
-        raise _malformed_digest() from error
+    found = DIGEST.findall(header)
+    if not found:
+        raise _malformed_digest()
+    # Of repeated ones the last counts.
+    return base64.b64decode(f"{found[-1]}=").hex()
 
 
 def _malformed_digest() -> InvalidRequest:
     return InvalidRequest(
-        f"{CONTENT_DIGEST} is malformed: send {SHA256}=:BASE64:, the content's SHA-256, as RFC 9530 describes it",
+        f"the {SHA256} of {CONTENT_DIGEST} is malformed: send {SHA256}=:BASE64:, the content's SHA-256, as RFC 9530 "
+        "describes it",
         CONTENT_DIGEST,
     )

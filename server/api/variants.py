@@ -27,8 +27,7 @@ from server.api.json_io import JSON, MAX_PAGE_BYTES, JsonReply, json_body, media
 from server.api.publishing import Destination, counting_refusals, max_pinned, publication_document
 from server.api.schemas import TenantPageQuery, UploadQuery, VariantPatch, VersionQuery, VersionsQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
-from server.api.sources import start_source
-from server.api.uploads import receive_upload
+from server.api.uploads import publish_source, receive_upload
 from server.protocol.messages import DeltaState, LoadAction
 from server.tenants.tenant import Tenant
 
@@ -47,11 +46,13 @@ log = logging.getLogger(__name__)
 async def upload(
     request: Request, query: Annotated[UploadQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> Response:
-    """Publish the body as the next version: 201, or 200 if the variant has these bytes already; 202 for a source."""
+    """Publish an artifact as the next version: 201, or 200 if the variant has these bytes already.
+
+    The artifact is the body, or with a body in JSON the file that it names.
+    """
     destination = Destination(changes, query.name, query.activate, query.visibility)
-    if media_type_of(request) == JSON:
-        return await start_source(request, service, destination)
-    publication = await receive_upload(request, service, destination)
+    receive = publish_source if media_type_of(request) == JSON else receive_upload
+    publication = await receive(request, service, destination)
     return JsonReply(publication_document(publication), 201 if publication.created else 200)
 
 

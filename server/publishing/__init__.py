@@ -1,1 +1,1 @@
-"""Artifacts on their way into the registry: their checks, and the sources that a server fetches from."""
+"""Artifacts on their way into the registry: their checks, and the directories that they may be published from."""

@@ -38,6 +38,16 @@ def open_artifact(path: str, allowed: Sequence[Path]) -> int:
         InvalidRequest: there is no such artifact, or it is not below an allowed directory. The message is the same for
             both, so that it does not tell which files exist.
     """
+    if path.startswith("hf://"):
+        raise InvalidRequest(
+            f"{shown(path)}: a server fetches from no hub: run `peraxis push` of it, which does, with your own token",
+            PARAM,
+        )
+    if not allowed:
+        raise InvalidRequest(
+            "this server publishes from no directory: upload the artifact, or ask the operator for --source-dir",
+            PARAM,
+        )
     root, parts = _below(path, allowed)
     try:
         found = _open_below(root, parts)
@@ -118,8 +128,3 @@ def _refused(path: str) -> InvalidRequest:
         f"*{ARTIFACT_SUFFIX}, below a directory of the server's --source-dir, without .. and symbolic links",
         PARAM,
     )
-
-
-def size_of(descriptor: int) -> int:
-    """Return the bytes of an open file."""
-    return os.fstat(descriptor).st_size

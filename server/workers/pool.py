@@ -121,7 +121,6 @@ class WorkerPool:
         limits: of each task, unless its call has others.
         modules: modules that a worker imports before its first task.
         niceness: of the workers, above that of this process.
-        variables: environment variables that a worker gets beside `worker_process.VARIABLES`.
         several_tenants: one tenant has at most all workers but one, so that slow work of its many shares leaves one.
     """
 
@@ -131,14 +130,12 @@ class WorkerPool:
         limits: Limits,
         modules: tuple[str, ...] = (),
         niceness: int = NICENESS,
-        variables: tuple[str, ...] = (),
         several_tenants: bool = False,
     ) -> None:
         self._num_workers = num_workers
         self._limits = limits
         self._modules = modules
         self._niceness = niceness
-        self._variables = variables
         permits_per_tenant = max(1, num_workers - 1) if several_tenants else None
         self._limiter = FairLimiter(num_workers, max(1, num_workers // 2), MAX_WAITING, permits_per_tenant)
         # The shares that each worker served lately: it may have their tokenizers loaded.
@@ -298,7 +295,7 @@ class WorkerPool:
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
         spawning = asyncio.create_task(
-            WorkerProcess.spawn(self._modules, Path(self._scratch.name), self._niceness, self._variables)
+            WorkerProcess.spawn(self._modules, Path(self._scratch.name), self._niceness)
         )
         self._spawning.add(spawning)
         spawning.add_done_callback(self._on_spawned)

@@ -53,15 +53,12 @@ class WorkerProcess:
         self._is_last = False
 
     @classmethod
-    async def spawn(
-        cls, modules: tuple[str, ...], directory: Path, niceness: int, variables: tuple[str, ...] = ()
-    ) -> Self:
+    async def spawn(cls, modules: tuple[str, ...], directory: Path, niceness: int) -> Self:
         """Start a process, which imports `modules`. Must not be cancelled: asyncio would leave its pipes open.
 
         Args:
             directory: where the process gets a directory for its temporary files.
             niceness: what is added to the niceness of this process.
-            variables: of the environment, that the process gets beside `VARIABLES`.
         """
         scratch = Path(tempfile.mkdtemp(dir=directory))
         process = await asyncio.create_subprocess_exec(
@@ -69,7 +66,7 @@ class WorkerProcess:
             *(str(os.getpid()), str(niceness), *modules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**_inherited(variables), **ONE_THREAD, "TMPDIR": str(scratch)},
+            env={**_inherited(), **ONE_THREAD, "TMPDIR": str(scratch)},
         )
         return cls(process, scratch)
 
@@ -143,8 +140,8 @@ class WorkerProcess:
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _inherited(variables: tuple[str, ...]) -> dict[str, str]:
-    return {name: os.environ[name] for name in (*VARIABLES, *variables) if name in os.environ}
+def _inherited() -> dict[str, str]:
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def pack_task(function: Callable[..., Any], args: tuple[Any, ...], limits: Limits) -> bytes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import constants
 
 from client import waiting
 from client.http import NoAnswer, NoServer, RemoteServer, ServerAddress, ServerRefused
@@ -29,6 +31,7 @@ from tests.client.helpers.scripted_server import (
     stop,
 )
 from tests.client.helpers.terminal import on_terminal
+from tests.helpers.hub import FILE, Hub, commit, commit_of, running_hub
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, LiveServer
 
 Output = pytest.CaptureFixture[str]
@@ -55,7 +58,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def pushed(file: Path, *reactions: Reaction, args: tuple[str, ...] = ()) -> tuple[int, ScriptedServer]:
+def pushed(file: Path | str, *reactions: Reaction, args: tuple[str, ...] = ()) -> tuple[int, ScriptedServer]:
     """Push the file to a scripted server; return the exit code and the server."""
     with scripted_server(*reactions) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "MAX_PAUSE_S", 0)
@@ -272,7 +275,7 @@ def test_attempts_that_fail_wait_longer_each_time_and_as_long_as_the_server_asks
         break_off(),
         limited,
         refuse(500, "internal_error"),
-        refuse(502, "source_unavailable"),
+        refuse(502, "internal_error"),
         limited,
     ]
     pauses, error = pauses_of_push(file, *failures, ABSENT, CREATED)
@@ -378,3 +381,74 @@ def test_the_public_port_of_a_server_with_an_admin_port_is_told_from_one_without
     code, server = pushed(file, refuse(404, "not_found", "there is no call GET /variants/a"))
     assert (code, server.calls) == (1, ["GET /variants/a"])
     assert "--admin-port" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield running
+
+
+@pytest.mark.parametrize("reference", ["", "@main", f":{FILE}", f"@main:{FILE}"])
+def test_a_hubs_artifact_is_fetched_and_published(reference: str, hub: Hub) -> None:
+    hub.add("tuned", CONTENT)
+    code, server = pushed(f"hf://acme/tuned{reference}", ABSENT, CREATED)
+    assert (code, server.received[-1].body) == (0, CONTENT)
+    # Again, from the cache.
+    fetched = len(hub.requests)
+    assert pushed(f"hf://acme/tuned{reference}", ABSENT, CREATED)[0] == 0
+    assert not [way for way, path in hub.requests[fetched:] if way == "GET" and "/resolve/" in path]
+
+
+def test_a_revision_gives_its_own_bytes(hub: Hub) -> None:
+    moving = hub.add("moving", CONTENT)
+    [pinned] = moving.commits
+    moving.commits.update(commit(ARTIFACT_PREFIX + b"later"))
+    assert pushed("hf://acme/moving", ABSENT, CREATED)[1].received[-1].body == ARTIFACT_PREFIX + b"later"
+    assert pushed(f"hf://acme/moving@{pinned}", ABSENT, CREATED)[1].received[-1].body == CONTENT
+
+
+def test_a_private_repository_is_asked_with_the_users_token(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    hub.add("own", CONTENT, token="hf_mine")
+    assert pushed("hf://acme/own")[0] == 1
+    assert "hf auth login" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert pushed("hf://acme/own", ABSENT, CREATED)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("hf://acme", 2, "names no file of a hub"),
+        ("hf://acme/../x", 2, "names no file of a hub"),
+        ("hf://acme/two", 2, "has 2 artifacts, such as delta.safetensors, second.safetensors: give hf://ORG"),
+        ("hf://acme/two:third.safetensors", 2, "has no file third.safetensors"),
+        ("hf://acme/two:*", 2, "has no file *"),
+        ("hf://acme/absent", 1, "the hub does not give it"),
+        ("hf://acme/two@absent", 1, "the hub does not give it"),
+        ("hf://acme/broken", 1, "the hub does not give it"),
+        ("hf://acme/text", 1, "or a damaged one"),
+    ],
+)
+def test_what_a_hub_does_not_have_is_one_line(
+    source: str, code: int, message: str, hub: Hub, capsys: Output
+) -> None:
+    hub.add("two", CONTENT).commits.update(commit_of({FILE: CONTENT, "second.safetensors": CONTENT}))
+    hub.add("broken", CONTENT, status=500)
+    hub.add("text", b"no artifact, whatever its name says")
+    assert pushed(source)[0] == code
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
+
+
+def test_without_a_hub_the_line_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert pushed("hf://acme/tuned")[0] == 1
+    assert "the hub does not give it" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from compressor.sources import checkpoint_directory, find_on_hub
 from deltastore.errors import CheckpointError
+from tests.helpers.hub import Hub, running_hub
 from tests.helpers.tiny_models import make_pair
-from tests.server.publishing.helpers.hub import Hub, running_hub
 
 
 @pytest.fixture

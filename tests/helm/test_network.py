@@ -133,7 +133,6 @@ def test_pods_reach_the_internet_only_to_fetch_from_the_hub() -> None:
 
     assert ports({}) == {53}
     assert ports({"base": {"download": {"repository": "org/model"}}}) == {53, 443}
-    assert ports({"settings": {"allow_hub": True}}) == {53, 443}
     assert ports({"networkPolicy": {"egress": [{"ports": [{"port": 4318}]}]}}) == {53, 4318}
 
 

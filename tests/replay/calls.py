@@ -58,7 +58,6 @@ def ask_roles(world: World, public: Asker, admin: Asker) -> None:
         ("POST", "/variants/again/unpin", {}),
         ("POST", "/variants/again/unload", {}),
         ("GET", "/variants/again/artifact", {}),
-        ("GET", "/variants/again/sources/nothing", {}),
         ("DELETE", "/variants/again", {}),
         ("GET", "/metrics", {}),
         ("GET", "/stats", {}),

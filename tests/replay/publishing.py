@@ -8,7 +8,6 @@ from typing import Any
 
 from tests.replay.asking import OCTETS, Asker
 from tests.replay.world import World
-from tests.server.helpers.live_server import eventually
 
 
 def ask_artifacts(world: World, admin: Asker) -> None:
@@ -73,23 +72,14 @@ def ask_artifacts(world: World, admin: Asker) -> None:
 
 
 def ask_sources(world: World, admin: Asker) -> None:
-    """Publish from files and a hub."""
-    for name in ("third.safetensors", "foreign.safetensors", "absent"):
-        _publish_source(admin, name, str(world.inputs.sources / name))
-    _publish_source(admin, "file outside", str(world.inputs.artifacts.plain))
-    _publish_source(admin, "hub", "hf://nobody/nothing@main")
-
-
-def _publish_source(admin: Asker, title: str, source: str) -> None:
-    reply = admin.ask(
-        f"source: {title}", "publish", "POST", "/variants?name=sourced", json={"source": source}
-    )
-    if reply.status_code != 202:
-        return
-    job = reply.headers["location"]
-    admin.transcript.secrets[job.rpartition("/")[2]] = "JOB"
-    assert eventually(lambda: admin.send("publish", "GET", job).json()["status"] != "running")
-    admin.transcript.add(f"source: {title}, done", admin.send("publish", "GET", job).json())
+    """Publish from files, and ask for one of a hub."""
+    sources = {
+        name: str(world.inputs.sources / name)
+        for name in ("third.safetensors", "foreign.safetensors", "absent")
+    }
+    sources |= {"file outside": str(world.inputs.artifacts.plain), "hub": "hf://nobody/nothing@main"}
+    for title, source in sources.items():
+        admin.ask(f"source: {title}", "publish", "POST", "/variants?name=sourced", json={"source": source})
 
 
 def run_remote_commands(world: World, admin: Asker) -> None:

@@ -223,20 +223,21 @@ def test_directories_of_sources_come_from_flags_the_file_and_the_environment(
     assert f'source_dir = ["{one}"]  # from --source-dir' in found.describe()
 
 
-def test_the_hub_is_that_of_huggingface_hub_unless_it_is_set(
+def test_a_setting_that_is_no_more_ends_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    assert loaded(tmp_path).settings.hub_url == "https://huggingface.co"
-    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/")
-    assert loaded(tmp_path).settings.hub_url == "https://mirror.example"
-    assert loaded(tmp_path, hub_url="http://own.example").settings.hub_url == "http://own.example"
-
-
-@pytest.mark.parametrize("url", ["hub.example", "ftp://hub.example", "https://", "https://me:x@hub.example"])
-def test_a_url_that_is_no_hub_is_refused(tmp_path: Path, url: str) -> None:
-    with pytest.raises(SettingsError, match=r"hub_url .from --hub-url.: a hub's URL has the form"):
-        loaded(tmp_path, hub_url=url)
+    no_more = "is no longer a setting: a server fetches from no hub; `peraxis push hf://"
+    for name, flag in (("allow_hub", "--allow-hub"), ("hub_url", "--hub-url")):
+        with pytest.raises(SettingsError, match=rf"{name} \(from {flag}\) {no_more}"):
+            load_settings({"base": tmp_path, "registry": tmp_path, name: "https://hub.example"})
+        config = tmp_path / "peraxis.toml"
+        config.write_text(f"{name} = true\n")
+        with pytest.raises(SettingsError, match=rf"{name} \(from the configuration file\) {no_more}"):
+            load_settings({"base": tmp_path, "registry": tmp_path}, config)
+        with monkeypatch.context() as patched:
+            patched.setenv(f"PERAXIS_{name.upper()}", "true")
+            with pytest.raises(SettingsError, match=rf"{name} \(from PERAXIS_{name.upper()}\) {no_more}"):
+                loaded(tmp_path)
 
 
 def test_a_bucket_is_taken_as_it_is_given_and_a_directory_as_its_path(tmp_path: Path) -> None:

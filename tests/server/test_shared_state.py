@@ -19,28 +19,23 @@ from server.shared_state import (
     AnyCall,
     ChangeAdapters,
     CountTokens,
-    FindSourceJob,
     GetMetrics,
     GetStats,
     GetUsage,
     GrowUpload,
     LoadedAdapter,
-    PutSourceJob,
     Release,
     SharedState,
-    SourceJob,
     VariantsDeleted,
     answer_type,
 )
 from server.tenants.tenant import TenantLimits
 
-JOB = SourceJob(id="j", tenant="acme", name="math", source="hf://a/b", started_at=1.0)
 # In an order in which each has an answer to give.
 CALLS: list[AnyCall] = [
     AdmitRequests(1, "acme"), CountTokens("acme", 7), AdmitRequests(2, "acme", 9), AdmitUpload(3, "acme", 10),
     GrowUpload(3, 5), GetUsage("acme"), Release(1),
-    ChangeAdapters(AdapterChange("acme", LoadedAdapter("acme", "math", "/math", 1.0))), PutSourceJob(JOB),
-    FindSourceJob("acme", "math", "j"), FindSourceJob("acme", "math", "absent"), GetMetrics(), GetStats(),
+    ChangeAdapters(AdapterChange("acme", LoadedAdapter("acme", "math", "/math", 1.0))), GetMetrics(), GetStats(),
     VariantsDeleted(("acme/math",)),
 ]  # fmt: skip
 
@@ -91,14 +86,12 @@ def test_a_process_that_ends_frees_what_it_held_and_its_totals_stay() -> None:
         shared = shared_state(source)
         source.metrics.generation_tokens_total.inc(5)
         source.metrics.num_requests_running.set(2)
-        for call in (AdmitRequests(1, "acme", 3), AdmitUpload(2, "acme", 10), PutSourceJob(JOB)):
+        for call in (AdmitRequests(1, "acme", 3), AdmitUpload(2, "acme", 10)):
             await shared.answer("http-1", call)
         before = await shared.answer("http-1", GetMetrics())
         shared.lost("http-1")
         usage = await shared.answer("http-2", GetUsage("acme"))
         assert (usage.num_running, usage.num_uploads, usage.num_requests) == (0, 0, 3)
-        job = await shared.answer("http-2", FindSourceJob("acme", "math", "j"))
-        assert job.status == "failed"
         after = await shared.answer("http-2", GetMetrics())
         assert [value(each, "peraxis_generation_tokens") for each in (before, after)] == [5, 5]
         assert [value(each, "peraxis_num_requests_running") for each in (before, after)] == [2, 0]

@@ -23,9 +23,9 @@ from peraxis.cli import run
 from peraxis.demo import own_pair
 from peraxis.demo.own_pair import OwnPair, try_pair, variant_name
 from tests.compressor.helpers.compressing import rewrite_config
+from tests.helpers.hub import Hub, running_hub
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 from tests.server.helpers.live_server import clean_environment
-from tests.server.publishing.helpers.hub import Hub, running_hub
 
 
 @pytest.fixture

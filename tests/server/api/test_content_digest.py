@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -71,32 +72,20 @@ def test_a_malformed_digest_is_refused_before_the_body_is_read(server: LiveServe
 @pytest.mark.parametrize(
     "header",
     [
-        "sha-256=abc",
-        "sha-256=:abc",
-        "sha-256=:a b:",
-        "sha-256=:A:",
-        "sha-256=:AAAA:",
-        "sha-256",
-        "SHA-256=:AAAA:",
-        "=:AAAA:",
-        "md5=:AAAA:,",
-        ",md5=:AAAA:",
-        "md5=:AAAA: sha-512=:AAAA:",
-        "md5=1",
-        'sha-512="AAAA"',
-        "md5=:A=AA:",
-        "sha-256=:AAAA:;=1",
-        "sha-256=:\u00e9:",
+        "sha-256=abc", "sha-256=:abc", "sha-256=:a b:", "sha-256=:A:", "sha-256=:AAAA:", "sha-256", "SHA-256=:AAAA:",
+        "sha-256=:AAAA:;=1", "sha-256=:\u00e9:", f"{sha256_member(b'x')}x", f"x{sha256_member(b'x')}",
+        sha256_member(b"x").upper(), sha256_member(b"x").replace("=:", '="', 1),
+        f"sha-256=:{hashlib.sha256(b'x').hexdigest()}:", f"md5=:AAAA: {sha256_member(b'x')}",
     ],
-)
-def test_a_malformed_header_is_refused(header: str) -> None:
+)  # fmt: skip
+def test_a_sha_256_that_is_none_is_refused(header: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parsed(header)
     assert refused.value.param == "Content-Digest"
 
 
 @pytest.mark.parametrize(
-    "header", ["md5=:AAAA:", "sha-512=:AAAA:, unixsum=:AQ==:", "sha=:AAAA:;q=1", "", "  "]
+    "header", ["md5=:AAAA:", "sha-512=:AAAA:, unixsum=:AQ==:", "sha=:AAAA:;q=1", "md5=1", "=:AAAA:", "", "  "]
 )
 def test_other_algorithms_are_ignored(header: str) -> None:
     assert parsed(header) is None
@@ -111,7 +100,6 @@ def test_other_algorithms_are_ignored(header: str) -> None:
         "{} \t, sha-512=:AAAA:",
         "{};note=1; other",
         '{};note="a, b:c"',
-        "sha-256=:AAAA:, {}",
     ],
 )
 def test_sha_256_is_found_in_every_form_of_the_header(form: str) -> None:
@@ -129,7 +117,7 @@ def test_several_headers_are_one_dictionary_whose_last_value_counts() -> None:
     assert parsed("md5=:AAAA:", first, last) == hashlib.sha256(b"last").hexdigest()
 
 
-@pytest.mark.parametrize("piece", ["a=::;b", "a=::;" + "b", "a=::, ", "a", ";", " \t", 'a=::;a="'])
-def test_a_long_hostile_header_is_refused(piece: str) -> None:
-    with pytest.raises(InvalidRequest):
-        parsed(piece * (64_000 // len(piece)) + "!")
+@pytest.mark.parametrize("piece", ["a=::;b", "sha-256=:", "sha-256=::, ", ",", " \t", "sha-256=:" + "A" * 43])
+def test_a_long_hostile_header_ends_at_once(piece: str) -> None:
+    with suppress(InvalidRequest):
+        assert parsed(piece * (64_000 // len(piece)) + "!") is None

@@ -8,9 +8,8 @@ import psutil
 import pytest
 
 from peraxis.demo.service import running
-from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
+from tests.server.helpers.live_server import Artifacts, LiveServer, live_server
 from tests.server.helpers.worker_processes import workers_of
-from tests.server.publishing.helpers.hub import running_hub
 
 # Any of them may be the name of a user's own file.
 NAMES = ("server", "client", "deltastore", "compressor", "demo", "peraxis", "torch", "msgspec", "tokenizers")
@@ -39,41 +38,28 @@ def taken(tmp_path: Path) -> Path:
 def test_no_process_imports_from_the_working_directory_and_no_worker_gets_a_secret(
     artifacts: Artifacts, taken: Path, tmp_path: Path
 ) -> None:
-    with (
-        running_hub() as hub,
-        live_server(
-            artifacts.base,
-            tmp_path / "registry",
-            *("--allow-hub", "--hub-url", hub.url),
-            working_directory=taken,
-            environment={**SECRETS, **PROXY},
-        ) as server,
-    ):
-        hub.add("third", artifacts.third.read_bytes())
-        use_every_kind_of_worker(server)
+    with live_server(
+        artifacts.base,
+        tmp_path / "registry",
+        working_directory=taken,
+        environment={**SECRETS, **PROXY},
+    ) as server:
+        use_every_kind_of_worker(server, artifacts)
         children = psutil.Process(server.process.pid).children()
         workers = [worker for child in children for worker in workers_of(child.pid)]
         kinds = {words[-1]: worker.environ() for worker in workers for words in [worker.cmdline()]}
         assert set(kinds) == {
             "server.text.worker_tasks",
             "server.grammar.matching",
-            "server.publishing.hub",
             "deltastore.format.validate",
         }
         for kind, variables in kinds.items():
-            assert not set(SECRETS) & set(variables), kind
+            assert not {*SECRETS, *PROXY} & set(variables), kind
             assert str(taken) not in variables.get("PYTHONPATH", "")
-            assert ("HTTPS_PROXY" in variables) == (kind == "server.publishing.hub")
 
 
-def use_every_kind_of_worker(server: LiveServer) -> None:
-    started = server.client.post(
-        "/variants", params={"name": "third"}, json={"source": "hf://acme/third@main"}
-    )
-    assert started.status_code == 202, started.text
-    job = started.headers["Location"]
-    assert eventually(lambda: server.client.get(job).json()["status"] != "running")
-    assert server.client.get(job).json()["status"] == "done"
+def use_every_kind_of_worker(server: LiveServer, artifacts: Artifacts) -> None:
+    assert server.upload("third", artifacts.third).status_code == 201
     body = {
         "model": "third",
         "prompt": "hello",

@@ -88,7 +88,6 @@ CALLS: Mapping[tuple[str, str], Call] = {
     ("POST", "/variants/{name}/pin"): Call(202, "owned", after=("POST", "/variants/{name}/unpin")),
     ("POST", "/variants/{name}/unpin"): Call(202, "owned"),
     ("GET", "/variants/{name}/artifact"): Call(200, "owned"),
-    ("GET", "/variants/{name}/sources/{source_id}"): Call(200, "owned"),
     ("POST", "/v1/load_lora_adapter"): Call(200, "owned", json={"lora_name": TARGET, "lora_path": "a"}),
     ("POST", "/v1/unload_lora_adapter"): Call(
         200, "owned", json={"lora_name": TARGET}, before=("POST", "/v1/load_lora_adapter")

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,13 @@ class Repository:
     """A repository of the hub: its commits, the newest last, each with its files.
 
     Attributes:
-        redirect: where a file's bytes are; None sends them from the repository itself.
-        announced_bytes: instead of the true size, in replies to HEAD.
-        sent_bytes: of each file; None sends all.
-        stalls: sends one byte of a file, then nothing until `release` is set.
-        etag: instead of the SHA-256.
+        token: without which it is not shown; None shows it to all.
         status: of every reply, instead of 200.
     """
 
     commits: dict[str, dict[str, bytes]]
-    redirect: str | None = None
-    announced_bytes: int | None = None
-    sent_bytes: int | None = None
-    stalls: bool = False
-    etag: str | None = None
+    token: str | None = None
     status: int | None = None
-    release: threading.Event = field(default_factory=threading.Event)
 
 
 def commit(content: bytes, name: str = FILE) -> dict[str, dict[str, bytes]]:
@@ -86,8 +77,6 @@ def running_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        for repository in hub.repositories.values():
-            repository.release.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -116,15 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._tree(hub.repositories["/".join(parts[2:4])], unquote(parts[5]))
         elif parts[:2] == ["api", "models"]:
             self._info(hub.repositories.get("/".join(parts[2:4])), unquote(parts[5]))
-        elif parts[2:3] == ["resolve"] or parts[0] == "cdn":
-            is_cdn = parts[0] == "cdn"
-            name = "/".join(parts[1:3] if is_cdn else parts[:2])
-            self._file(hub.repositories[name], name, parts[3], unquote("/".join(parts[4:])), is_cdn)
+        elif parts[2:3] == ["resolve"]:
+            self._file(hub.repositories["/".join(parts[:2])], parts[3], unquote("/".join(parts[4:])))
         else:
             self._send(404, {})
 
     def _info(self, repository: Repository | None, revision: str) -> None:
-        if repository is None:
+        if repository is None or not self._shows(repository):
             self._send(401, {"X-Error-Code": "RepoNotFound"})
             return
         if repository.status is not None:
@@ -145,40 +132,16 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self._send(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
 
-    def _file(self, repository: Repository, name: str, revision: str, file: str, is_cdn: bool) -> None:
+    def _file(self, repository: Repository, revision: str, file: str) -> None:
         content = repository.commits.get(revision, {}).get(file)
         if content is None:
             self._send(404, {"X-Error-Code": "EntryNotFound"})
             return
-        etag = repository.etag or hashlib.sha256(content).hexdigest()
-        headers = {"X-Repo-Commit": revision, "ETag": f'"{etag}"'}
-        if repository.redirect is not None and not is_cdn:
-            location = f"{repository.redirect}/cdn/{name}/{revision}/{file}"
-            linked = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{etag}"'}
-            self._send(302, {**headers, **linked, "Location": location})
-        elif self.command == "HEAD" and repository.announced_bytes is not None:
-            self._send(200, {**headers, "Content-Length": str(repository.announced_bytes)})
-        elif repository.stalls and self.command == "GET":
-            self._stall(repository, content)
-        elif repository.sent_bytes is not None and self.command == "GET":
-            # Without a length, so that the client sees an orderly end.
-            self._send(
-                200,
-                {**headers, "Connection": "close", "Content-Length": ""},
-                content[: repository.sent_bytes],
-            )
-            self.close_connection = True
-        else:
-            self._send(200, headers, content)
+        etag = hashlib.sha256(content).hexdigest()
+        self._send(200, {"X-Repo-Commit": revision, "ETag": f'"{etag}"'}, content)
 
-    def _stall(self, repository: Repository, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content[:1])
-        self.wfile.flush()
-        repository.release.wait(60)
-        self.close_connection = True
+    def _shows(self, repository: Repository) -> bool:
+        return repository.token in (None, self.headers.get("Authorization", "").removeprefix("Bearer "))
 
     def _send(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)

@@ -6,13 +6,12 @@ It accepts on the supervisor's listening sockets, and ends with its link to the 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import socket
 import sys
 from typing import cast
 
-from msgspec import json, msgpack
+from msgspec import json
 
 # First, so that transformers is imported without torch.
 import server.text.without_torch  # noqa: F401
@@ -22,7 +21,6 @@ from deltastore.errors import PeraxisError
 from deltastore.memory import return_freed_memory
 from server.api.service import Service
 from server.app import serve
-from server.errors import QueueFull
 from server.log import configure_logging
 from server.metrics.metrics import FrontendMetrics
 from server.processes import die_with_parent, inherited
@@ -36,9 +34,9 @@ from server.protocol.control import (
     MetricsWanted,
     Ping,
     Pong,
+    RemoteState,
     Serving,
-    SharedAnswer,
-    SharedQuestion,
+    StateAnswer,
     SupervisorMessage,
     check_version,
     http_process_end,
@@ -47,7 +45,7 @@ from server.protocol.engine_client import EngineClient
 from server.protocol.messages import EngineFacts
 from server.registry_calls import open_registry
 from server.settings import Settings
-from server.shared_state import AnyCall, R, SharedCall, answer_type
+from server.shared_state import SharedState
 from server.web_server import run_event_loop
 
 # The event loop waits for the interpreter's lock while threads parse bodies and read the registry. Python's default of
@@ -78,7 +76,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     metrics = FrontendMetrics(process=True)
     engine = EngineClient(config.identity)
     registry = open_registry(settings, make=False)
-    service = Service(settings, registry, metrics, engine, supervisor)
+    service = Service(settings, registry, metrics, engine, cast(SharedState, supervisor.state))
     obeying = asyncio.create_task(supervisor.obey(service, engine))
     obeying.add_done_callback(lambda _: stopped.set())
     starting = asyncio.create_task(supervisor.start(service))
@@ -92,8 +90,7 @@ class SupervisorLink:
 
     def __init__(self, link: ControlLink[SupervisorMessage]) -> None:
         self._link = link
-        self._call_ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[SharedAnswer]] = {}
+        self.state = RemoteState(link.send)
         self._has_engine = asyncio.Event()
 
     async def start(self, service: Service) -> None:
@@ -105,24 +102,6 @@ class SupervisorLink:
             self._link.send(CannotServe(str(error)))
         else:
             self._link.send(Serving())
-
-    async def ask(self, call: SharedCall[R]) -> R:
-        """Return the answer to a call to the shared state; raise QueueFull if it has none now."""
-        call_id = next(self._call_ids)
-        asked = self._asked[call_id] = asyncio.get_running_loop().create_future()
-        self._link.send(SharedQuestion(call_id, cast(AnyCall, call)))
-        try:
-            answer = await asked
-        finally:
-            del self._asked[call_id]
-        if answer.error is not None:
-            raise QueueFull(answer.error)
-        result: R = msgpack.decode(answer.result, type=answer_type(type(call)))
-        return result
-
-    def tell(self, call: SharedCall[None]) -> None:
-        """Send a call to the shared state without waiting for its answer."""
-        self._link.send(SharedQuestion(next(self._call_ids), cast(AnyCall, call)))
 
     async def obey(self, service: Service, engine: EngineClient) -> None:
         """Do what the supervisor says until it ends."""
@@ -137,11 +116,8 @@ class SupervisorLink:
                     self._link.send(Pong())
                 case MetricsWanted(call_id):
                     self._link.send(MetricsOfProcess(call_id, service.metrics.snapshot()))
-                case SharedAnswer(call_id):
-                    asked = self._asked.get(call_id)
-                    # An answer that is late, or to a call that was told, is not waited for.
-                    if asked is not None and not asked.done():
-                        asked.set_result(message)
+                case StateAnswer():
+                    self.state.take(message)
 
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:

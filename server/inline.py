@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
 
 from deltastore.errors import PeraxisError
 from server.api.service import Service
@@ -26,7 +25,7 @@ from server.protocol.engine_client import EngineClient
 from server.protocol.messages import Resident
 from server.registry_calls import RegistryCalls, open_registry, probe
 from server.settings import Settings
-from server.shared_state import COLLECT_S, AnyCall, R, SharedCall, SharedState
+from server.shared_state import COLLECT_S, SharedState
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits import LimitsDirectory, with_default_limits
 from server.tenants.tenant import TenantLimits
@@ -87,29 +86,6 @@ class LocalMetrics:
         self.engine.forget_variants(labels)
 
 
-class LocalLink:
-    """The shared state on the event loop of the only HTTP process."""
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-        # A task that nothing refers to may be collected.
-        self._telling: set[asyncio.Task[Any]] = set()
-
-    async def ask(self, call: SharedCall[R]) -> R:
-        """Return the answer to a call; raise QueueFull if it has none now."""
-        return await self._start(call)
-
-    def tell(self, call: SharedCall[None]) -> None:
-        """Do what a call asks soon."""
-        task = self._start(call)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    def _start(self, call: SharedCall[R]) -> asyncio.Task[R]:
-        # Tasks begin in the order in which they are made.
-        return asyncio.create_task(self._shared.answer(HTTP, cast(AnyCall, call)))
-
-
 async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     signalled, stopped, stopping = first_signal(), asyncio.Event(), threading.Event()
     registry, client = open_registry(settings), EngineClient("http")
@@ -120,7 +96,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket]) -> int:
     watching = [asyncio.create_task(calls.watch())]
     if settings.auth == "keys":
         watching.append(asyncio.create_task(limits.watch()))
-    shared = LocalLink(metrics.shared_state(limits.of))
+    shared = metrics.shared_state(limits.of)
     service = Service(settings, registry, metrics.frontend, client, shared)
     engine = asyncio.create_task(asyncio.to_thread(serve_engine, settings, ADDRESS, metrics.engine, stopping))
     client.connect(ADDRESS)

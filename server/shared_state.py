@@ -1,12 +1,10 @@
-"""The state that all HTTP processes of a server share: usage of tenants, loaded adapters, source jobs and metrics.
+"""The state that all HTTP processes of a server share: usage of tenants, loaded adapters and metrics.
 
 One process has it: the supervisor, the only process of `--engine inline`, or one replica under Ray Serve. HTTP
-processes reach it by a `SharedLink`, of which each of the three has one.
+processes call its methods wherever it is.
 
 vLLM lists an adapter from its load call to its unload call, also while it is in no memory. The supervisor keeps the
 record, so that every HTTP process lists the same, and an engine that restarts changes nothing.
-
-A client may poll at another process than the one that runs its job, and a job may outlive the process that ran it.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Generic, Protocol, TypeVar, get_args
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -87,113 +84,6 @@ class LoadedAdapters:
             del self._by_tenant[tenant]
 
 
-R = TypeVar("R")
-
-
-class SharedCall(Struct, Generic[R], frozen=True):
-    """A call whose answer is an R."""
-
-
-class AdmitRequests(SharedCall[Admitted | Refused], frozen=True, tag=True):
-    """Count requests of a tenant, and count them as running until their Release.
-
-    The same id again says how many requests the call has, now that it is known; the work is released if it is Refused.
-    """
-
-    id: int  # of this work among that of its HTTP process
-    tenant: str
-    num_requests: int = 1
-
-
-class AdmitUpload(SharedCall[Admitted | Refused], frozen=True, tag=True):
-    """Count an upload of a tenant as under way until its Release."""
-
-    id: int
-    tenant: str
-    num_bytes: int
-
-
-class GrowUpload(SharedCall[int], frozen=True, tag=True):
-    """Count bytes of an upload whose length was not known, or none. Answered by those of the tenant's other uploads."""
-
-    id: int
-    num_bytes: int  # since the last count
-
-
-class CountTokens(SharedCall[None], frozen=True, tag=True):
-    """Count prompt or generated tokens of a tenant."""
-
-    tenant: str
-    num_tokens: int
-
-
-class Release(SharedCall[None], frozen=True, tag=True):
-    """The work has ended, or its answer is not waited for. Unknown ids are ignored."""
-
-    id: int
-
-
-class GetUsage(SharedCall[Usage], frozen=True, tag=True):
-    """Ask for a tenant's limits and its usage."""
-
-    tenant: str
-
-
-class ChangeAdapters(SharedCall[tuple[LoadedAdapter, ...]], frozen=True, tag=True):
-    """Change the record of adapters that vLLM's calls have loaded. Answered by the tenant's."""
-
-    change: AdapterChange
-
-
-class GetMetrics(SharedCall[Snapshot], frozen=True, tag=True):
-    """Ask for the metrics of all processes together."""
-
-
-class GetStats(SharedCall[ServerStats], frozen=True, tag=True):
-    """Ask for the statistics of all processes together."""
-
-
-class VariantsDeleted(SharedCall[None], frozen=True, tag=True):
-    """Remove variants that do not exist any more from the metrics, so that others can have their labels."""
-
-    labels: tuple[str, ...]
-
-
-AnyCall = (
-    AdmitRequests
-    | AdmitUpload
-    | GrowUpload
-    | CountTokens
-    | Release
-    | GetUsage
-    | ChangeAdapters
-    | GetMetrics
-    | GetStats
-    | VariantsDeleted
-)
-
-
-class SharedLink(Protocol):
-    """The way of an HTTP process to the shared state. Calls are begun in the order in which they are made."""
-
-    async def ask(self, call: SharedCall[R]) -> R:
-        """Return the answer to a call.
-
-        Raises:
-            QueueFull: nothing can answer now.
-        """
-
-    def tell(self, call: SharedCall[None]) -> None:
-        """Send a call without waiting for its answer."""
-
-
-@cache
-def answer_type(call: type[SharedCall[Any]]) -> Any:
-    """Return the type of a call's answer."""
-    (base,) = call.__orig_bases__  # type: ignore[attr-defined]
-    return get_args(base)[0]
-
-
 # A process that has not answered by then counts with its last snapshot, as an engine in a long step.
 COLLECT_S = 2.0
 
@@ -214,6 +104,10 @@ class MetricSources(Protocol):
 class SharedState:
     """The shared state. Event loop only.
 
+    HTTP processes call its methods, those of another process by `RemoteState` (`server/protocol/control.py`): what is
+    `async` is answered, anything else is told. Calls of one process are begun in the order in which they are made, and
+    give all arguments: defaults do not travel.
+
     Args:
         sources: the server's processes.
         limits_of: returns a tenant's limits now; raises QueueFull if they are unknown.
@@ -227,44 +121,61 @@ class SharedState:
         # One collection at a time: an older snapshot must not follow a newer one.
         self._collecting = asyncio.Lock()
 
-    async def answer(self, process: str, call: AnyCall) -> Any:
-        """Do what an HTTP process asks, and return the answer that the call's type names.
+    async def admit_requests(
+        self, process: str, work_id: int, tenant: str, num_requests: int
+    ) -> Admitted | Refused:
+        """Count requests of a tenant, and count them as running until their release.
 
-        Only calls for metrics wait; others are done at once, so that calls in order are done in order.
+        The same id again says how many requests the call has, now that it is known; refused work is released.
 
-        Raises:
-            QueueFull: a tenant's limits are unknown.
+        Args:
+            process: the identity of the HTTP process.
+            work_id: of this work among that of its process.
         """
-        match call:
-            case AdmitRequests(work_id, tenant, num_requests):
-                return self._rate_limiter.admit_requests(process, work_id, tenant, num_requests)
-            case AdmitUpload(work_id, tenant, num_bytes):
-                return self._rate_limiter.admit_upload(process, work_id, tenant, num_bytes)
-            case GrowUpload(work_id, num_bytes):
-                return self._rate_limiter.grow_upload(process, work_id, num_bytes)
-            case CountTokens(tenant, num_tokens):
-                self._rate_limiter.count_tokens(tenant, num_tokens)
-            case Release(work_id):
-                self._rate_limiter.release(process, work_id)
-            case GetUsage(tenant):
-                return self._rate_limiter.usage(tenant)
-            case ChangeAdapters(change):
-                return self._adapters.apply(change)
-            case GetMetrics():
-                return await self.collect()
-            case GetStats():
-                return stats_of(await self.collect(), await self._sources.residents(), time.time())
-            case VariantsDeleted(labels):
-                self.aggregator.forget_variants(labels)
-                await self._sources.forget_variants(labels)
+        return self._rate_limiter.admit_requests(process, work_id, tenant, num_requests)
+
+    async def admit_upload(
+        self, process: str, work_id: int, tenant: str, num_bytes: int
+    ) -> Admitted | Refused:
+        """Count an upload of a tenant as under way until its release."""
+        return self._rate_limiter.admit_upload(process, work_id, tenant, num_bytes)
+
+    async def grow_upload(self, process: str, work_id: int, num_bytes: int) -> int:
+        """Count bytes of an upload whose length was not known, or none; return those of the tenant's others."""
+        return self._rate_limiter.grow_upload(process, work_id, num_bytes)
+
+    def count_tokens(self, tenant: str, num_tokens: int) -> None:
+        """Count prompt or generated tokens of a tenant."""
+        self._rate_limiter.count_tokens(tenant, num_tokens)
+
+    def release(self, process: str, work_id: int) -> None:
+        """End work, or give up an answer that is not waited for. Unknown ids are ignored."""
+        self._rate_limiter.release(process, work_id)
+
+    async def usage(self, tenant: str) -> Usage:
+        """Return a tenant's limits and its usage."""
+        return self._rate_limiter.usage(tenant)
+
+    async def change_adapters(self, change: AdapterChange) -> tuple[LoadedAdapter, ...]:
+        """Change the record of adapters that vLLM's calls have loaded; return the tenant's."""
+        return self._adapters.apply(change)
+
+    async def metrics(self) -> Snapshot:
+        """Take in the metrics of all processes, and return them together."""
+        async with self._collecting:
+            await self._sources.collect(self.aggregator)
+            return self.aggregator.merged()
+
+    async def stats(self) -> ServerStats:
+        """Return the statistics of all processes together."""
+        return stats_of(await self.metrics(), await self._sources.residents(), time.time())
+
+    async def forget_variants(self, labels: tuple[str, ...]) -> None:
+        """Remove variants that do not exist any more from the metrics, so that others can have their labels."""
+        self.aggregator.forget_variants(labels)
+        await self._sources.forget_variants(labels)
 
     def lost(self, process: str) -> None:
         """Free what a process that has ended held; its counts stay in the metrics."""
         self.aggregator.ended(process)
         self._rate_limiter.free(process)
-
-    async def collect(self) -> Snapshot:
-        """Take in the metrics of all processes, and return them together."""
-        async with self._collecting:
-            await self._sources.collect(self.aggregator)
-            return self.aggregator.merged()

@@ -6,7 +6,6 @@ Owns the only such table.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from deltastore.errors import (
     VariantQuarantined,
 )
 from server.api.json_io import JsonReply
+from server.api.service import http_request_id_of
 from server.errors import (
     Draining,
     EngineRestarted,
@@ -44,7 +44,6 @@ from server.errors import (
     RateLimited,
     RequestTimeout,
 )
-from server.tenants.tenant import Rates
 
 log = logging.getLogger(__name__)
 
@@ -133,29 +132,10 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
-def http_request_id_of(request: Request) -> str:
-    """Return the id that the middleware assigned to the request."""
-    return str(request.scope["state"]["request_id"])
-
-
-def rate_headers(rates: Rates | None) -> dict[str, str]:
-    """Return `x-ratelimit-*` for the limits that a tenant has; durations are seconds with their unit, as OpenAI's."""
-    headers: dict[str, str] = {}
-    if rates is not None:
-        for name, rate in (("requests", rates.requests), ("tokens", rates.tokens)):
-            if rate is not None:
-                headers |= {
-                    f"x-ratelimit-limit-{name}": str(rate.limit),
-                    f"x-ratelimit-remaining-{name}": str(rate.remaining),
-                    f"x-ratelimit-reset-{name}": f"{math.ceil(rate.reset_s)}s",
-                }
-    return headers
-
-
 def _limit_headers(error: RateLimited) -> dict[str, str]:
     """Return the headers of a refusal: the time to come again, if there is one, and the tenant's rates."""
     retry = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return {**retry, **rate_headers(error.rates)}
+    return {**retry, **(error.rates.headers() if error.rates else {})}
 
 
 async def _on_peraxis_error(request: Request, error: Exception) -> Response:

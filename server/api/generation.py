@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.api.errors import error_body, http_request_id_of, rate_headers
+from server.api.errors import error_body
 from server.api.json_io import JsonReply
 from server.api.outputs import (
     EventStream,
@@ -31,7 +31,7 @@ from server.api.outputs import (
     while_connected,
 )
 from server.api.schemas import BASE, Reference
-from server.api.service import Service
+from server.api.service import Service, http_request_id_of
 from server.errors import InvalidRequest
 from server.grammar.grammar import Requested
 from server.grammar.tool_calls import CallDelta, ToolCall, joined
@@ -118,7 +118,7 @@ class Submission:
 
     def headers(self) -> dict[str, str]:
         """Return the headers that name the version, and those of the tenant's limits."""
-        return {**version_headers(self.variant, self.record), **rate_headers(self.rates)}
+        return {**version_headers(self.variant, self.record), **self.rates.headers()}
 
 
 async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None:

@@ -26,15 +26,15 @@ from starlette.concurrency import run_in_threadpool
 
 from deltastore.errors import PeraxisError, VariantNotFound, shown
 from deltastore.registry.records import VersionRecord, check_names
-from server.api.errors import error_body, failure_of, http_request_id_of
+from server.api.errors import error_body, failure_of
 from server.api.json_io import JsonReply, json_body
 from server.api.outputs import while_connected
 from server.api.publishing import Destination, publish_file
 from server.api.schemas import BASE
-from server.api.service import AnyService, ChangesDep, Service, TenantDep
+from server.api.service import AnyService, ChangesDep, Service, TenantDep, http_request_id_of
 from server.errors import InvalidRequest
 from server.publishing.directories import ARTIFACT_SUFFIX, open_path
-from server.shared_state import AdapterChange, ChangeAdapters, LoadedAdapter
+from server.shared_state import AdapterChange, LoadedAdapter
 from server.tenants.changes import VariantChanges
 from server.tenants.tenant import Tenant
 
@@ -145,7 +145,7 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
     await service.engine.load("load", record)
     if known is None or body.load_inplace:
         adapter = LoadedAdapter(tenant.name, name, path, time.time())
-        await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name, loaded=adapter)))
+        await service.shared.change_adapters(AdapterChange(tenant.name, loaded=adapter))
         log.info("%s is loaded as a LoRA adapter", record.label)
     return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -184,7 +184,7 @@ async def _unload(service: Service, tenant: Tenant, body: UnloadLoraBody) -> str
     in_memory = await _in_memory(service, tenant, name)
     if not in_memory and name not in await adapters_of(service, tenant):
         raise VariantNotFound(f"The lora adapter '{name}' cannot be found.")
-    await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name, unloaded=name)))
+    await service.shared.change_adapters(AdapterChange(tenant.name, unloaded=name))
     # The engine unloads when no request uses the variant. Errors mean that it has restarted, with empty memory.
     unloading = asyncio.gather(
         *(service.engine.load("unload", record) for record in in_memory), return_exceptions=True
@@ -208,7 +208,7 @@ async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[Versio
 
 async def adapters_of(service: Service, tenant: Tenant) -> dict[str, LoadedAdapter]:
     """Return what a tenant has loaded with vLLM's call and not unloaded since, by name."""
-    adapters = await service.shared.ask(ChangeAdapters(AdapterChange(tenant.name)))
+    adapters = await service.shared.change_adapters(AdapterChange(tenant.name))
     return {adapter.name: adapter for adapter in adapters}
 
 

@@ -15,7 +15,6 @@ from fastapi.responses import Response
 from server.api.json_io import JsonReply, WholeReply
 from server.api.service import AnyService, Service
 from server.metrics.exposition import CONTENT_TYPE, compose, variant_labels
-from server.shared_state import GetMetrics, GetStats, VariantsDeleted
 
 router = APIRouter()
 metrics_router = APIRouter()
@@ -42,13 +41,13 @@ async def ready(service: AnyService) -> dict[str, str]:
 @metrics_router.get("/metrics")
 async def metrics(service: AnyService) -> Response:
     """Return every metric of all processes in Prometheus' text format."""
-    snapshot = await service.shared.ask(GetMetrics())
+    snapshot = await service.shared.metrics()
     # After the snapshot, so that a variant registered meanwhile keeps its series.
     state = await service.registry_scrapes.read(variant_labels(snapshot))
     text = await asyncio.to_thread(compose, snapshot, state, is_ready=service.is_ready())
     if state is not None and state.deleted:
         service.metrics.forget_variants(state.deleted)
-        await service.shared.ask(VariantsDeleted(tuple(state.deleted)))
+        await service.shared.forget_variants(tuple(state.deleted))
     return WholeReply(text, media_type=CONTENT_TYPE)
 
 
@@ -61,7 +60,7 @@ stats_router = APIRouter()
 @stats_router.get("/stats")
 async def stats(service: AnyService) -> Response:
     """Show queues, slots, the deltas in memory, uploads and versions of the whole server; totals, and no rates."""
-    found = await service.shared.ask(GetStats())
+    found = await service.shared.stats()
     return JsonReply({"server": _server(service), **msgspec.to_builtins(found)})
 
 

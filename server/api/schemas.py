@@ -30,6 +30,8 @@ MAX_VALUES = 1 << 17
 SAMPLING_FIELDS = (
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logprobs", "n",
 )  # fmt: skip
+# What a request asks of its output that says nothing of its form.
+FREE = Requested()
 BASE = "base"  # names the base in requests; reserved, so no variant has it
 # The entries of a page of a list: the most that a client may ask for, and those that it gets if it does not say.
 MAX_PAGE_ENTRIES, PAGE_ENTRIES = 1000, 100
@@ -267,7 +269,7 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
 
     def requested(self) -> Requested:
         """Return the form that the output must have; raises InvalidRequest if it cannot be had."""
-        return requested(self.response_format)
+        return FREE if self.response_format is None else requested(self.response_format)
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that were given, without lengths and log-probabilities."""
@@ -411,6 +413,8 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         return _for_templates(self.messages)
 
     def requested(self) -> Requested:
+        if (self.response_format, self.tools, self.tool_choice) == (None, None, None):
+            return FREE
         return requested(self.response_format, self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property

@@ -23,7 +23,6 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.threads import IDLE_NICENESS
 from server.api.downloads import Downloads
-from server.api.errors import http_request_id_of
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fairness import FairBudget
 from server.grammar.service import GrammarService
@@ -34,7 +33,7 @@ from server.publishing.checks import ArtifactChecks
 from server.registry_calls import BackgroundThreads, RegistryCalls, probe
 from server.resolutions import Resolutions
 from server.settings import Settings
-from server.shared_state import SharedLink
+from server.shared_state import SharedState
 from server.tenants.admission import Admissions
 from server.tenants.changes import AuditLog, Auditor, VariantChanges
 from server.tenants.keys import KeyStore
@@ -65,7 +64,7 @@ class Service:
 
     Args:
         engine: connected by the owner; requests are refused until the engine is ready.
-        shared: the way to the state that all HTTP processes of the server share.
+        shared: the state that all HTTP processes of the server share, or the way to it.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Service:
         registry: Registry,
         metrics: FrontendMetrics,
         engine: EngineLink,
-        shared: SharedLink,
+        shared: SharedState,
     ) -> None:
         self.settings = settings
         self.registry = registry
@@ -91,7 +90,7 @@ class Service:
             from server.tracing import open_spans
 
             self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
-        self.admissions = Admissions(shared if settings.auth == "keys" else None)
+        self.admissions = Admissions(shared if settings.auth == "keys" else None, engine.identity.decode())
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.unsent = FairBudget(MAX_UNSENT_BYTES, "bytes of replies that are not read")
@@ -253,6 +252,11 @@ async def tenant_of(request: Request, caller: Annotated[Caller, Depends(caller_o
     if tenant != caller.tenant and not caller.has("admin"):
         raise Forbidden("only a key with the role admin acts for other tenants: leave `tenant` out")
     return tenant
+
+
+def http_request_id_of(request: Request) -> str:
+    """Return the id that the middleware assigned to the request."""
+    return str(request.scope["state"]["request_id"])
 
 
 async def auditor_of(

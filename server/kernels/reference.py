@@ -33,17 +33,8 @@ class AttentionGroup:
     row_index: Tensor  # [sequences, new tokens] int64: rows of the flat batch
     page_table: Tensor  # [sequences, pages] int64, padded with any page
     positions: Tensor  # [sequences, new tokens] int64
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window, made on first use
-
-    def mask(self, num_keys: int, window: int | None) -> Tensor:  # [sequences, 1, new tokens, keys] bool
-        """Return the keys that each token sees: those up to its own position, at most `window` of them."""
-        if window not in self.masks:
-            keys = torch.arange(num_keys, device=self.positions.device)
-            sees = keys <= self.positions[..., None]
-            if window is not None:
-                sees &= keys > self.positions[..., None] - window
-            self.masks[window] = sees[:, None]
-        return self.masks[window]
+    # By window, made on first use: [sequences, 1, new tokens, keys] bool.
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 def add_onebit_matmul(

@@ -214,7 +214,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> ModuleType | None:
 def _attend_uncached(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
     """Attend to one whole sequence, and compile the kernels that later steps need for such heads."""
     positions = torch.arange(query.shape[2], device=query.device)[None]
-    mask = AttentionGroup(positions, positions, positions).mask(query.shape[2], params.window)
+    mask = _mask(AttentionGroup(positions, positions, positions), query.shape[2], params.window)
     if (kernel := _kernel_for(query, key, value)) is not None:
         kernel.prepare(*(part[0].transpose(0, 1) for part in (query, key, value)), params)
     return _attention(query, key, value, mask, params).transpose(1, 2)
@@ -229,8 +229,23 @@ def _attend_gathered(
 ) -> Tensor:  # [sequences, new tokens, heads, value_dim]
     """Attend to copies of the sequences' pages."""
     key, value = (part[group.page_table].flatten(1, 2).transpose(1, 2) for part in (keys, values))
-    mask = group.mask(key.shape[2], params.window)
+    mask = _mask(group, key.shape[2], params.window)
     return _attention(query.transpose(1, 2), key, value, mask, params).transpose(1, 2)
+
+
+def _mask(group: AttentionGroup, num_keys: int, window: int | None) -> Tensor:
+    """Return the keys that each token sees: those up to its own position, at most `window` of them.
+
+    Returns:
+        [sequences, 1, new tokens, keys] bool.
+    """
+    if window not in group.masks:
+        keys = torch.arange(num_keys, device=group.positions.device)
+        sees = keys <= group.positions[..., None]
+        if window is not None:
+            sees &= keys > group.positions[..., None] - window
+        group.masks[window] = sees[:, None]
+    return group.masks[window]
 
 
 def _attention(

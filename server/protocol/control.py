@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import itertools
 import socket
 import struct
 import sys
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, msgpack
 
-from server.errors import LinkBroken
+from server.errors import LinkBroken, QueueFull
 from server.metrics.instruments import Snapshot
 from server.protocol.messages import VERSION
-from server.shared_state import AnyCall
+from server.shared_state import SharedState
 
 
 class EngineConfig(Struct, frozen=True):
@@ -74,15 +78,15 @@ class MetricsWanted(Struct, frozen=True, tag=True):
     call_id: int
 
 
-class SharedAnswer(Struct, frozen=True, tag=True):
-    """To an HTTP process: the answer to its SharedQuestion."""
+class StateAnswer(Struct, frozen=True, tag=True):
+    """To an HTTP process: what its StateCall returned."""
 
     call_id: int
-    result: Raw = Raw(b"\xc0")  # MessagePack of the type that the call names
+    result: Raw = Raw(b"\xc0")  # MessagePack of the method's return type
     error: str | None = None  # of a QueueFull that the call raised
 
 
-SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | SharedAnswer
+SupervisorMessage = EngineStarted | EngineLost | Ping | MetricsWanted | StateAnswer
 
 
 class Serving(Struct, frozen=True, tag=True):
@@ -106,14 +110,85 @@ class MetricsOfProcess(Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-class SharedQuestion(Struct, frozen=True, tag=True):
-    """To the supervisor: a call to the shared state."""
+class StateCall(Struct, frozen=True, tag=True):
+    """To the supervisor: call a method of the shared state."""
 
     call_id: int
-    call: AnyCall
+    method: str  # of `SharedState`
+    arguments: Raw  # MessagePack of all of them
 
 
-HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | SharedQuestion
+HttpProcessMessage = Serving | CannotServe | Pong | MetricsOfProcess | StateCall
+
+
+class RemoteState:
+    """A `SharedState` in another process: its methods, and nothing else of it. Event loop only.
+
+    Args:
+        send: sends a call; called in the order in which calls are made.
+    """
+
+    def __init__(self, send: Callable[[StateCall], None]) -> None:
+        self._send = send
+        self._ids = itertools.count()
+        self._asked: dict[int, asyncio.Future[StateAnswer]] = {}
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        is_answered, _, answer_type = _signature(method)
+
+        def call(*arguments: Any) -> Any:
+            made = StateCall(next(self._ids), method, Raw(msgpack.encode(arguments)))
+            asked: asyncio.Future[StateAnswer] | None = None
+            if is_answered:
+                asked = self._asked[made.call_id] = asyncio.get_running_loop().create_future()
+            self._send(made)
+            return None if asked is None else self._answer(made.call_id, asked, answer_type)
+
+        return call
+
+    def take(self, answer: StateAnswer) -> None:
+        """Take in the answer to a call; one that is late is ignored."""
+        asked = self._asked.get(answer.call_id)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
+    async def _answer(self, call_id: int, asked: asyncio.Future[StateAnswer], answer_type: Any) -> Any:
+        try:
+            answer = await asked
+        finally:
+            del self._asked[call_id]
+        if answer.error is not None:
+            raise QueueFull(answer.error)
+        return msgpack.decode(answer.result, type=answer_type)
+
+
+async def perform(shared: SharedState, call: StateCall) -> StateAnswer:
+    """Do what another process calls, and return its answer; that of a call that is told is not waited for.
+
+    Raises:
+        LinkBroken: there is no such method, or it takes other arguments.
+    """
+    try:
+        is_answered, arguments_type, _ = _signature(call.method)
+        arguments = msgpack.decode(call.arguments, type=arguments_type)
+    except (AttributeError, msgspec.DecodeError) as error:
+        raise LinkBroken(f"a call of {call.method!r} that cannot be made: {error}") from error
+    try:
+        result = getattr(shared, call.method)(*arguments)
+        return StateAnswer(call.call_id, Raw(msgpack.encode(await result if is_answered else None)))
+    except QueueFull as error:
+        return StateAnswer(call.call_id, error=error.public)
+
+
+@cache
+def _signature(method: str) -> tuple[bool, Any, Any]:
+    """Return whether a method of `SharedState` is answered, the type of its arguments together, and of its result."""
+    if method.startswith("_"):
+        raise AttributeError(f"the shared state has no method {method!r} for other processes")
+    function = getattr(SharedState, method)
+    hints = get_type_hints(function)
+    result = hints.pop("return")
+    return inspect.iscoroutinefunction(function), tuple[tuple(hints.values())], result  # type: ignore[misc]
 
 
 LENGTH = struct.Struct("<I")

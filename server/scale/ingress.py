@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -19,8 +19,9 @@ from server.log import configure_logging
 from server.metrics.metrics import FrontendMetrics
 from server.registry_calls import open_registry
 from server.scale.replica_link import WATCH_S, ReplicaLink
-from server.scale.shared import RaySharedLink
+from server.scale.shared import RayStateLink
 from server.settings import Settings
+from server.shared_state import SharedState
 from server.tenants.limits import with_default_limits
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,12 @@ class Ingress:
         name = serve.get_replica_context().replica_id.to_full_id_str()
         metrics = FrontendMetrics(process=True)
         self._engines = ReplicaLink(name, engines)
-        shared_link = RaySharedLink(name, shared, metrics)
+        link = RayStateLink(name, shared, metrics)
         registry = open_registry(settings)
-        self._service = Service(with_default_limits(settings), registry, metrics, self._engines, shared_link)
+        state = cast(SharedState, link.state)
+        self._service = Service(with_default_limits(settings), registry, metrics, self._engines, state)
         self._tasks = [
-            asyncio.create_task(work) for work in (self._engines.watch(), shared_link.report(), self._start())
+            asyncio.create_task(work) for work in (self._engines.watch(), link.report(), self._start())
         ]
 
     def __serve_build_asgi_app__(self) -> Any:

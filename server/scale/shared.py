@@ -24,21 +24,13 @@ from server.log import configure_logging
 from server.metrics.aggregator import Aggregator
 from server.metrics.instruments import Snapshot
 from server.metrics.metrics import FrontendMetrics
+from server.protocol.control import RemoteState, StateAnswer, StateCall, perform
 from server.protocol.messages import ForgetVariants, Resident, encode
 from server.registry_calls import RegistryCalls, open_registry, probe
 from server.scale.engines import ReplicaMetrics
 from server.scale.replica_link import Mailbox
 from server.settings import Settings
-from server.shared_state import (
-    COLLECT_S,
-    AnyCall,
-    GetMetrics,
-    GetStats,
-    R,
-    SharedCall,
-    SharedState,
-    VariantsDeleted,
-)
+from server.shared_state import COLLECT_S, SharedState
 from server.tenants.keys import warn_without_keys
 from server.tenants.limits import LimitsDirectory, with_default_limits
 
@@ -75,16 +67,10 @@ class SharedReplica:
             warn_without_keys(settings.registry)
             self._watching.append(asyncio.create_task(limits.watch()))
 
-    async def answer(self, ingress: str, calls: list[AnyCall]) -> list[Any]:
-        """Do what an ingress asks, in order; return the answers, and the QueueFull of a call that raised it."""
+    async def perform(self, ingress: str, calls: list[StateCall]) -> list[StateAnswer]:
+        """Do what an ingress calls, in order; return the answers."""
         self._heard(ingress)
-        answers: list[Any] = []
-        for call in calls:
-            try:
-                answers.append(await self._state.answer(ingress, call))
-            except QueueFull as error:
-                answers.append(error)
-        return answers
+        return [await perform(self._state, call) for call in calls]
 
     async def report(self, report: IngressReport) -> None:
         """Take in the metrics of an ingress, which is a sign of life, too."""
@@ -128,7 +114,7 @@ class SharedReplica:
         """Free what silent replicas held, until cancelled."""
         while True:
             await asyncio.sleep(SILENT_S / 2)
-            await self._state.collect()
+            await self._state.metrics()
             now = time.monotonic()
             for replica in [name for name, at in self._heard_at.items() if now - at > SILENT_S]:
                 log.warning("replica %s has ended", replica)
@@ -145,12 +131,12 @@ REPORT_S = SILENT_S / 5
 
 T = TypeVar("T")
 
-# A call, and the future of its answer if one is waited for.
-_Sent = tuple[SharedCall[Any], asyncio.Future[Any] | None]
+# Calls that wait for the engines; others must not wait for them.
+SLOW = frozenset({"metrics", "stats", "forget_variants"})
 
 
-class RaySharedLink:
-    """The deployment of `SharedReplica` as a `SharedLink`.
+class RayStateLink:
+    """The way to the shared state of the deployment of `SharedReplica`.
 
     Args:
         ingress: the full id of this ingress replica.
@@ -159,11 +145,14 @@ class RaySharedLink:
     """
 
     def __init__(self, ingress: str, shared: DeploymentHandle[Any], metrics: FrontendMetrics) -> None:
+        self.state = RemoteState(self._send)
         self._ingress = ingress
         self._shared = shared
         self._metrics = metrics
         self._numbers = itertools.count()
-        self._outbox: Mailbox[_Sent] = Mailbox(self._send)
+        self._outbox: Mailbox[StateCall] = Mailbox(self._perform)
+        # A task that nothing refers to may be collected.
+        self._slow: set[asyncio.Task[None]] = set()
 
     async def report(self) -> None:
         """Report this replica's metrics until cancelled."""
@@ -174,35 +163,23 @@ class RaySharedLink:
                 log.warning("metrics were not reported: %s", error)
             await asyncio.sleep(REPORT_S)
 
-    async def ask(self, call: SharedCall[R]) -> R:
-        """Return the answer to a call; raise QueueFull if nothing has the state now."""
-        if isinstance(call, GetMetrics | GetStats | VariantsDeleted):
-            # These wait for the engines, and other calls must not.
-            await self._call(self._shared.report.remote(self._report()))
-            (answer,) = await self._call(self._shared.answer.remote(self._ingress, [call]))
-        else:
-            asked = asyncio.get_running_loop().create_future()
-            self._outbox.put((call, asked))
-            answer = await asked
-        if isinstance(answer, QueueFull):
-            raise answer
-        result: R = answer
-        return result
+    def _send(self, call: StateCall) -> None:
+        if call.method not in SLOW:
+            self._outbox.put(call)
+            return
+        task = asyncio.create_task(self._perform([call]))
+        self._slow.add(task)
+        task.add_done_callback(self._slow.discard)
 
-    def tell(self, call: SharedCall[None]) -> None:
-        """Send a call without waiting for an answer, behind all that were asked before."""
-        self._outbox.put((call, None))
-
-    async def _send(self, calls: list[_Sent]) -> None:
+    async def _perform(self, calls: list[StateCall]) -> None:
         try:
-            sent = [call for call, _ in calls]
-            answers: list[Any] = await self._call(self._shared.answer.remote(self._ingress, sent))
+            if calls[0].method in SLOW:
+                await self._call(self._shared.report.remote(self._report()))
+            answers: list[StateAnswer] = await self._call(self._shared.perform.remote(self._ingress, calls))
         except QueueFull as error:
-            answers = [error] * len(calls)
-        for (_, asked), answer in zip(calls, answers, strict=True):
-            # What is not waited for any more is cancelled.
-            if asked is not None and not asked.done():
-                asked.set_result(answer)
+            answers = [StateAnswer(call.call_id, error=error.public) for call in calls]
+        for answer in answers:
+            self.state.take(answer)
 
     async def _call(self, response: Awaitable[T]) -> T:
         try:

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from msgspec import Raw, msgpack
-
 from deltastore.errors import NotServable, PeraxisError
-from server.errors import LinkBroken, QueueFull
+from server.errors import LinkBroken
 from server.metrics.aggregator import Aggregator
 from server.metrics.instruments import Snapshot, process_families
 from server.processes import ChildProcess, Restarts
@@ -32,9 +30,9 @@ from server.protocol.control import (
     Ping,
     Pong,
     Serving,
-    SharedAnswer,
-    SharedQuestion,
+    StateCall,
     SupervisorMessage,
+    perform,
     supervisor_end,
 )
 from server.protocol.engine_client import EngineClient
@@ -249,22 +247,21 @@ class HttpKeeper:
                 answer = running.calls.pop(call_id, None)
                 if answer is not None and not answer.done():
                     answer.set_result(snapshot)
-            case SharedQuestion():
+            case StateCall():
                 # Tasks begin in the order in which they are made. One that nothing refers to may be collected.
                 task = asyncio.create_task(self._answer(running, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, running: _HttpProcess, question: SharedQuestion) -> None:
+    async def _answer(self, running: _HttpProcess, call: StateCall) -> None:
         if running.identity not in self._processes:
             # What a process that has ended asked last would never be released.
             return
         try:
-            result = await self.shared.answer(running.identity, question.call)
-        except QueueFull as error:
-            running.link.send(SharedAnswer(question.call_id, error=error.public))
-        else:
-            running.link.send(SharedAnswer(question.call_id, Raw(msgpack.encode(result))))
+            running.link.send(await perform(self.shared, call))
+        except LinkBroken as error:
+            log.error("%s sent %s: it is killed", running.identity, error)
+            running.process.kill()
 
     def _scratch_of(self, identity: str) -> Path:
         return self._scratch / identity

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
-from server.shared_state import (
-    AdmitRequests,
-    AdmitUpload,
-    CountTokens,
-    GetUsage,
-    GrowUpload,
-    R,
-    Release,
-    SharedCall,
-    SharedLink,
-)
+from server.shared_state import SharedState
 from server.tenants.tenant import Admitted, Rates, Refused, TenantLimits, Usage
 
 # Without an answer by then, the work is refused: a tenant must not get past its limits while nothing counts.
@@ -25,20 +17,24 @@ ANSWER_S = 2.0
 COUNT_TOKENS = 64
 COUNT_PART = 16
 
+T = TypeVar("T")
+
 
 class Admission:
-    """Work of a tenant that counts as under way until `release`. Without a link, nothing counts."""
+    """Work of a tenant that counts as under way until `release`. Without a shared state, nothing counts."""
 
     def __init__(
         self,
-        link: SharedLink | None = None,
+        shared: SharedState | None = None,
+        process: str = "",
         work_id: int = 0,
         tenant: str = "",
         admitted: Admitted | None = None,
     ) -> None:
         self.rates = Rates() if admitted is None else admitted.rates
         self.limits = TenantLimits() if admitted is None else admitted.limits
-        self._link = link
+        self._shared = shared
+        self._process = process
         self._id = work_id
         self._tenant = tenant
         self._num_tokens = 0  # that are not counted yet
@@ -53,11 +49,13 @@ class Admission:
             InvalidRequest: they exceed a limit by themselves; the work is released.
             QueueFull: they cannot be counted.
         """
-        if self._link is None or num_requests == 1:
+        if self._shared is None or num_requests == 1:
             return
-        answer = await _ask(self._link, AdmitRequests(self._id, self._tenant, num_requests))
+        answer = await _in_time(
+            self._shared.admit_requests(self._process, self._id, self._tenant, num_requests)
+        )
         if isinstance(answer, Refused):
-            self._link = None
+            self._shared = None
             raise _refusal(answer)
         self.rates = answer.rates
 
@@ -67,7 +65,9 @@ class Admission:
         Raises:
             QueueFull: they cannot be counted.
         """
-        return 0 if self._link is None else await _ask(self._link, GrowUpload(self._id, num_bytes))
+        if self._shared is None:
+            return 0
+        return await _in_time(self._shared.grow_upload(self._process, self._id, num_bytes))
 
     def count(self, num_tokens: int) -> None:
         """Count tokens of the prompts or outputs, a slice of them at a time."""
@@ -77,14 +77,14 @@ class Admission:
 
     def release(self) -> None:
         """End the work, and count what is left; no effect the second time."""
-        if self._link is not None:
+        if self._shared is not None:
             self._send_count()
-            self._link.tell(Release(self._id))
-        self._link = None
+            self._shared.release(self._process, self._id)
+        self._shared = None
 
     def _send_count(self) -> None:
-        if self._link is not None and self._num_tokens:
-            self._link.tell(CountTokens(self._tenant, self._num_tokens))
+        if self._shared is not None and self._num_tokens:
+            self._shared.count_tokens(self._tenant, self._num_tokens)
         self._num_tokens = 0
 
 
@@ -92,11 +92,13 @@ class Admissions:
     """The admission of all tenants' work to one HTTP process. Event loop only.
 
     Args:
-        link: the way to the shared state, which counts; None admits everything and counts nothing.
+        shared: the shared state, which counts; None admits everything and counts nothing.
+        process: the identity of this HTTP process.
     """
 
-    def __init__(self, link: SharedLink | None = None) -> None:
-        self._link = link
+    def __init__(self, shared: SharedState | None = None, process: str = "") -> None:
+        self._shared = shared
+        self._process = process
         self._ids = itertools.count()
 
     async def admit(self, tenant: str) -> Admission:
@@ -106,7 +108,12 @@ class Admissions:
             RateLimited: the tenant is over a limit.
             QueueFull: it cannot be counted, or the tenant's limits cannot be read.
         """
-        return await self._admit(AdmitRequests(next(self._ids), tenant))
+        if self._shared is None:
+            return Admission()
+        work_id = next(self._ids)
+        return await self._admit(
+            tenant, work_id, self._shared.admit_requests(self._process, work_id, tenant, 1)
+        )
 
     async def admit_upload(self, tenant: str, num_bytes: int) -> Admission:
         """Count an upload of a tenant. Release it when it is published or has failed.
@@ -115,7 +122,11 @@ class Admissions:
             RateLimited: the tenant has `max_uploads` under way.
             QueueFull: it cannot be counted, or the tenant's limits cannot be read.
         """
-        return await self._admit(AdmitUpload(next(self._ids), tenant, num_bytes))
+        if self._shared is None:
+            return Admission()
+        work_id = next(self._ids)
+        admitting = self._shared.admit_upload(self._process, work_id, tenant, num_bytes)
+        return await self._admit(tenant, work_id, admitting)
 
     async def usage(self, tenant: str) -> Usage | None:
         """Return a tenant's limits and usage; None without limits.
@@ -123,30 +134,26 @@ class Admissions:
         Raises:
             QueueFull: nothing answers, or the tenant's limits cannot be read.
         """
-        if self._link is None:
-            return None
-        usage: Usage = await _ask(self._link, GetUsage(tenant))
-        return usage
+        return None if self._shared is None else await _in_time(self._shared.usage(tenant))
 
-    async def _admit(self, call: AdmitRequests | AdmitUpload) -> Admission:
-        if self._link is None:
-            return Admission()
+    async def _admit(self, tenant: str, work_id: int, answer: Awaitable[Admitted | Refused]) -> Admission:
+        assert self._shared is not None
         try:
-            answer = await _ask(self._link, call)
+            admitted = await _in_time(answer)
         except BaseException:
             # It may be admitted later.
-            self._link.tell(Release(call.id))
+            self._shared.release(self._process, work_id)
             raise
-        if isinstance(answer, Refused):
-            raise _refusal(answer)
-        return Admission(self._link, call.id, call.tenant, answer)
+        if isinstance(admitted, Refused):
+            raise _refusal(admitted)
+        return Admission(self._shared, self._process, work_id, tenant, admitted)
 
 
-async def _ask(link: SharedLink, call: SharedCall[R]) -> R:
+async def _in_time(answer: Awaitable[T]) -> T:
     try:
-        # Not `wait_for`, whose task would let a later `tell` go first.
+        # Not `wait_for`, whose task would let a later call go first.
         async with asyncio.timeout(ANSWER_S):
-            return await link.ask(call)
+            return await answer
     except TimeoutError:
         raise QueueFull("the server cannot count the tenant's limits now: try again in a moment") from None
 

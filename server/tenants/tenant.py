@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -116,6 +117,18 @@ class Rates(Struct, frozen=True, array_like=True):
 
     requests: Rate | None = None
     tokens: Rate | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return `x-ratelimit-*` for the limits that there are; durations are seconds with their unit, as OpenAI's."""
+        headers: dict[str, str] = {}
+        for name, rate in (("requests", self.requests), ("tokens", self.tokens)):
+            if rate is not None:
+                headers |= {
+                    f"x-ratelimit-limit-{name}": str(rate.limit),
+                    f"x-ratelimit-remaining-{name}": str(rate.remaining),
+                    f"x-ratelimit-reset-{name}": f"{math.ceil(rate.reset_s)}s",
+                }
+        return headers
 
 
 class Admitted(Struct, frozen=True, tag=True):

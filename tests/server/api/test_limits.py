@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from bench.engine import publish
-from server.shared_state import R, SharedCall
 from server.tenants import admission as admission_module
 from server.tenants import limits as rate_limiter
 from server.tenants.admission import Admissions
@@ -24,7 +23,7 @@ from server.text.service import VariantText
 from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
-from tests.server.tenants.shared import admissions_of
+from tests.server.tenants.shared import SilentState, admissions_of
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
 
@@ -258,18 +257,10 @@ def test_requests_that_fail_or_are_left_are_not_running_any_more(
 def test_without_an_answer_about_its_limits_a_request_is_refused(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SilentLink:
-        async def ask(self, call: SharedCall[R]) -> R:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        def tell(self, call: SharedCall[None]) -> None:
-            """Nothing was admitted."""
-
     monkeypatch.setattr(admission_module, "ANSWER_S", 0.01)
 
     async def talk(app: HttpApp) -> None:
-        app.service.admissions = Admissions(SilentLink())
+        app.service.admissions = Admissions(SilentState().shared)
         reply = await generate(app)
         assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
         assert "Retry-After" in reply.headers

@@ -17,7 +17,7 @@ import tests.helpers.short_idle  # noqa: F401
 from server.api.service import Service
 from server.app import create_app
 from server.engine.main import serve_engine
-from server.inline import LocalLink, LocalMetrics
+from server.inline import LocalMetrics
 from server.protocol.engine_client import EngineClient
 from server.registry_calls import open_registry
 from server.settings import Settings
@@ -34,7 +34,7 @@ def make_service(
     registry, engine = open_registry(settings), client or EngineClient("test")
     local = metrics or LocalMetrics(engine)
     limits = LimitsDirectory(settings.registry, settings.default_limits)
-    return Service(settings, registry, local.frontend, engine, LocalLink(local.shared_state(limits.of)))
+    return Service(settings, registry, local.frontend, engine, local.shared_state(limits.of))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from server.metrics.exposition import compose, read_registry, variant_labels
 from server.metrics.instruments import MAX_LABEL_VALUES
 from server.metrics.metrics import EngineMetrics
 from server.protocol.engine_client import EngineClient
-from server.shared_state import GetMetrics, VariantsDeleted
 from server.tenants.tenant import TenantLimits
 from tests.deltastore.helpers.crash_storage import artifact, push
 from tests.server.metrics.helpers.scrapes import Scrape, scrape
@@ -102,9 +101,9 @@ def test_in_one_process_a_scrape_gives_back_the_labels_of_deleted_variants(regis
             metrics.engine.variant_label("default", f"v{number}")
         assert metrics.engine.variant_label("default", "new") == "other"
         push(registry, artifact(1), "v0")
-        state = read_registry(registry, variant_labels(await shared.answer("http", GetMetrics())))
+        state = read_registry(registry, variant_labels(await shared.metrics()))
         assert state is not None
-        await shared.answer("http", VariantsDeleted(tuple(state.deleted)))
+        await shared.forget_variants(tuple(state.deleted))
         assert metrics.engine.variant_label("default", "new") == "default/new"
         assert metrics.engine.variant_label("default", "v0") == "default/v0"
 

@@ -8,38 +8,25 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
-from server.shared_state import AdmitRequests, CountTokens, R, Release, SharedCall
 from server.tenants import admission as admission_module
 from server.tenants.admission import Admission, Admissions
 from server.tenants.tenant import Admitted, Rate, Rates, Refused, TenantLimits, Usage
-from tests.server.tenants.shared import admissions_of
+from tests.server.tenants.shared import SilentState, admissions_of
 
 
-class SilentLink:
-    """A link whose other end never answers, as a supervisor that hangs."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.told: list[Any] = []
-
-    async def ask(self, call: SharedCall[R]) -> R:
-        self.asked.append(call)
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    def tell(self, call: SharedCall[None]) -> None:
-        self.told.append(call)
-
-
-class AnsweringLink(SilentLink):
-    """A link whose other end has one answer."""
+class AnsweringState(SilentState):
+    """A shared state that has one answer."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
         self._answer = answer
 
-    async def ask(self, call: SharedCall[R]) -> Any:
+    async def answer(self) -> Any:
         return self._answer
+
+
+def admission_by(state: SilentState, limits: TenantLimits) -> Admission:
+    return Admission(state.shared, "http-1", 7, "a", Admitted(Rates(), limits))
 
 
 async def usage_of(admissions: Admissions) -> Usage:
@@ -52,24 +39,24 @@ def test_without_an_answer_the_request_is_refused_and_released(monkeypatch: pyte
     monkeypatch.setattr(admission_module, "ANSWER_S", 0.01)
 
     async def main() -> None:
-        link = SilentLink()
+        state = SilentState()
         with pytest.raises(QueueFull, match="cannot count"):
-            await Admissions(link).admit("a")
-        assert link.told == [Release(link.asked[0].id)]
+            await Admissions(state.shared, "http-1").admit("a")
+        assert (state.asked, state.told) == ([("http-1", 0, "a", 1)], [("release", "http-1", 0)])
 
     asyncio.run(main())
 
 
 def test_a_client_that_leaves_while_its_request_waits_for_admission_releases_it() -> None:
     async def main() -> None:
-        link = SilentLink()
-        asking = asyncio.create_task(Admissions(link).admit("a"))
-        while not link.asked:
+        state = SilentState()
+        asking = asyncio.create_task(Admissions(state.shared, "http-1").admit("a"))
+        while not state.asked:
             await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert link.told == [Release(link.asked[0].id)]
+        assert state.told == [("release", "http-1", 0)]
 
     asyncio.run(main())
 
@@ -79,7 +66,7 @@ def test_a_refusal_is_the_error_that_names_its_limit_and_its_wait() -> None:
         rates = Rates(requests=Rate(1, 0, 60.0))
         refused = Refused(rates, "requests_per_minute", "too many", 17)
         with pytest.raises(RateLimited, match="too many") as caught:
-            await Admissions(AnsweringLink(refused)).admit("a")
+            await Admissions(AnsweringState(refused).shared).admit("a")
         error = caught.value
         assert (error.param, error.retry_after_s, error.rates) == ("requests_per_minute", 17, rates)
 
@@ -88,39 +75,39 @@ def test_a_refusal_is_the_error_that_names_its_limit_and_its_wait() -> None:
 
 def test_prompts_that_never_fit_are_invalid_and_their_call_is_over() -> None:
     async def main() -> None:
-        link = AnsweringLink(Refused(Rates(), "max_running", "too many", None))
-        admission = Admission(link, 3, "a", Admitted(Rates(), TenantLimits(max_running=1)))
+        state = AnsweringState(Refused(Rates(), "max_running", "too many", None))
+        admission = admission_by(state, TenantLimits(max_running=1))
         with pytest.raises(InvalidRequest, match="too many"):
             await admission.need(2)
         admission.release()
-        assert not link.told
+        assert not state.told
 
     asyncio.run(main())
 
 
 def test_one_prompt_is_counted_already() -> None:
     async def main() -> None:
-        link = SilentLink()
-        await Admission(link, 3, "a", Admitted(Rates(), TenantLimits(max_running=1))).need(1)
-        assert not link.asked
+        state = SilentState()
+        await admission_by(state, TenantLimits(max_running=1)).need(1)
+        assert not state.asked
 
     asyncio.run(main())
 
 
 def test_tokens_are_counted_in_slices_and_the_rest_at_the_end() -> None:
-    link = SilentLink()
-    admission = Admission(link, 7, "a", Admitted(Rates(), TenantLimits(tokens_per_minute=64)))
+    state = SilentState()
+    admission = admission_by(state, TenantLimits(tokens_per_minute=64))
     for _ in range(10):
         admission.count(1)
     admission.count(50)
     admission.count(2)
     admission.release()
     admission.release()
-    assert link.told == [
-        *(CountTokens("a", number) for number in (4, 4, 52, 2)),
-        Release(7),
+    assert state.told == [
+        *(("count_tokens", "a", number) for number in (4, 4, 52, 2)),
+        ("release", "http-1", 7),
     ]
-    assert not link.asked
+    assert not state.asked
 
 
 def test_all_that_is_counted_and_released_arrives() -> None:
@@ -170,12 +157,12 @@ def test_without_limits_everything_is_admitted_and_nothing_is_known() -> None:
 
 def test_every_request_asks_under_an_id_of_its_own() -> None:
     async def main() -> None:
-        link = SilentLink()
-        admissions = Admissions(link)
+        state = SilentState()
+        admissions = Admissions(state.shared, "http-1")
         asking = [asyncio.create_task(admissions.admit("a")) for _ in range(3)]
-        while len(link.asked) < len(asking):
+        while len(state.asked) < len(asking):
             await asyncio.sleep(0)
-        assert link.asked == [AdmitRequests(number, "a") for number in range(3)]
+        assert state.asked == [("http-1", number, "a", 1) for number in range(3)]
         for each in asking:
             each.cancel()
         await asyncio.gather(*asking, return_exceptions=True)

@@ -35,10 +35,17 @@ MAX_MODULES_ELSEWHERE = 10
 SHORT_LINES = 100
 # Those that do not, and why.
 SHORT_ALONE = {
+    "compressor.model_card.figures": "needs the extra report, which only a model card imports",
     "peraxis.demo.page_cache": "benches use it, which measure no demo",
     "server.api.operations": "routes, which app.py mounts and does not define",
     "server.scale.ingress": "a deployment, which app.py binds to others and Ray runs in processes of its own",
 }
+# Packages of extras, and the modules that may need them.
+EXTRAS = {"triton", "lm_eval", "datasets", "matplotlib", "peft", "ray", "obstore", "opentelemetry"}
+NEED_EXTRAS = (
+    "compressor.model_card.figures", "deltastore.registry.bucket.", "server.kernels.attention_cuda",
+    "server.kernels.onebit_cuda", "server.scale.", "server.tracing",
+)  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 
 
@@ -89,6 +96,13 @@ def imports_of(path: Path) -> set[str]:
 def modules_of(names: Collection[str], modules: Collection[str]) -> set[str]:
     """Return the modules that are imported by dotted names, some of which name a part of a module."""
     return {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules)
+
+
+def imports_at_start(path: Path) -> set[str]:
+    """Return every dotted name that a module imports when it is imported, and not for types alone."""
+    body = ast.parse(path.read_text()).body
+    found = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return imported_names("\n".join(map(ast.unparse, found)), module_name(path))
 
 
 def server_layer(name: str) -> str | None:
@@ -217,6 +231,15 @@ def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
         folder for folder in folders - {folder for folder in folders if folder.name == "helpers"}
         if not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()
     ]  # fmt: skip
+
+
+def test_only_what_an_extra_is_for_imports_its_packages() -> None:
+    """Imports inside functions do not count."""
+    modules = {module_name(path): imports_at_start(path) for path in python_files(*PACKAGES)}
+    needing = {name for name, names in modules.items() if {each.split(".")[0] for each in names} & EXTRAS}
+    while more := {name for name, names in modules.items() if modules_of(names, needing)} - needing:
+        needing |= more
+    assert not [name for name in needing if not name.startswith(NEED_EXTRAS)]
 
 
 def cycle_in(imports: dict[str, set[str]]) -> list[str]:

@@ -2,152 +2,32 @@
 
 `template.md` has the text. Names and continuations come from fine-tunes, which are not trusted: each stands in a code
 span.
-
-Figures are PNG drawn by matplotlib, which is an extra, without the user's settings of it and without a time: the same
-numbers give the same bytes.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import json
-import math
 import os
 import shlex
 import string
 import tempfile
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import islice
 from math import pi, sqrt
 from pathlib import Path
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from matplotlib import colormaps, style
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from compressor.evaluate.tasks import Example
+from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
 from compressor.sources import HUB_ID
-from compressor.writer import WrittenDelta
 from deltastore.console import size_text
 from deltastore.errors import StorageFull, UsageError
-from deltastore.format.artifact import Artifact
-from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import AXES
-from deltastore.format.sizes import KINDS, extra_bytes, files_bytes, tensor_bytes
-
-MAX_MODULES = 24  # rows of the figure of errors
-OUTSIDE = "outside"  # its column of matrices outside the layers, such as embedding and head
-
-T = TypeVar("T")
-K = TypeVar("K")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """One tensor of the manifest, and where its name says that it stands."""
-
-    name: str
-    spec: TensorSpec
-    num_bytes: int
-    extra_bytes: int  # of further sign planes and a low-rank residual
-    layer: int | None  # None outside the numbered layers
-    module: str  # its type, such as `q_proj`; `experts.w1` for one of many experts
-    pattern: str  # the name, with `*` for an expert's number
-
-    @classmethod
-    def of(cls, name: str, spec: TensorSpec, num_bytes: int, extra_bytes: int) -> TensorFacts:
-        layer, module, pattern = _location(name)
-        return cls(name, spec, num_bytes, extra_bytes, layer, module, pattern)
-
-
-def _location(name: str) -> tuple[int | None, str, str]:
-    """Return layer, module type and pattern of a tensor's name."""
-    parts = name.removesuffix(".weight").split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isascii() and part.isdigit()]
-    if not numbers:
-        return None, parts[-1], name
-    layer = int(parts[numbers[0]])
-    if len(numbers) == 1:
-        return layer, parts[-1] if numbers[0] < len(parts) - 1 else parts[0], name
-    expert = numbers[1]
-    module = ".".join([parts[expert - 1], *parts[expert + 1 :]])
-    return layer, module, ".".join([*parts[:expert], "*", *parts[expert + 1 :]])
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaFacts:
-    """A written delta and what was measured of it."""
-
-    written: WrittenDelta
-    finetune_id: str  # a hub id or a directory's name
-    tensors: Sequence[TensorFacts]
-    sizes: Mapping[str, int]  # bytes by `KINDS`, and `overhead` for header and padding
-    examples: Sequence[Example]
-
-    @classmethod
-    def of(cls, written: WrittenDelta, finetune_id: str, examples: Sequence[Example]) -> DeltaFacts:
-        with Artifact.open(written.out) as artifact:
-            by_name = {name: tensor_bytes(artifact, name) for name in written.manifest.tensors}
-            sizes = {kind: sum(size.get(kind, 0) for size in by_name.values()) for kind in KINDS}
-            sizes["files"] = files_bytes(artifact)
-            sizes["overhead"] = artifact.size_bytes - sum(sizes.values())
-            tensors = [
-                TensorFacts.of(name, spec, sum(size.values()), extra_bytes(artifact, name))
-                for (name, spec), size in zip(written.manifest.tensors.items(), by_name.values(), strict=True)
-            ]
-        return cls(written, finetune_id, tensors, sizes, examples)
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorGrid:
-    """Mean error of the coded matrices by module type and layer."""
-
-    modules: Sequence[str]
-    layers: Sequence[str]  # numbers, and OUTSIDE if there are such matrices
-    values: Sequence[Sequence[float | None]]  # [modules, layers]; None where no error is known
-
-    @classmethod
-    def of(cls, tensors: Iterable[TensorFacts]) -> ErrorGrid:
-        """Collect the errors that the manifest has; several matrices in one cell, such as experts, by their mean."""
-        modules = by_module(tensor for tensor in tensors if tensor.spec.error is not None)
-        shown = dict(islice(modules.items(), MAX_MODULES))
-        found = {tensor.layer for group in shown.values() for tensor in group}
-        layers = [*sorted(layer for layer in found if layer is not None), *([None] if None in found else [])]
-        rows = [grouped(group, lambda tensor: tensor.layer) for group in shown.values()]
-        values = [[_mean_error(row.get(layer, ())) for layer in layers] for row in rows]
-        return cls(list(shown), [OUTSIDE if layer is None else str(layer) for layer in layers], values)
-
-    @property
-    def known(self) -> list[float]:
-        return [value for row in self.values for value in row if value is not None]
-
-
-def by_module(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
-    """Return the coded matrices of each module type."""
-    return grouped((tensor for tensor in tensors if tensor.spec.axis), lambda tensor: tensor.module)
-
-
-def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items of each key, in the order of their first."""
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def _mean_error(tensors: Iterable[TensorFacts]) -> float | None:
-    errors = [tensor.spec.error for tensor in tensors if tensor.spec.error is not None]
-    return fmean(errors) if errors else None
-
 
 CARD, SIZE_FIGURE, ERROR_FIGURE = "README.md", "size.png", "error.png"
 FILES = (SIZE_FIGURE, ERROR_FIGURE, CARD)
@@ -214,6 +94,7 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
     """
     check_card_directory(directory)
     # Deferred, because matplotlib takes a second to import and is an extra.
+    from compressor.model_card.figures import error_figure, size_figure
 
     files = {SIZE_FIGURE: size_figure(_part_sizes(facts), _size_texts(facts))}
     grid = ErrorGrid.of(facts.tensors)
@@ -444,62 +325,3 @@ def _glyph(character: str) -> str:
         return "↵" if character == "\n" else "→"
     is_seen = unicodedata.category(character) not in UNSEEN or character in JOINERS
     return character if is_seen else f"⟨U+{ord(character):04X}⟩"
-
-
-STYLE: list[str | Path | dict[str, Any]] = [
-    "default",
-    {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 10.5},
-]
-DPI, WIDTH = 144, 9.4  # inches
-MISSING_COLOR = "#e4e7eb"
-MAX_LABEL_CHARS, MAX_LAYER_LABELS = 28, 16
-
-
-def size_figure(sizes: Mapping[str, int], texts: Sequence[str]) -> bytes:
-    """Draw a bar of bytes for each part, with its text behind it."""
-    with style.context(STYLE):
-        figure, axes = _canvas(0.35 + 0.34 * len(sizes))
-        bars = axes.barh(range(len(sizes)), list(sizes.values()), 0.62)
-        axes.bar_label(bars, list(texts), padding=5)
-        axes.set_yticks(range(len(sizes)), list(sizes))
-        axes.set_ylim(len(sizes) - 0.5, -0.5)
-        # A quarter of the width is left for the text behind the longest bar.
-        axes.set_xlim(0, 1.34 * max(sizes.values()))
-        axes.xaxis.set_visible(False)
-        return _png(figure)
-
-
-def error_figure(grid: ErrorGrid) -> bytes:
-    """Draw a heat map of errors: module types downwards, layers from left to right."""
-    values = np.array([[np.nan if value is None else value for value in row] for row in grid.values])
-    with style.context(STYLE):
-        figure, axes = _canvas(1.2 + 0.34 * len(grid.modules))
-        colors = colormaps["viridis"].with_extremes(bad=MISSING_COLOR)
-        image = axes.imshow(values, cmap=colors, aspect="auto", interpolation="nearest")
-        axes.set_yticks(range(len(grid.modules)), [_label(module) for module in grid.modules])
-        step = math.ceil(len(grid.layers) / MAX_LAYER_LABELS)
-        axes.set_xticks(range(0, len(grid.layers), step), [_label(layer) for layer in grid.layers[::step]])
-        axes.set_xlabel("layer")
-        figure.colorbar(image, ax=axes, pad=0.02).set_label("error")
-        return _png(figure)
-
-
-def _label(text: str) -> str:
-    """Return `text` in characters that the font has."""
-    plain = text.encode("ascii", "backslashreplace").decode()
-    plain = "".join(character if character.isprintable() else "?" for character in plain)
-    return plain if len(plain) <= MAX_LABEL_CHARS else f"{plain[: MAX_LABEL_CHARS - 3]}..."
-
-
-def _canvas(height: float) -> tuple[Figure, Axes]:
-    figure = Figure((WIDTH, height), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    return figure, axes
-
-
-def _png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()

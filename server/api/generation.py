@@ -49,6 +49,11 @@ MAX_SEQUENCES = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 # Bound on the prompts that one reply repeats.
 MAX_ECHO_CHARS = 16 << 20
+# Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
+MAX_LOGPROBS = 1 << 18
+# What each of them, and each token, takes in memory until the reply is made.
+LOGPROB_BYTES = 300
+TOKEN_BYTES = 250
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
 
 Prompt = str | Sequence[int] | Conversation
@@ -119,6 +124,102 @@ class Submission:
     def headers(self) -> dict[str, str]:
         """Return the headers that name the version, and those of the tenant's limits."""
         return {**version_headers(self.variant, self.record), **self.rates.headers()}
+
+
+@dataclass(slots=True)
+class WholeSequence:
+    """One sequence of a whole reply, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TextToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    deltas: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools."""
+        return joined(self.deltas)
+
+
+class ReplyFormat(Protocol):
+    """The JSON of one route's reply to one call."""
+
+    def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
+        """Return the document of a whole reply."""
+
+    def begin(self) -> bytes:
+        """Return the server-sent events before the first output, which is at hand."""
+
+    def part(self, output: TextToken | SequenceEnd) -> bytes:
+        """Return the events of one output; none for text that is held back."""
+
+    def end(self) -> bytes:
+        """Return the last events of a stream whose sequences have all ended."""
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """Return the last events of a stream that failed.
+
+        Args:
+            error: the document that the error has as a reply of its own.
+        """
+
+
+async def answer(
+    request: fastapi.Request,
+    service: Service,
+    tenant: Tenant,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
+) -> Response:
+    """Read a call, submit it and answer it. The engine's work ends when the client leaves.
+
+    Args:
+        read: reads the body, and returns the call and the format of its reply; its argument holds what is reserved
+            for the body, until the call is submitted.
+
+    Raises:
+        PeraxisError: as `read` and `submit` do, or because a request failed before the first byte of its reply.
+    """
+    http_request_id = http_request_id_of(request)
+    events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
+    try:
+        await admit(service, tenant, events)
+        submission, replies, is_stream = await _submitted(request, service, read, events)
+        if not is_stream:
+            with service.unsent.growing(tenant.name) as hold:
+                sequences = await while_connected(request, _gather(submission, hold))
+                if submission.sampling_params.logprobs is None:
+                    return _whole_reply(submission, replies, sequences)
+                # Log-probabilities make documents that take long to build, and other requests need the event loop.
+                return await run_in_threadpool(_whole_reply, submission, replies, sequences)
+        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
+        first = await while_connected(request, submission.outputs.take())
+    except BaseException:
+        events.cancel()
+        raise
+    content = _stream(submission, replies, first, http_request_id)
+    headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return EventStream(events, content, headers)
+
+
+async def _submitted(
+    request: fastapi.Request,
+    service: Service,
+    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
+    events: RequestEvents,
+) -> tuple[Submission, ReplyFormat, bool]:
+    """Read and submit a call. Return its submission, the format of its reply, and whether it is a stream.
+
+    Afterwards nothing refers to the body and its prompts, which may be a thousand times as large as the answer.
+    """
+    with ExitStack() as held:
+        call, format_of = await read(held)
+        submission = await while_connected(request, submit(service, call, events))
+        return submission, format_of(submission), call.stream
 
 
 async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None:
@@ -322,109 +423,6 @@ def _sampling_params(
         given["max_new_tokens"] = max(1, min(default_new, num_left))
     is_constrained = call.requested.grammar is not None
     return SamplingParams(**given, stop_token_ids=generation.eos_token_ids, is_constrained=is_constrained)
-
-
-# Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
-MAX_LOGPROBS = 1 << 18
-# What each of them, and each token, takes in memory until the reply is made.
-LOGPROB_BYTES = 300
-TOKEN_BYTES = 250
-
-
-@dataclass(slots=True)
-class WholeSequence:
-    """One sequence of a whole reply, as it grows."""
-
-    texts: list[str] = field(default_factory=list)
-    tokens: list[TextToken] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    deltas: list[CallDelta] = field(default_factory=list)
-    reasoning: str = ""
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools."""
-        return joined(self.deltas)
-
-
-class ReplyFormat(Protocol):
-    """The JSON of one route's reply to one call."""
-
-    def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
-        """Return the document of a whole reply."""
-
-    def begin(self) -> bytes:
-        """Return the server-sent events before the first output, which is at hand."""
-
-    def part(self, output: TextToken | SequenceEnd) -> bytes:
-        """Return the events of one output; none for text that is held back."""
-
-    def end(self) -> bytes:
-        """Return the last events of a stream whose sequences have all ended."""
-
-    def failed(self, error: dict[str, Any]) -> bytes:
-        """Return the last events of a stream that failed.
-
-        Args:
-            error: the document that the error has as a reply of its own.
-        """
-
-
-async def answer(
-    request: fastapi.Request,
-    service: Service,
-    tenant: Tenant,
-    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
-) -> Response:
-    """Read a call, submit it and answer it. The engine's work ends when the client leaves.
-
-    Args:
-        read: reads the body, and returns the call and the format of its reply; its argument holds what is reserved
-            for the body, until the call is submitted.
-
-    Raises:
-        PeraxisError: as `read` and `submit` do, or because a request failed before the first byte of its reply.
-    """
-    http_request_id = http_request_id_of(request)
-    events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
-    try:
-        await admit(service, tenant, events)
-        submission, replies, is_stream = await _submitted(request, service, read, events)
-        if not is_stream:
-            with service.unsent.growing(tenant.name) as hold:
-                sequences = await while_connected(request, _gather(submission, hold))
-                if submission.sampling_params.logprobs is None:
-                    return _whole_reply(submission, replies, sequences)
-                # Log-probabilities make documents that take long to build, and other requests need the event loop.
-                return await run_in_threadpool(_whole_reply, submission, replies, sequences)
-        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
-        first = await while_connected(request, submission.outputs.take())
-    except BaseException:
-        events.cancel()
-        raise
-    content = _stream(submission, replies, first, http_request_id)
-    headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return EventStream(events, content, headers)
-
-
-async def _submitted(
-    request: fastapi.Request,
-    service: Service,
-    read: Callable[[ExitStack], Awaitable[tuple[GenerationCall, Callable[[Submission], ReplyFormat]]]],
-    events: RequestEvents,
-) -> tuple[Submission, ReplyFormat, bool]:
-    """Read and submit a call. Return its submission, the format of its reply, and whether it is a stream.
-
-    Afterwards nothing refers to the body and its prompts, which may be a thousand times as large as the answer.
-    """
-    with ExitStack() as held:
-        call, format_of = await read(held)
-        submission = await while_connected(request, submit(service, call, events))
-        return submission, format_of(submission), call.stream
 
 
 def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[WholeSequence]) -> Response:

@@ -11,7 +11,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from markdown_it import MarkdownIt
 
 from compressor.evaluate.tasks import Example
-from compressor.model_card.card import CARD, DeltaFacts, TensorFacts, write_card
+from compressor.model_card.card import CARD, write_card
+from compressor.model_card.facts import DeltaFacts, TensorFacts
 from compressor.writer import WrittenDelta
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import Axis

@@ -70,7 +70,9 @@ def _options() -> Iterator[inspect.Parameter]:
         annotation: Any = Annotated[parsed | None, option]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     for name in REMOVED:
-        annotation = Annotated[str | None, typer.Option(flag_name(name), hidden=True)]
+        annotation = Annotated[
+            str | None, typer.Option(flag_name(name), hidden=True, help="No longer a setting.")
+        ]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

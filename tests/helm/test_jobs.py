@@ -70,7 +70,7 @@ def test_what_was_compressed_is_published_through_the_admin_port(monkeypatch: py
     for variable, value in environment(publish).items():
         monkeypatch.setenv(variable, value)
     given = parsed(get_command(push_app), options)
-    assert f"--out={given['file']}" in compress["args"]
+    assert f"--out={given['source']}" in compress["args"]
     assert (given["name"], given["tenant"], given["activate"]) == ("support-de", "support", True)
     # The server may take longer to start than the compressor.
     assert given["wait"] == 600

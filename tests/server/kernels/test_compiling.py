@@ -52,6 +52,7 @@ def test_kernels_inline_nothing_of_another_folder() -> None:
         if any(name.split(".")[0] == "numba" for name in imports_of(path))
         for name in imports_of(path)
         if name.split(".")[0] in {"deltastore", "server"}
-        and not name.startswith(("server.kernels", "deltastore.compiled"))
+        # No compiled code calls the cache of which kernels are the fastest.
+        and not name.startswith(("server.kernels", "deltastore.compiled", "deltastore.user_cache"))
     }
     assert not found

@@ -383,7 +383,8 @@ class ChatHistory:
 
 def _piped_prompt() -> str:
     try:
-        prompt = sys.stdin.read()
+        # What `echo` adds is no part of the prompt.
+        prompt = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UsageError("standard input is no text in UTF-8: give the prompt in UTF-8") from error
     if not prompt.strip():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.markup import escape
 
 from client.http import NO_SUCH_CALL, NoAnswer, RemoteServer, ServerAddress, ServerRefused, parsed
 from client.names import check_new_name, path_of
@@ -53,7 +54,9 @@ def push(
     address: ServerAddress,
     source: Annotated[
         str,
-        typer.Argument(metavar="FILE", help=f"The artifact: a file, or {HUB_FORM} of the Hugging Face hub."),
+        typer.Argument(
+            metavar="FILE", help=f"The artifact: a file, or {escape(HUB_FORM)} of the Hugging Face hub."
+        ),
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The variant to publish it as.")],
     activate: Annotated[
@@ -129,7 +132,7 @@ def fetched_from_hub(source: str, progress: bool) -> Path:
         if not found:
             raise UsageError(f"{source}: the repository has no file {file or pattern}: give {HUB_FORM}")
         if len(found) > 1:
-            names = ", ".join(each.filename for each in found[:MAX_NAMED])
+            names = ", ".join(sorted(each.filename for each in found)[:MAX_NAMED])
             raise UsageError(
                 f"{source}: the repository has {len(found)} artifacts, such as {names}: give {HUB_FORM}"
             )
@@ -139,7 +142,8 @@ def fetched_from_hub(source: str, progress: bool) -> Path:
     except (OSError, ValueError) as error:
         lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise ArtifactError(
-            f"{source}: the hub does not give it ({lines[0]}): check the name, as {HUB_FORM}, or run `hf auth login`"
+            f"{source}: the hub does not give it ({lines[0]}): check the name, as {HUB_FORM}, and the network, or run "
+            "`hf auth login`"
         ) from error
 
 

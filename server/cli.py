@@ -69,10 +69,9 @@ def _options() -> Iterator[inspect.Parameter]:
         )
         annotation: Any = Annotated[parsed | None, option]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-    for name in REMOVED:
-        annotation = Annotated[
-            str | None, typer.Option(flag_name(name), hidden=True, help="No longer a setting.")
-        ]
+    for name, (parsed, _) in REMOVED.items():
+        option = typer.Option(flag_name(name), hidden=True, help="No longer a setting.")
+        annotation = Annotated[parsed | None, option]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -29,9 +29,9 @@ from server.tenants.tenant import LimitsSetting, TenantLimits, as_toml
 
 ENV_PREFIX = "PERAXIS_"
 GIGABYTE = 1_000_000_000
-# Settings that are no more, and the way out.
+# Settings that are no more, with the type of their flags, and the way out.
 _NO_HUB = "a server fetches from no hub; `peraxis push hf://ORG/REPO[@REV][:FILE]` does, with your own token"
-REMOVED: Mapping[str, str] = {"allow_hub": _NO_HUB, "hub_url": _NO_HUB}
+REMOVED: Mapping[str, tuple[type, str]] = {"allow_hub": (bool, _NO_HUB), "hub_url": (str, _NO_HUB)}
 # The source of a setting that was not given.
 DEFAULT = "default"
 # Not those that Kubernetes sets in each pod from the names of Services.
@@ -546,7 +546,7 @@ def _check_variables() -> None:
 def _check_removed(flags: Mapping[str, Any], from_file: Mapping[str, Any], given_by: str | None) -> None:
     """Raise SettingsError for a setting that is no more."""
     from_env = {name: value for name in REMOVED if (value := os.environ.get(f"{ENV_PREFIX}{name.upper()}"))}
-    for name, way_out in REMOVED.items():
+    for name, (_, way_out) in REMOVED.items():
         if (origin := _origin(name, flags, from_env, from_file, given_by)) != DEFAULT:
             raise SettingsError(f"{name} ({origin}) is no longer a setting: {way_out}")
 

@@ -222,6 +222,9 @@ def invalid(message: str, fields: Collection[str] = ()) -> InvalidRequest:
         name, path = unknown[1], (unknown[2] or "").removeprefix(".")
         other = None if path else OTHER_NAMES.get(name)
         way_out = f"use {other}" if other in fields else "remove it"
+        if name == "model" and "max_new_tokens" in fields:
+            # The body of `POST /generate`.
+            way_out = "name the variant in the URL, as ?variant=NAME"
         return InvalidRequest(
             f"{shown(name)}{f' in {path}' if path else ''} is not a field of this call: {way_out}",
             _first_name(path) or name[:80],

@@ -133,7 +133,7 @@ def test_standard_input_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     with scripted_server(said("a")) as server:
         assert run(["chat", "a", "--url", server.url]) == 0
-    assert body_of(server, 0)["messages"][0]["content"] == "two\nlines\n"
+    assert body_of(server, 0)["messages"][0]["content"] == "two\nlines"
 
 
 def test_two_variants_get_the_same_prompt(capsys: Output) -> None:

@@ -63,9 +63,13 @@ def test_a_parameter_out_of_range_is_named(
     assert error["type"] == "invalid_request_error"
 
 
-def test_max_tokens_is_answered_with_the_field_of_this_call(server: LiveServer) -> None:
+def test_a_field_of_another_api_is_answered_with_the_way_of_this_call(server: LiveServer) -> None:
     reply = server.client.post("/generate", json={**OK, "max_tokens": 5})
     assert error_of(reply)["message"] == "'max_tokens' is not a field of this call: use max_new_tokens"
+    reply = server.client.post("/generate", json={**OK, "model": "plain"})
+    assert error_of(reply)["message"] == (
+        "'model' is not a field of this call: name the variant in the URL, as ?variant=NAME"
+    )
 
 
 def test_stop_may_be_null(server: LiveServer) -> None:

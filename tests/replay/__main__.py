@@ -64,7 +64,6 @@ def _ask_with_keys(world: World) -> None:
     options = (
         "--auth", "keys", "--admin-port", port, "--max-gpu-deltas", 4, "--max-num-seqs", 4, "--max-upload-gb", 0.004,
         "--compat", "vllm-lora", "--lora-dir", world.inputs.sources, "--source-dir", world.inputs.sources,
-        "--allow-hub", "--hub-url", "http://127.0.0.1:9",
     )  # fmt: skip
     with _served(world, registry, "keys", *options) as (url, _):
         public, admin = (Asker(world.transcript, each, keys) for each in (url, f"http://127.0.0.1:{port}"))

@@ -1,4 +1,4 @@
-"""Publishing good and bad files, from bodies, files and a hub, and every command that talks to a server."""
+"""Publishing good and bad files, from bodies and files, and every command that talks to a server."""
 
 from __future__ import annotations
 

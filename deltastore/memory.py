@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-import psutil
-
 # The parameter M_MMAP_THRESHOLD of mallopt(3), and its value.
 MMAP_THRESHOLD, MMAPPED_BYTES = -3, 1 << 20
 SIGNS = ("DefaultCPUAllocator", "out of memory", "not enough memory", "can't start new thread", "bad_alloc")
@@ -37,6 +35,9 @@ UNLIMITED = 1 << 62
 
 def available_bytes() -> int:
     """Return the host memory that can be used without swapping, within the limits of the process's control groups."""
+    # Deferred: every command imports this file, and its help needs no psutil.
+    import psutil
+
     available = int(psutil.virtual_memory().available)
     return min([available, *map(_free_bytes, _control_groups())])
 

@@ -22,6 +22,7 @@ from bench.engine import SHAPES, SMALL
 from bench.report import RESULTS, describe, write_result
 from deltastore.console import table
 from server import kernels
+from server.kernels.reference import row_of
 from server.model.loader import pack, packable
 
 # Number of groups, and rows of each.
@@ -51,7 +52,7 @@ class CodedLayer:
 
     base: nn.Linear  # bfloat16, no bias
     signs: Tensor  # [variants, out, in / 8] uint8
-    factors: tuple[Tensor, Tensor]  # [out], [in] float32: all variants'
+    scales: tuple[Tensor, Tensor, Tensor]  # [out], [in] float16 and a gain: all variants'
 
     @classmethod
     def drawn(cls, shape: tuple[int, int], num_variants: int, device: torch.device) -> CodedLayer:
@@ -61,15 +62,13 @@ class CodedLayer:
             pack(layer)
         packed = (num_variants, out_features, in_features // 8)
         signs = torch.randint(0, 256, packed, dtype=torch.uint8, device=device)
-        factors = torch.full((out_features,), 0.002, device=device), torch.ones(in_features, device=device)
-        return cls(base, signs, factors)
+        scale_out, scale_in = (torch.ones(size, dtype=torch.float16, device=device) for size in shape)
+        return cls(base, signs, (scale_out, scale_in, torch.full((1,), 2.0**-9, device=device)))
 
-    def plane_ptrs(self, num_groups: int) -> Tensor:
-        """Return the addresses of the first variants' signs and factors, [groups, 3] int64."""
-        rows = [
-            [signs.data_ptr(), *(f.data_ptr() for f in self.factors)] for signs in self.signs[:num_groups]
-        ]
-        return torch.tensor(rows, device=self.signs.device)
+    def table(self, num_variants: int) -> Tensor:
+        """Return the table of the first variants, [1, variants, FIELDS]."""
+        rows = [row_of([(signs, *self.scales)]) for signs in self.signs[:num_variants]]
+        return torch.stack(rows)[None].to(self.signs.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +180,10 @@ def measure(layers: Sequence[CodedLayer], repeats: int, each: tuple[int, int]) -
     """Time all layers without and with one-bit products, in turns; return both medians in seconds."""
     num_groups, rows = each
     device = layers[0].signs.device
-    plane_ptrs = [layer.plane_ptrs(num_groups) for layer in layers]
+    tables = [layer.table(num_groups) for layer in layers]
     bounds = [(group * rows, (group + 1) * rows) for group in range(num_groups)]
     ranges = torch.tensor(bounds, dtype=torch.int32, device=device)
+    order = torch.arange(num_groups * rows, dtype=torch.int32, device=device)
     widths = {layer.base.in_features for layer in layers}
     x = {width: torch.randn(num_groups * rows, width, device=device).bfloat16() for width in widths}
 
@@ -192,9 +192,9 @@ def measure(layers: Sequence[CodedLayer], repeats: int, each: tuple[int, int]) -
             layer.base(x[layer.base.in_features])
 
     def both() -> None:
-        for layer, own in zip(layers, plane_ptrs, strict=True):
-            inputs = x[layer.base.in_features]
-            kernels.add_onebit_matmul(layer.base(inputs), inputs, own, ranges)
+        for layer, own in zip(layers, tables, strict=True):
+            inputs, width = x[layer.base.in_features], layer.base.out_features
+            kernels.add_planes(layer.base(inputs), inputs, own, order, ranges, [width])
 
     both()
     turns = [(seconds(base, device), seconds(both, device)) for _ in range(repeats)]

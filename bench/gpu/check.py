@@ -11,9 +11,8 @@ from torch import Tensor
 from bench.gpu.measure import Rows
 from deltastore.format.matrix import packed_width
 from server import kernels
-from server.kernels import attention_cuda
-from server.kernels import reference as onebit_reference
-from server.kernels.reference import AttentionGroup, AttentionParams
+from server.kernels import attention_cuda, reference
+from server.kernels.reference import FIELDS, AttentionGroup, AttentionParams, row_of
 
 SHAPES = ((1, 1), (7, 5), (33, 100), (130, 129), (96, 4096), (257, 1023))  # out, in
 # Ranges of rows; rows between them belong to no group.
@@ -35,13 +34,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}  # of what is summed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Matrices:
-    """One coded matrix per group; the second has no `factor_in`, the third has address 0 and adds nothing."""
+class Deltas:
+    """One delta per slot: the first has a plane, the second none of `scale_in`, the third adds nothing."""
 
-    signs: list[Tensor]
-    factor_out: list[Tensor]
-    factor_in: list[Tensor]
-    plane_ptrs: Tensor
+    table: Tensor
+    parts: list[Tensor]  # keeps alive what the table points to
 
 
 def check(rows: Rows, device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> None:
@@ -69,47 +66,44 @@ def _cases() -> Iterator[tuple[tuple[int, int], tuple[tuple[int, int], ...]]]:
 def _product_error(
     shape: tuple[int, int], ranges: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> float:
-    matrices, generator = _matrices(shape, len(ranges), device), torch.Generator(device).manual_seed(1)
+    deltas, generator = _deltas(shape, len(ranges), device), torch.Generator(device).manual_seed(1)
     num_rows, bounds = ranges[-1][1] + 2, torch.tensor(ranges, dtype=torch.int32, device=device)
     x = torch.randn(num_rows, shape[1], generator=generator, device=device).to(dtype)
     base = torch.randn(num_rows, shape[0], generator=generator, device=device).to(dtype)
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
-    kernels.add_onebit_matmul(output, x, matrices.plane_ptrs, bounds)
-    onebit_reference.add_onebit_matmul(want, x, matrices.plane_ptrs, bounds)
+    order = torch.arange(num_rows, dtype=torch.int32, device=device)
+    kernels.add_planes(output, x, deltas.table, order, bounds, [shape[0]])
+    reference.add_planes(want, x, deltas.table, order, bounds, [shape[0]])
     return _error(output, want, TOLERANCE[dtype], scale=shape[1] ** 0.5)
 
 
 def _rows_error(shape: tuple[int, int], ranges: tuple[tuple[int, int], ...], device: torch.device) -> float:
-    matrices, generator = _matrices(shape, len(ranges), device), torch.Generator(device).manual_seed(1)
+    deltas, generator = _deltas(shape, len(ranges), device), torch.Generator(device).manual_seed(1)
     num_rows, bounds = ranges[-1][1] + 2, torch.tensor(ranges, dtype=torch.int32, device=device)
     ids = torch.randint(0, shape[0], (num_rows,), generator=generator, device=device)
     base = torch.randn(num_rows, shape[1], generator=generator, device=device)
     _poison_others(base, ranges)
     output, want = base.clone(), base.clone()
-    kernels.add_onebit_rows(output, ids, matrices.plane_ptrs, bounds, shape[0], 2.0)
-    onebit_reference.add_onebit_rows(want, ids, matrices.plane_ptrs, bounds, shape[0], 2.0)
+    order = torch.arange(num_rows, dtype=torch.int32, device=device)
+    kernels.add_rows(output, ids, deltas.table, order, bounds, shape[0], 2.0)
+    reference.add_rows(want, ids, deltas.table, order, bounds, shape[0], 2.0)
     return _error(output, want, TOLERANCE[torch.float32])
 
 
-def _matrices(shape: tuple[int, int], count: int, device: torch.device) -> Matrices:
+def _deltas(shape: tuple[int, int], count: int, device: torch.device) -> Deltas:
     generator, width = torch.Generator(device).manual_seed(0), packed_width(shape[1])
-    signs = [
-        torch.randint(0, 256, (shape[0], width), generator=generator, device=device).to(torch.uint8)
-        for _ in range(count)
-    ]
-    if spare := -shape[1] % 8:
-        for own in signs:
-            own[:, -1] &= 0xFF >> spare  # pad bits are 0
-    factor_out, factor_in = (
-        [torch.randn(size, generator=generator, device=device) for _ in range(count)] for size in shape
-    )
-    addresses = [
-        [own.data_ptr(), out.data_ptr(), inner.data_ptr() if number != 1 else 0]
-        for number, (own, out, inner) in enumerate(zip(signs, factor_out, factor_in, strict=True))
-    ]
-    addresses[2:] = [[0, 0, 0]] * (count - 2)
-    return Matrices(signs, factor_out, factor_in, torch.tensor(addresses, device=device))
+    parts: list[Tensor] = []
+    table = torch.zeros(1, count, FIELDS, dtype=torch.int64)
+    for number in range(min(count, 2)):
+        signs = torch.randint(0, 256, (shape[0], width), generator=generator, device=device).to(torch.uint8)
+        if spare := -shape[1] % 8:
+            signs[:, -1] &= 0xFF >> spare  # pad bits are 0
+        scale_out, scale_in = (torch.randn(size, generator=generator, device=device).half() for size in shape)
+        gain = torch.full((1,), 0.5, device=device)
+        parts += [signs, scale_out, scale_in, gain]
+        table[0, number] = row_of([(signs, scale_out, None if number else scale_in, gain)])
+    return Deltas(table.to(device), parts)
 
 
 def _poison_others(output: Tensor, ranges: tuple[tuple[int, int], ...]) -> None:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from deltastore.base import Base
-from deltastore.checkpoint import TORCH_DTYPE
-from deltastore.format.header import DTYPE_BYTES, TensorEntry
+from deltastore.format.header import DTYPE_BYTES, Header, TensorEntry
 from deltastore.format.layout import TENSOR_ALIGNMENT
-from deltastore.format.manifest import MatrixParts, PlaneParts, padding_tensor
+from deltastore.format.manifest import Manifest, TensorSpec, padding_tensor
 from deltastore.format.matrix import packed_width
 from deltastore.format.sizes import is_matrix
-from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
+from server.deltas.resident import DeltaLayout, DeltaTables, Part, ResidentDelta, Slot, view
 
 HOST_TO_READY_MS = 25.0
 FASTER_THAN_CHECKPOINT = 10.0
@@ -118,7 +117,7 @@ def _planned(sizes: BenchSizes) -> Iterator[Row]:
         yield Row("kernels", name, "of the tolerance", "at most 1")
     yield Row("load", "limit: one pinned copy of a delta's bytes", "ms")
     yield Row("load", "delta, host to slot: copy", "ms")
-    yield Row("load", "delta, host to ready: copy and views", "ms", f"at most {HOST_TO_READY_MS:.0f} ms")
+    yield Row("load", "delta, host to ready: copy and tables", "ms", f"at most {HOST_TO_READY_MS:.0f} ms")
     for cache in ("warm", "dropped"):
         for stage in ("read and verify", "rest of the copy", "total with views"):
             yield Row("load", f"delta, disk, page cache {cache}: {stage}", "ms")
@@ -213,12 +212,16 @@ GAIN = 2.0**-12  # small beside weights of 0.02, so that activations stay what a
 class Blueprint:
     """Layout of the deltas of one base: two scales per matrix, norms whole."""
 
-    layout: DeltaLayout
+    header: Header
+    manifest: Manifest
     entries: tuple[TensorEntry, ...]  # in the order of their bytes, padding included
 
     @property
     def device_bytes(self) -> int:
         return self.entries[-1].end
+
+    def layout(self, tables: DeltaTables) -> DeltaLayout:
+        return tables.layout(self.header, self.manifest, FINGERPRINT)
 
 
 def build_model(sizes: BenchSizes, device: torch.device) -> PreTrainedModel:
@@ -263,43 +266,64 @@ def base_of(model: PreTrainedModel) -> Base:
 def blueprint(shapes: Mapping[str, tuple[int, ...]]) -> Blueprint:
     """Lay out a delta of every tensor, in the order of `shapes`."""
     entries: list[TensorEntry] = []
-    matrices: dict[str, MatrixParts[TensorEntry]] = {}
-    whole: dict[str, TensorEntry] = {}
+    specs: dict[str, TensorSpec] = {}
     for name, shape in shapes.items():
         if is_matrix(name, shape):
             out_features, in_features = shape
-            plane = PlaneParts(
-                _append(entries, f"{name}.signs", "U8", (out_features, packed_width(in_features))),
-                _append(entries, f"{name}.scale_out", "F16", (out_features,)),
-                _append(entries, f"{name}.scale_in", "F16", (in_features,)),
-                _append(entries, f"{name}.gain", "F32", (1,)),
-            )
-            matrices[name] = MatrixParts((plane,), None, None, None)
+            specs[name] = TensorSpec(codec="onebit", shape=list(shape), axis="both")
+            _append(entries, f"{name}.signs", "U8", (out_features, packed_width(in_features)))
+            _append(entries, f"{name}.scale_out", "F16", (out_features,))
+            _append(entries, f"{name}.scale_in", "F16", (in_features,))
+            _append(entries, f"{name}.gain", "F32", (1,))
         else:
-            whole[name] = _append(entries, name, "BF16", shape)
-    return Blueprint(DeltaLayout(FINGERPRINT, False, HEAD, matrices, whole), tuple(entries))
+            specs[name] = TensorSpec(codec="whole", shape=list(shape))
+            _append(entries, name, "BF16", shape)
+    manifest = Manifest(
+        base_id="random-llama",
+        base_fingerprint=FINGERPRINT,
+        method="both",
+        tied=False,
+        device_bytes=entries[-1].end,
+        config={},
+        tensors=specs,
+        files=[],
+        compressor={},
+        fidelity={},
+    )
+    header = Header({entry.name: entry for entry in entries}, {}, 0)
+    return Blueprint(header, manifest, tuple(entries))
 
 
 def fill(memory: Tensor, drawing: Blueprint, seed: int) -> None:
     """Fill a slot's bytes with random signs, scales of one and the base's norms."""
     generator = torch.Generator(memory.device).manual_seed(seed)
     memory[: drawing.device_bytes].random_(0, 256, generator=generator)
-    for parts in drawing.layout.matrices.values():
-        for scale in parts.planes[0].scales():
-            _view(memory, scale).fill_(1)
-        _view(memory, parts.planes[0].gain).fill_(GAIN)
-    for entry in drawing.layout.whole.values():
-        _view(memory, entry).fill_(1)
+    for entry in drawing.entries:
+        if entry.dtype != "U8":
+            view(entry, memory).fill_(GAIN if entry.name.endswith(".gain") else 1)
 
 
-def make_resident(slots: list[Slot], drawing: Blueprint) -> list[ResidentDelta]:
+def tables_of(shapes: Mapping[str, tuple[int, ...]], num_slots: int, device: torch.device) -> DeltaTables:
+    """Make the tables of a model with these tensors."""
+    tables = DeltaTables()
+    for name, shape in shapes.items():
+        if is_matrix(name, shape):
+            tables.add_part(Part(name, shape[0]))
+        else:
+            tables.add_vector(name, torch.ones(shape, dtype=torch.bfloat16, device=device))
+    tables.allocate(num_slots, device)
+    return tables
+
+
+def make_resident(tables: DeltaTables, slots: list[Slot], drawing: Blueprint) -> list[ResidentDelta]:
     """Fill each slot with a delta of its own."""
     for slot in slots:
         fill(slot.memory, drawing, slot.index)
-    return [ResidentDelta.in_slot(drawing.layout, slot) for slot in slots]
+    layout = drawing.layout(tables)
+    return [tables.adopt(layout, slot) for slot in slots]
 
 
-def _append(entries: list[TensorEntry], name: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+def _append(entries: list[TensorEntry], name: str, dtype: str, shape: tuple[int, ...]) -> None:
     start = entries[-1].end if entries else 0
     num_bytes = DTYPE_BYTES[dtype] * torch.Size(shape).numel()
     entry = TensorEntry(name, dtype, shape, start, start + num_bytes)
@@ -307,8 +331,3 @@ def _append(entries: list[TensorEntry], name: str, dtype: str, shape: tuple[int,
     if padding := -entry.end % TENSOR_ALIGNMENT:
         filler = padding_tensor(len(entries))
         entries.append(TensorEntry(filler, "U8", (padding,), entry.end, entry.end + padding))
-    return entry
-
-
-def _view(memory: Tensor, entry: TensorEntry) -> Tensor:
-    return memory[entry.start : entry.end].view(TORCH_DTYPE[entry.dtype]).view(entry.shape)

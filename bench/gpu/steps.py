@@ -109,7 +109,9 @@ class StepBench:
             met=num_slots >= RESIDENT,
             note=f"cache {cache / 1e9:.2f} GB; at most {DEFAULT_MAX_SLOTS} are taken",
         )
-        self.deltas = make_resident(slots[: max(self.sizes.variants)], drawing)
+        max_rows = max(*self.sizes.tokens, *self.sizes.prompts)
+        self.context.allocate(num_slots, max_rows, self.device)
+        self.deltas = make_resident(self.context.tables, slots[: max(self.sizes.variants)], drawing)
 
     @torch.inference_mode()
     def decode(self) -> dict[int, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.real.models import TEXT_TOKENS
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
+from server.deltas.resident import DeltaTables, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner, ScheduledSequence
 from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
@@ -31,17 +31,19 @@ def main() -> None:
     served = load_model(Checkpoint.open(args.base), cpu, getattr(torch, args.dtype), threading.Event())
     num_pages = -(-TEXT_TOKENS // served.attention.page_tokens)
     served.attention.allocate(1 + num_pages)
+    served.context.allocate(1, TEXT_TOKENS, cpu)
     torch.save(_logits(served, None, num_pages), args.base_out)
-    torch.save(_logits(served, _resident(args.artifact), num_pages), args.variant_out)
+    delta = _resident(args.artifact, served.context.tables)
+    torch.save(_logits(served, delta, num_pages), args.variant_out)
 
 
-def _resident(path: Path) -> ResidentDelta:
+def _resident(path: Path, tables: DeltaTables) -> ResidentDelta:
     with Artifact.open(path) as artifact:
         memory = torch.empty(artifact.manifest.device_bytes, dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(artifact.header.data_start)
             file.readinto(memory.numpy().data)
-        return ResidentDelta.in_slot(DeltaLayout.of(artifact.header, artifact.manifest, ""), Slot(0, memory))
+        return tables.adopt(tables.layout(artifact.header, artifact.manifest, ""), Slot(0, memory))
 
 
 def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:

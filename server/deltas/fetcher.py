@@ -28,7 +28,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.threads import lower_thread_priority
 from deltastore.verified_object import ObjectSource, read_verified
-from server.deltas.resident import DeltaLayout, ResidentDelta, Slot
+from server.deltas.resident import DeltaLayout, DeltaTables, ResidentDelta, Slot
 from server.metrics.metrics import ResidencyMetrics
 
 PAGE_BYTES = 4096
@@ -290,8 +290,9 @@ class Fetcher:
     So those from host memory never wait for a disk, and those from local files never wait for a download.
     """
 
-    def __init__(self, loader: Loader, cache: HostCache, registry: Registry) -> None:
+    def __init__(self, loader: Loader, cache: HostCache, registry: Registry, tables: DeltaTables) -> None:
         self.cache = cache
+        self._tables = tables
         self._loader = loader
         self._registry = registry
         self._disk = ThreadPoolExecutor(cache.num_loads, "delta-load", initializer=lower_thread_priority)
@@ -306,7 +307,7 @@ class Fetcher:
             VariantNotFound: the stored object is gone.
             ArtifactTooLarge: the delta does not fit the slot.
             RegistryError: reading the disk or the download failed.
-            MemoryError, RuntimeError: no memory is left for the delta's factors or a read buffer.
+            MemoryError, RuntimeError: no memory is left for a read buffer.
         """
         load = _Load(record, slot, Future())
         threads = self._host if self.cache.holds(record.label) else self._disk
@@ -361,9 +362,9 @@ class Fetcher:
         with self.cache.copy_of(record.label) as copy:
             if copy is not None:
                 report = self._loader.copy(copy.memory, slot.memory)
-                return ResidentDelta.in_slot(copy.layout, slot), report
+                return self._tables.adopt(copy.layout, slot), report
         layout, report = read_verified(self._registry, record, lambda: self._read(record, slot))
-        return ResidentDelta.in_slot(layout, slot), report
+        return self._tables.adopt(layout, slot), report
 
     def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
@@ -377,11 +378,8 @@ class Fetcher:
             memory = slot.memory if buffer is None else buffer.memory
             report = self._loader.load(source, memory, slot.memory)
             header = parse_verified_header(report.header)
-            layout = DeltaLayout.of(
-                header,
-                Manifest.from_verified_metadata(header.metadata, f"object {record.digest}"),
-                record.digest,
-            )
+            manifest = Manifest.from_verified_metadata(header.metadata, f"object {record.digest}")
+            layout = self._tables.layout(header, manifest, record.digest)
             if buffer is not None:
                 self.cache.keep(buffer, record, layout)
         return layout, report

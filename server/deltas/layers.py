@@ -21,16 +21,8 @@ from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, NotServable
 from deltastore.format.layout import FLOATS
 from deltastore.servable import is_norm, kind, no_head
-from server.deltas.resident import (
-    BatchContext,
-    DeltaGroup,
-    HookPoint,
-    MatrixView,
-    ResidentDelta,
-    StepDeltas,
-    plane_pointers,
-)
-from server.kernels import add_onebit_matmul, add_onebit_rows
+from server.deltas.resident import BatchContext, Part, StepDeltas
+from server.kernels import add_planes, add_rows
 
 
 class NormDelta:
@@ -39,12 +31,12 @@ class NormDelta:
     def __init__(self, module: nn.Module, name: str, context: BatchContext) -> None:
         self.context = context
         self.base: dict[str, Tensor] = {}
-        self.names: dict[str, str] = {}
+        self.vectors: dict[str, int] = {}
         # 1 for inputs [1, tokens, heads, features], 2 if heads come first.
         self._token_axis: int | None = None
         for parameter, value in list(module.named_parameters(recurse=False)):
             self.base[parameter] = value.detach()
-            self.names[parameter] = f"{name}.{parameter}"
+            self.vectors[parameter] = context.tables.add_vector(f"{name}.{parameter}", value)
             # torch does not let a plain tensor replace a registered parameter.
             delattr(module, parameter)
             setattr(module, parameter, self.base[parameter])
@@ -56,8 +48,10 @@ class NormDelta:
         step = self.context.current
         for parameter, base in self.base.items():
             value = base
-            if step is not None:
-                value = self._by_token(step.by_row(self.names[parameter], base), args[0])
+            if step is not None and (number := self.vectors[parameter]) in step.vectors:
+                table = self.context.tables.vectors[number].table
+                rows = step.tokens.slot_of_row[: step.tokens.num_rows]
+                value = self._by_token(table.index_select(0, rows), args[0])
             if getattr(module, parameter) is not value:
                 setattr(module, parameter, value)
 
@@ -65,11 +59,9 @@ class NormDelta:
         """Reshape a weight [tokens, features] to broadcast over `x`.
 
         Args:
-            value: ``[features]``, which is returned as it is, or ``[tokens, features]``.
+            value: ``[tokens, features]``.
             x: ``[1, tokens, features]``, ``[1, tokens, heads, features]`` or ``[1, heads, tokens, features]``.
         """
-        if value.dim() == 1:
-            return value
         if x.dim() == 3:
             return value[None]
         # Set by the start-up probe, whose 13 tokens match no model's number of heads.
@@ -97,15 +89,14 @@ class EmbeddingDelta:
     """Adds deltas to the output of one embedding. Ids that the base lacks select rows that the variant added."""
 
     def __init__(self, module: nn.Embedding, name: str, context: BatchContext) -> None:
-        self.weight = f"{name}.weight"
+        name = f"{name}.weight"
         self.num_rows = module.num_embeddings
         # Some embeddings (Gemma's) multiply the rows that they look up.
         scale = getattr(module, "embed_scale", None)
         self.scale = 1.0 if scale is None else float(torch.as_tensor(scale).to(module.weight.dtype))
         self.context = context
-        self.hook_point = context.hook_points.add(
-            HookPoint(lambda delta: delta.matrices.get(self.weight), self._needs_more_than_planes)
-        )
+        self.part = context.tables.add_part(Part(name, self.num_rows))
+        context.tables.add_part(Part(name, self.num_rows, is_beyond=True))
         self._ids: Tensor | None = None
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after)
@@ -117,106 +108,28 @@ class EmbeddingDelta:
         return (self._ids.clamp(max=self.num_rows - 1), *args[1:])
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if (step := self.context.current) is None or self._ids is None:
-            return output
-        ids, base_ids, self._ids = self._ids.flatten(), args[0].flatten(), None
-        flat, beyond_first = output.flatten(0, -2), step.tables.beyond_first[self.hook_point]
-        # All terms of a row are summed in float32 before it is rounded.
-        wide = flat.float() if beyond_first else flat
-        if self.hook_point in step.tables.with_planes:
-            plane_ptrs = step.tables.plane_ptrs[self.hook_point]
-            add_onebit_rows(wide, base_ids, plane_ptrs, step.ranges, self.num_rows, self.scale)
-        if beyond_first:
-            for index in beyond_first:
-                self._add_beyond_first(wide, ids, base_ids, step.groups[index])
-            flat.copy_(wide)
+        if (step := self.context.current) is not None and self._ids is not None:
+            ids, self._ids = self._ids.flatten(), None
+            table, rows = self.context.tables.rows[self.part : self.part + 2], step.rows(len(ids))
+            add_rows(output.flatten(0, -2), ids, table, rows.order, rows.ranges, self.num_rows, self.scale)
         return output
-
-    def _add_beyond_first(self, output: Tensor, ids: Tensor, base_ids: Tensor, group: DeltaGroup) -> None:
-        """Add further planes, residual and added rows, or apply a tensor stored whole, in a group's rows.
-
-        Args:
-            output: ``[rows, features]`` float32, with the first planes' rows.
-            ids: ``[rows]``.
-            base_ids: ``[rows]``; ids that the base lacks are replaced by its last one.
-            group: the group.
-        """
-        rows = group.rows
-        if (matrix := group.delta.matrices.get(self.weight)) is None:
-            output[rows] = group.delta.whole[self.weight][ids[rows]].float() * self.scale
-            return
-        self._add_further_planes(output, base_ids, matrix, rows)
-        if matrix.added is not None:
-            is_added = ids[rows] >= self.num_rows
-            added = matrix.added[(ids[rows] - self.num_rows).clamp(min=0)].float() * self.scale
-            output[rows] = torch.where(is_added[:, None], added, output[rows])
-
-    def _add_further_planes(self, output: Tensor, base_ids: Tensor, matrix: MatrixView, rows: slice) -> None:
-        if others := matrix.planes[1:]:
-            ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=base_ids.device)
-            for plane in others:
-                plane_ptrs = torch.tensor([plane_pointers(plane)], device=base_ids.device)
-                add_onebit_rows(output, base_ids, plane_ptrs, ranges, self.num_rows, self.scale)
-        if matrix.left is not None and matrix.right is not None:
-            residual = matrix.left[base_ids[rows]].float() @ matrix.right.float()
-            output[rows] += residual * self.scale
-
-    def _needs_more_than_planes(self, delta: ResidentDelta) -> bool:
-        matrix = delta.matrices.get(self.weight)
-        return self.weight in delta.whole or (matrix is not None and matrix.added is not None)
 
 
 class LinearDelta:
     """Adds deltas to the output of one `nn.Linear`."""
 
     def __init__(self, module: nn.Linear, name: str, context: BatchContext) -> None:
-        self.weight, self.bias = f"{name}.weight", f"{name}.bias"
-        self.base_bias = None if module.bias is None else module.bias.detach().float()
         self.context = context
-        self.hook_point = context.hook_points.add(
-            HookPoint(lambda delta: delta.matrices.get(self.weight), lambda delta: self.weight in delta.whole)
-        )
+        bias = _add_bias(module, f"{name}.bias", context)
+        self.part = context.tables.add_part(Part(f"{name}.weight", module.out_features, bias=bias))
         module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if (step := self.context.current) is None:
-            return output
-        x, flat = args[0].flatten(0, -2), output.flatten(0, -2)
-        beyond_first = step.tables.beyond_first[self.hook_point]
-        bias = None if self.base_bias is None else step.by_row(self.bias, self.base_bias)
-        if beyond_first or bias is not self.base_bias:
-            # All terms of a row are summed in float32 before it is rounded.
-            wide = flat.float()
-            if bias is not None and bias is not self.base_bias:
-                wide += bias - self.base_bias
-            self._add(step, wide, x)
-            for index in beyond_first:
-                self._add_beyond_first(wide, x, bias, step.groups[index])
-            flat.copy_(wide)
-        else:
-            self._add(step, flat, x)
+        if (step := self.context.current) is not None:
+            flat = output.flatten(0, -2)
+            table, rows = self.context.tables.rows[self.part : self.part + 1], step.rows(len(flat))
+            add_planes(flat, args[0].flatten(0, -2), table, rows.order, rows.ranges, [flat.shape[1]])
         return output
-
-    def _add(self, step: StepDeltas, output: Tensor, x: Tensor) -> None:
-        if self.hook_point in step.tables.with_planes:
-            add_onebit_matmul(output, x, step.tables.plane_ptrs[self.hook_point], step.ranges)
-
-    def _add_beyond_first(self, output: Tensor, x: Tensor, bias: Tensor | None, group: DeltaGroup) -> None:
-        """Add further planes and residual, or apply a tensor stored whole, in a group's rows.
-
-        Args:
-            output: ``[rows, out]`` float32, with the base's and the first planes' products.
-            x: ``[rows, in]``.
-            bias: ``[out]`` or ``[rows, out]`` float32.
-            group: the group.
-        """
-        rows = group.rows
-        if (matrix := group.delta.matrices.get(self.weight)) is not None:
-            add_further_planes(output, x, matrix, rows)
-            return
-        output[rows] = x[rows].float() @ group.delta.whole[self.weight].float().T
-        if bias is not None:
-            output[rows] += bias if bias.dim() == 1 else bias[rows]
 
 
 class HeadDelta:
@@ -227,86 +140,38 @@ class HeadDelta:
     """
 
     def __init__(self, module: nn.Linear, name: str, embedding: str, context: BatchContext) -> None:
-        self.bias, self.embedding = f"{name}.bias", f"{embedding}.weight"
-        self.base_bias = module.bias
         self.context = context
-        self.hook_point = context.hook_points.add(
-            HookPoint(lambda delta: delta.matrices.get(self._source(delta)), self._needs_more_than_planes)
-        )
+        name, embedding, num_rows = f"{name}.weight", f"{embedding}.weight", module.out_features
+        bias = _add_bias(module, f"{name.removesuffix('.weight')}.bias", context)
+        self.part = context.tables.add_part(Part(name, num_rows, embedding=embedding, bias=bias))
+        context.tables.add_part(Part(name, num_rows, is_beyond=True, embedding=embedding))
         module.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if (step := self.context.current) is None:
             return output
-        x, num_base = args[0].flatten(0, -2), output.shape[-1]
-        beyond_first = [step.groups[index] for index in step.tables.beyond_first[self.hook_point]]
-        beyond_first = [group for group in beyond_first if group.logit_rows.start < group.logit_rows.stop]
-        width = max((group.delta.num_rows(self._source(group.delta)) for group in beyond_first), default=0)
-        if width > num_base:
-            logits = output.new_full((*output.shape[:-1], width), -torch.inf)
-            logits[..., :num_base] = output
-        else:
-            logits = output
-        flat = logits.flatten(0, -2)
-        base_logits = flat[:, :num_base].float() if beyond_first else flat[:, :num_base]
-        if self.hook_point in step.tables.with_planes:
-            add_onebit_matmul(base_logits, x, step.tables.plane_ptrs[self.hook_point], step.logit_ranges)
-        if beyond_first:
-            for group in beyond_first:
-                self._add_beyond_first(base_logits, flat, x, group)
-            flat[:, :num_base] = base_logits.to(flat.dtype)
+        num_base = output.shape[-1]
+        logits = _widened(output, step)
+        flat, rows = logits.flatten(0, -2), step.logit_rows(output.shape[:-1].numel())
+        ends = [num_base, flat.shape[1]] if step.num_added else [num_base]
+        table = self.context.tables.rows[self.part : self.part + len(ends)]
+        add_planes(flat, args[0].flatten(0, -2), table, rows.order, rows.ranges, ends)
         return logits
 
-    def _add_beyond_first(self, base_logits: Tensor, logits: Tensor, x: Tensor, group: DeltaGroup) -> None:
-        """Add further planes, residual, added rows and bias, or apply a tensor stored whole, in a group's rows.
 
-        Args:
-            base_logits: ``[rows, base tokens]`` float32, with the base's logits and the first planes' products.
-            logits: ``[rows, tokens]`` in the model's dtype; columns of tokens that the base lacks are written.
-            x: ``[rows, in]``.
-            group: the group.
-        """
-        delta, rows, num_base = group.delta, group.logit_rows, base_logits.shape[1]
-        name = self._source(delta)
-        own = x[rows]
-        if (matrix := delta.matrices.get(name)) is not None:
-            add_further_planes(base_logits, x, matrix, rows)
-            if matrix.added is not None:
-                logits[rows, num_base : matrix.num_rows] = own @ matrix.added.to(x.dtype).T
-        elif (whole := delta.whole.get(name)) is not None:
-            product = own @ whole.to(x.dtype).T
-            base_logits[rows] = product[:, :num_base].float()
-            if self.base_bias is not None:
-                base_logits[rows] += self.base_bias.float()
-            logits[rows, num_base : len(whole)] = product[:, num_base:]
-        if (bias := delta.whole.get(self.bias)) is not None:
-            base_logits[rows] += bias[:num_base].float() - self.base_bias.float()
-
-    def _source(self, delta: ResidentDelta) -> str:
-        """Return the name of the tensor that holds a variant's head: its own, or the embedding that it is tied to."""
-        return self.embedding if delta.tied else delta.head
-
-    def _needs_more_than_planes(self, delta: ResidentDelta) -> bool:
-        name = self._source(delta)
-        matrix = delta.matrices.get(name)
-        return (
-            name in delta.whole
-            or self.bias in delta.whole
-            or (matrix is not None and matrix.added is not None)
-        )
+def _widened(output: Tensor, step: StepDeltas) -> Tensor:
+    """Return logits with columns for the tokens of all variants of a step."""
+    if not step.num_added:
+        return output
+    num_base = output.shape[-1]
+    logits = output.new_full((*output.shape[:-1], num_base + step.num_added), -torch.inf)
+    logits[..., :num_base] = output
+    return logits
 
 
-def add_further_planes(output: Tensor, x: Tensor, matrix: MatrixView, rows: slice) -> None:
-    """Add the products of a matrix's further planes and its residual to some rows of float32 `output`, [rows, out].
-
-    The residual is applied as two factors and never expanded to a matrix.
-    """
-    if others := matrix.planes[1:]:
-        ranges = torch.tensor([[rows.start, rows.stop]], dtype=torch.int32, device=x.device)
-        for plane in others:
-            add_onebit_matmul(output, x, torch.tensor([plane_pointers(plane)], device=x.device), ranges)
-    if matrix.left is not None and matrix.right is not None:
-        output[rows] += x[rows].float() @ matrix.right.float().T @ matrix.left.float().T
+def _add_bias(module: nn.Linear, name: str, context: BatchContext) -> int | None:
+    """Add a layer's bias, which kernels read in float32, and return the number of its vector."""
+    return None if module.bias is None else context.tables.add_vector(name, module.bias.float())
 
 
 def check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -1,143 +1,53 @@
-"""A delta in its slot as typed views, and the rows and tables of a batch of deltas that kernels read.
+"""A delta in its slot, and the tables through which kernels find it: addresses and vectors of each slot.
 
-A layer's cost in Python must not grow with the number of variants. So each delta's addresses are put into one table
-when it first runs, and the tables of a batch are stacked once per tuple of deltas: consecutive decode steps mostly run
-the same deltas and reuse the stack.
-
-The sequences of a batch are sorted by delta, so each delta owns one contiguous run of rows. Rows of no group belong to
-the base.
+A table has one row per slot for each tensor of the checkpoint that a layer multiplies with (`server.kernels.reference`
+describes a row), so a layer's cost in Python does not grow with the number of variants. Where a delta's tensors lie in
+its slot follows from its header, which is read once; a load then ends with one write into the tables and one copy of
+vectors. Tables never move once they are allocated, so that a captured graph can read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
-from deltastore.format.manifest import Manifest, MatrixParts, PlaneParts, part_names
+from deltastore.format.manifest import Manifest, MatrixParts, TensorSpec, part_names
 from server.errors import EngineFailed
+from server.kernels.reference import (
+    BASE_BIAS,
+    BIAS,
+    FIELDS,
+    LEFT,
+    NUMBERS,
+    PLANE_FIELDS,
+    RANK,
+    RIGHT,
+    SINGLE,
+    WHOLE,
+    WHOLE_DTYPE,
+    WHOLE_DTYPES,
+    WHOLE_ROWS,
+)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlaneView:
-    """One sign plane as kernels take it. `factor_out` is the scale of each row times the plane's gain."""
-
-    signs: Tensor  # [out, ceil(in / 8)] uint8, in the slot
-    factor_out: Tensor  # [out] float32
-    factor_in: Tensor | None  # [in] float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatrixView:
-    """A coded matrix: the sum of its planes and its low-rank residual, and the rows that the base lacks."""
-
-    planes: tuple[PlaneView, ...]
-    left: Tensor | None  # [out, rank] float16, in the slot
-    right: Tensor | None  # [rank, in] float16, in the slot
-    added: Tensor | None  # [added, in], in the slot: rows that the base lacks
-
-    @property
-    def num_base_rows(self) -> int:
-        """Rows that the base has, too."""
-        return len(self.planes[0].signs)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the variant has, including added ones."""
-        return self.num_base_rows + (0 if self.added is None else len(self.added))
-
-    @property
-    def is_one_plane(self) -> bool:
-        """True if the base's rows change by the first plane alone."""
-        return len(self.planes) == 1 and self.left is None
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaLayout:
-    """The positions of an artifact's tensors in its device section."""
-
-    digest: str
-    tied: bool  # as in `ResidentDelta`
-    head: str  # as in `ResidentDelta`
-    matrices: Mapping[str, MatrixParts[TensorEntry]]
-    whole: Mapping[str, TensorEntry]
-
-    @classmethod
-    def of(cls, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
-        """Find the positions in the header of the artifact that `digest` names."""
-        specs, entries = manifest.tensors, header.tensors
-        return cls(
-            digest,
-            manifest.tied,
-            next((name for name in specs if name.endswith(HEAD_SUFFIXES)), ""),
-            {
-                name: part_names(name, spec).map(entries.__getitem__)
-                for name, spec in specs.items()
-                if spec.codec == "onebit"
-            },
-            {name: entries[name] for name, spec in specs.items() if spec.codec == "whole"},
-        )
+# In a layout: the column of the table holds no address.
+NOWHERE = -1
+_IS_NUMBER = np.isin(np.arange(FIELDS), NUMBERS)
 
 
 class Slot:
-    """Device memory for one delta. `generation` grows when the delta leaves, so that stale views of it are refused."""
+    """Device memory for one delta. `generation` grows when the delta leaves, so that stale users of it are refused."""
 
     def __init__(self, index: int, memory: Tensor) -> None:
         self.index = index
         self.memory = memory  # [slot_bytes] uint8 on the device
         self.generation = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ResidentDelta:
-    """A delta that is complete in its slot: every chunk has been verified and copied."""
-
-    digest: str
-    tied: bool  # the output head is the input embedding
-    head: str  # name of the changed head's tensor, which a tied base lacks; "" if there is none
-    matrices: Mapping[str, MatrixView]
-    whole: Mapping[str, Tensor]
-    slot: Slot
-    generation: int
-
-    @classmethod
-    def in_slot(cls, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
-        """Make views of a slot that holds the device section of the artifact that `layout` describes."""
-        planes = iter(
-            _planes([plane for parts in layout.matrices.values() for plane in parts.planes], slot.memory)
-        )
-        matrices = {
-            name: MatrixView(
-                tuple(islice(planes, len(parts.planes))),
-                *(
-                    None if part is None else _view(part, slot.memory)
-                    for part in (parts.left, parts.right, parts.added)
-                ),
-            )
-            for name, parts in layout.matrices.items()
-        }
-        whole = {name: _view(entry, slot.memory) for name, entry in layout.whole.items()}
-        return cls(layout.digest, layout.tied, layout.head, matrices, whole, slot, slot.generation)
-
-    def check_alive(self) -> None:
-        """Raise EngineFailed if the slot was given to another delta: a batch must never read those bytes."""
-        if self.generation != self.slot.generation:
-            raise EngineFailed(
-                f"slot {self.slot.index} no longer holds delta {self.digest[:12]}: send the request again"
-            )
-
-    def num_rows(self, name: str) -> int:
-        """Return the rows of a matrix that this delta changes, including added ones; 0 if the matrix is unchanged."""
-        if (matrix := self.matrices.get(name)) is not None:
-            return matrix.num_rows
-        return len(self.whole[name]) if name in self.whole else 0
 
 
 def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
@@ -146,231 +56,256 @@ def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:
     return [Slot(index, memory[index]) for index in range(num_slots)]
 
 
-def _planes(parts: Sequence[PlaneParts[TensorEntry]], memory: Tensor) -> list[PlaneView]:
-    """Make views of planes, in their order.
-
-    All factors are computed in a few operations: one operation per plane would delay the engine's steps, which share
-    the interpreter and the device.
-    """
-    if not parts:
-        return []
-    halves = memory[: len(memory) // 2 * 2].view(torch.float16)
-    ones = halves.new_ones(1)
-    rows = [plane.signs.shape[0] for plane in parts]
-    scales = [
-        (ones if plane.scale_out is None else _elements(plane.scale_out, halves)).expand(count)
-        for plane, count in zip(parts, rows, strict=True)
-    ]
-    gains = torch.cat([_view(plane.gain, memory) for plane in parts])
-    repeats = torch.tensor(rows, device=memory.device)
-    factors_out = torch.cat(scales).float() * gains.repeat_interleave(repeats, output_size=sum(rows))
-    scales_in = [plane.scale_in for plane in parts if plane.scale_in is not None]
-    factors_in = iter(_float32(scales_in, halves))
-    return [
-        PlaneView(
-            memory[plane.signs.start : plane.signs.end].view(plane.signs.shape),
-            factor_out,
-            None if plane.scale_in is None else next(factors_in),
-        )
-        for plane, factor_out in zip(parts, torch.split(factors_out, rows), strict=True)
-    ]
-
-
-def _float32(vectors: Sequence[TensorEntry], halves: Tensor) -> Sequence[Tensor]:
-    if not vectors:
-        return []
-    together = torch.cat([_elements(entry, halves) for entry in vectors]).float()
-    return torch.split(together, [entry.shape[0] for entry in vectors])
-
-
-def _elements(entry: TensorEntry, halves: Tensor) -> Tensor:
-    """Return a float16 vector from a slot viewed as float16."""
-    return halves[entry.start // 2 : entry.end // 2]
-
-
-def _view(entry: TensorEntry, memory: Tensor) -> Tensor:
-    return memory[entry.start : entry.end].view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
-
-
-Deltas = tuple[ResidentDelta, ...]
-
-
 @dataclass(frozen=True, slots=True)
-class HookPoint:
-    """A layer of the model whose matrix deltas may change."""
+class Part:
+    """A tensor of the checkpoint that a layer multiplies with or looks up."""
 
-    matrix: Callable[[ResidentDelta], MatrixView | None]
-    # True for a delta with added rows, a tensor stored whole or a head bias here. Further planes and a residual
-    # are found without it.
-    needs_more_than_planes: Callable[[ResidentDelta], bool]
+    name: str
+    num_rows: int  # that the base has
+    is_beyond: bool = False  # this part is the rows that the base lacks
+    # The output head: the tensor that a variant with tied embeddings takes; others name theirs as they please.
+    embedding: str | None = None
+    bias: int | None = None  # its vector
+
+    def source(self, manifest: Manifest) -> str:
+        """Return the name of the tensor of an artifact that acts here; "" if there is none."""
+        if self.embedding is None:
+            return self.name
+        if manifest.tied:
+            return self.embedding
+        return next((name for name in manifest.tensors if name.endswith(HEAD_SUFFIXES)), "")
 
 
-@dataclass(frozen=True, slots=True)
-class _DeltaTable:
-    """The planes of one delta at all hook points."""
+@dataclass(slots=True, eq=False)
+class Vector:
+    """A vector parameter of the base, such as a norm's weight or a bias, and each slot's value of it."""
 
-    # [hook points, 3] int64 on the CPU: addresses of the first plane, zeros if there is none.
-    plane_ptrs: Tensor
-    with_planes: frozenset[int]  # hook points with a first plane
-    beyond_first: frozenset[int]  # hook points that need more than the first plane's product
+    name: str
+    table: Tensor  # [1 + slots, features]; the first row is the base's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackedTables:
-    """The tables of a batch's deltas, stacked in the order of their groups."""
+class DeltaLayout:
+    """The positions of an artifact's tensors in its device section, in the order of the tables."""
 
-    deltas: Deltas
-    plane_ptrs: tuple[Tensor, ...]  # by hook point: [groups, 3] int64 on the device
-    # Hook points where any delta has a plane; a tensor stored whole does not count.
-    with_planes: frozenset[int]
-    # By hook point: the groups that need more than the first plane's product, those with a whole tensor included.
-    beyond_first: tuple[tuple[int, ...], ...]
-    _vectors: dict[str, Tensor | None] = field(default_factory=dict)
-
-    def vectors(self, name: str, base: Tensor) -> Tensor | None:
-        """Stack a vector parameter of the base and of each group, in the base's dtype.
-
-        Returns:
-            ``[1 + groups, features]``, or None if no delta changes it.
-        """
-        if name not in self._vectors:
-            own = [delta.whole.get(name) for delta in self.deltas]
-            rows = [base if value is None else value.to(base.dtype) for value in (None, *own)]
-            self._vectors[name] = torch.stack(rows) if any(value is not None for value in own) else None
-        return self._vectors[name]
+    digest: str
+    rows: np.ndarray  # [parts, FIELDS] int64: offsets in the section, or NOWHERE, and numbers
+    vectors: Mapping[int, TensorEntry]  # by the number of the vector
+    num_added: int  # tokens that the base lacks
 
 
-class HookPoints:
-    """All hook points of a model, and the tables of deltas that have run. Used on the engine thread alone."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentDelta:
+    """A delta that is complete in its slot: every chunk has been verified and copied."""
+
+    digest: str
+    slot: Slot
+    generation: int
+    vectors: frozenset[int]  # those that it changes
+    num_added: int  # tokens that the base lacks
+
+    def check_alive(self) -> None:
+        """Raise EngineFailed if the slot was given to another delta: a batch must never read those bytes."""
+        if self.generation != self.slot.generation:
+            raise EngineFailed(
+                f"slot {self.slot.index} no longer holds delta {self.digest[:12]}: send the request again"
+            )
+
+
+class DeltaTables:
+    """The tables of one model. Layers add their parts and vectors, then `allocate` fixes the tables' memory."""
 
     def __init__(self) -> None:
-        self._points: list[HookPoint] = []
-        self._tables: WeakKeyDictionary[ResidentDelta, _DeltaTable] = WeakKeyDictionary()
+        self.parts: list[Part] = []
+        self.vectors: list[Vector] = []
+        self.rows = torch.zeros(0, 0, FIELDS, dtype=torch.int64)  # [parts, slots, FIELDS]
+        # [parts, slots] addresses of biases, and those of the base's, [parts]; 0 if a part has no bias.
+        self._biases = np.zeros((0, 0), dtype=np.int64)
+        self._base_biases = np.zeros(0, dtype=np.int64)
 
-    def add(self, point: HookPoint) -> int:
-        """Register a hook point while hooks are attached, and return its index."""
-        self._points.append(point)
-        return len(self._points) - 1
+    def add_part(self, part: Part) -> int:
+        """Add a part of a layer, and return its number."""
+        self.parts.append(part)
+        return len(self.parts) - 1
 
-    def stack(self, deltas: Deltas) -> StackedTables:
-        """Stack the tables of deltas, which must be alive (`ResidentDelta.check_alive`)."""
-        tables = [self._table(delta) for delta in deltas]
-        beyond_first = tuple(
-            tuple(group for group, table in enumerate(tables) if index in table.beyond_first)
-            for index in range(len(self._points))
-        )
-        plane_ptrs = torch.stack([table.plane_ptrs for table in tables], dim=1)
-        plane_ptrs = plane_ptrs.to(deltas[0].slot.memory.device)
-        with_planes = frozenset[int]().union(*(table.with_planes for table in tables))
-        return StackedTables(deltas, plane_ptrs.unbind(), with_planes, beyond_first)
+    def add_vector(self, name: str, base: Tensor) -> int:
+        """Add a vector parameter, [features] of the dtype that its layer takes, and return its number."""
+        self.vectors.append(Vector(name, base.detach()[None]))
+        return len(self.vectors) - 1
 
-    def _table(self, delta: ResidentDelta) -> _DeltaTable:
-        if (table := self._tables.get(delta)) is None:
-            matrices = [point.matrix(delta) for point in self._points]
-            plane_ptrs = [
-                (0, 0, 0) if matrix is None else plane_pointers(matrix.planes[0]) for matrix in matrices
-            ]
-            beyond_first = [
-                index
-                for index, (point, matrix) in enumerate(zip(self._points, matrices, strict=True))
-                if point.needs_more_than_planes(delta) or (matrix is not None and not matrix.is_one_plane)
-            ]
-            table = _DeltaTable(
-                torch.tensor(plane_ptrs, dtype=torch.int64).view(-1, 3),
-                frozenset(index for index, matrix in enumerate(matrices) if matrix is not None),
-                frozenset(beyond_first),
-            )
-            self._tables[delta] = table
-        return table
+    def allocate(self, num_slots: int, device: torch.device) -> None:
+        """Allocate the tables of `num_slots` slots, in which no slot has a delta."""
+        self.rows = torch.zeros(len(self.parts), num_slots, FIELDS, dtype=torch.int64, device=device)
+        for vector in self.vectors:
+            vector.table = vector.table[:1].repeat(1 + num_slots, 1)
+        biases = [None if part.bias is None else self.vectors[part.bias].table for part in self.parts]
+        addresses = [
+            [0] * (1 + num_slots) if table is None else [row.data_ptr() for row in table] for table in biases
+        ]
+        together = np.array(addresses, dtype=np.int64).reshape(len(self.parts), 1 + num_slots)
+        self._base_biases, self._biases = together[:, 0], together[:, 1:]
 
+    def layout(self, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
+        """Find where the tensors of the artifact that `digest` names lie."""
+        specs, entries = manifest.tensors, header.tensors
+        rows = np.full((len(self.parts), FIELDS), NOWHERE, dtype=np.int64)
+        rows[:, NUMBERS] = 0
+        num_added = 0
+        for row, part in zip(rows, self.parts, strict=True):
+            source = part.source(manifest)
+            if (spec := specs.get(source)) is not None:
+                _fill(row, part, source, spec, entries)
+            if part.is_beyond and part.embedding is not None:
+                num_added = int(row[WHOLE_ROWS])
+        vectors = {
+            number: entries[vector.name]
+            for number, vector in enumerate(self.vectors)
+            if vector.name in specs and specs[vector.name].codec == "whole"
+        }
+        return DeltaLayout(digest, rows, vectors, num_added)
 
-def plane_pointers(plane: PlaneView) -> tuple[int, int, int]:
-    """Return the addresses of a plane's signs, `factor_out` and `factor_in`, the last 0 if there is none."""
-    factor_in = 0 if plane.factor_in is None else plane.factor_in.data_ptr()
-    return plane.signs.data_ptr(), plane.factor_out.data_ptr(), factor_in
+    def adopt(self, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
+        """Write the tables' rows of a slot that holds the device section of the artifact that `layout` describes.
 
-
-@dataclass(frozen=True, slots=True)
-class DeltaGroup:
-    """A contiguous run of rows that one delta applies to."""
-
-    delta: ResidentDelta
-    rows: slice  # of the flat batch
-    logit_rows: slice  # of the output head's input, which has only the rows whose logits are computed
-
-
-def delta_groups(
-    deltas: Sequence[ResidentDelta | None], num_tokens: Sequence[int], num_logits: Sequence[int]
-) -> tuple[DeltaGroup, ...]:
-    """Group sequences that follow each other in the flat batch.
-
-    Args:
-        deltas: each sequence's delta, None for the base.
-        num_tokens: each sequence's tokens in this step.
-        num_logits: each sequence's rows whose logits are computed.
-
-    Returns:
-        Groups with ascending and disjoint rows.
-    """
-    groups: list[DeltaGroup] = []
-    row = logit_row = 0
-    for delta, tokens, logits in zip(deltas, num_tokens, num_logits, strict=True):
-        rows, logit_rows = slice(row, row + tokens), slice(logit_row, logit_row + logits)
-        row, logit_row = rows.stop, logit_rows.stop
-        if delta is None or tokens == 0:
-            continue
-        if groups and groups[-1].delta is delta and groups[-1].rows.stop == rows.start:
-            before = groups.pop()
-            rows = slice(before.rows.start, rows.stop)
-            logit_rows = slice(before.logit_rows.start, logit_rows.stop)
-        groups.append(DeltaGroup(delta, rows, logit_rows))
-    return tuple(groups)
-
-
-class StepDeltas:
-    """The groups of the running step and the tables of their deltas, as layers read them."""
-
-    def __init__(self, groups: tuple[DeltaGroup, ...], num_rows: int, tables: StackedTables) -> None:
-        """`num_rows` counts all rows of the flat batch, the base's included."""
-        device = groups[0].delta.slot.memory.device
-        self.groups = groups
-        self.tables = tables
-        self.ranges = _ranges([group.rows for group in groups], device)  # [groups, 2] int32
-        self.logit_ranges = _ranges([group.logit_rows for group in groups], device)  # [groups, 2] int32
-        self._num_rows = num_rows
-        self._group_of_row: Tensor | None = None
-
-    @property
-    def group_of_row(self) -> Tensor:  # [rows] int64
-        """The index of each row's group plus one; 0 is the base."""
-        if self._group_of_row is None:
-            group_of_row = torch.zeros(self._num_rows, dtype=torch.int64)
-            for number, group in enumerate(self.groups):
-                group_of_row[group.rows] = number + 1
-            self._group_of_row = group_of_row.to(self.ranges.device)
-        return self._group_of_row
-
-    def by_row(self, name: str, base: Tensor) -> Tensor:
-        """Return each row's value of a vector parameter, in the base's dtype.
-
-        Args:
-            name: of the parameter in the checkpoint.
-            base: its value in the base, ``[features]``.
-
-        Returns:
-            ``[rows, features]``, or `base` itself if no delta of the step changes the parameter.
+        No step may read the slot's rows meanwhile.
         """
-        vectors = self.tables.vectors(name, base)
-        return base if vectors is None else vectors.index_select(0, self.group_of_row)
+        start = slot.memory.data_ptr()
+        rows = np.where(_IS_NUMBER, layout.rows, np.where(layout.rows == NOWHERE, 0, layout.rows + start))
+        vectors = {number: view(entry, slot.memory) for number, entry in layout.vectors.items()}
+        return self.hold(slot, rows, vectors, layout.digest, layout.num_added)
+
+    def hold(
+        self,
+        slot: Slot,
+        rows: np.ndarray,  # [parts, FIELDS] int64, changed in place
+        vectors: Mapping[int, Tensor],
+        digest: str = "",
+        num_added: int = 0,
+    ) -> ResidentDelta:
+        """Let a slot's rows of the tables describe tensors, which must outlive their use."""
+        own = np.array([part.bias in vectors for part in self.parts], dtype=bool)
+        rows[:, BIAS] = np.where(own, self._biases[:, slot.index], 0)
+        rows[:, BASE_BIAS] = self._base_biases
+        self.rows[:, slot.index] = torch.from_numpy(rows).to(self.rows.device)
+        if self.vectors:
+            torch._foreach_copy_(
+                [vector.table[1 + slot.index] for vector in self.vectors],
+                [vectors.get(number, vector.table[0]) for number, vector in enumerate(self.vectors)],
+            )
+        return ResidentDelta(digest, slot, slot.generation, frozenset(vectors), num_added)
 
 
+def view(entry: TensorEntry, memory: Tensor) -> Tensor:
+    """Return a tensor of a device section."""
+    return memory[entry.start : entry.end].view(TORCH_DTYPE[entry.dtype]).view(entry.shape)
+
+
+def _fill(
+    row: np.ndarray, part: Part, name: str, spec: TensorSpec, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Fill a layout's row with the positions of one tensor of an artifact."""
+    if spec.codec == "whole":
+        entry = entries[name]
+        _fill_whole(row, entry, part.num_rows if part.is_beyond else 0)
+        if not part.is_beyond:
+            row[WHOLE_ROWS] = min(part.num_rows, row[WHOLE_ROWS])
+        return
+    parts: MatrixParts[TensorEntry] = part_names(name, spec).map(entries.__getitem__)
+    if part.is_beyond:
+        if parts.added is not None:
+            _fill_whole(row, parts.added, 0)
+        return
+    for number, plane in enumerate(parts.planes):
+        addresses = (plane.signs, plane.scale_out, plane.scale_in, plane.gain)
+        own = [NOWHERE if entry is None else entry.start for entry in addresses]
+        row[PLANE_FIELDS * number : PLANE_FIELDS * (number + 1)] = own
+        if plane.scale_out is not None and plane.scale_out.shape[0] < plane.signs.shape[0]:
+            row[SINGLE] |= 1 << number
+    if parts.left is not None and parts.right is not None:
+        row[LEFT], row[RIGHT], row[RANK] = parts.left.start, parts.right.start, parts.right.shape[0]
+
+
+def _fill_whole(row: np.ndarray, entry: TensorEntry, first_row: int) -> None:
+    num_rows, in_features = entry.shape
+    if num_rows > first_row:
+        dtype = TORCH_DTYPE[entry.dtype]
+        row[WHOLE] = entry.start + first_row * in_features * dtype.itemsize
+        row[WHOLE_ROWS], row[WHOLE_DTYPE] = num_rows - first_row, WHOLE_DTYPES.index(dtype)
+
+
+class Rows:
+    """The rows of a batch by slot: of its tokens, or of the rows whose logits are computed. Tensors never move."""
+
+    def __init__(self, max_rows: int, num_slots: int, device: torch.device) -> None:
+        self.num_rows = 0
+        self.slot_of_row = torch.zeros(max_rows, dtype=torch.int64, device=device)  # slot + 1; 0 is the base
+        self.order = torch.zeros(
+            max_rows, dtype=torch.int32, device=device
+        )  # rows sorted by slot, without the base's
+        self.ranges = torch.zeros(
+            num_slots, 2, dtype=torch.int32, device=device
+        )  # each slot's positions in `order`
+        self._slots = np.zeros(0, dtype=np.int64)
+
+    def set(self, slots: np.ndarray) -> None:
+        """Take the slot of each row, [rows] int64, -1 for the base.
+
+        Raises:
+            ValueError: there are more rows than the tensors have.
+        """
+        if np.array_equal(slots, self._slots):
+            return
+        if len(slots) > len(self.order):
+            raise ValueError(f"a batch of {len(slots)} rows, and there is memory for {len(self.order)}")
+        self._slots, self.num_rows = slots, len(slots)
+        counts = np.bincount(slots + 1, minlength=len(self.ranges) + 1)
+        order = np.argsort(slots, kind="stable")[counts[0] :]
+        ends = np.cumsum(counts[1:])
+        self.slot_of_row[: len(slots)] = torch.from_numpy(slots + 1)
+        self.order[: len(order)] = torch.from_numpy(order)
+        self.ranges[:] = torch.from_numpy(np.stack((ends - counts[1:], ends), axis=1))
+
+
+@dataclass(slots=True)
+class StepDeltas:
+    """The deltas of the running step, as layers read them."""
+
+    tokens: Rows
+    logits: Rows
+    vectors: frozenset[int]  # those that any delta changes
+    num_added: int  # the most tokens that a delta has beyond the base's
+
+    def rows(self, num_rows: int) -> Rows:
+        """Return the rows that a layer with `num_rows` rows of inputs computes.
+
+        Raises:
+            EngineFailed: they are neither the step's tokens nor its logits, so nobody knows whose they are.
+        """
+        return self.tokens if num_rows == self.tokens.num_rows else self.logit_rows(num_rows)
+
+    def logit_rows(self, num_rows: int) -> Rows:
+        """Return the rows that the output head computes, which are `num_rows`. Raises as `rows`."""
+        if num_rows == self.logits.num_rows:
+            return self.logits
+        raise EngineFailed(
+            f"a layer has {num_rows} rows of a step of {self.tokens.num_rows} tokens and {self.logits.num_rows} "
+            "rows of logits: this model cannot serve variants"
+        )
+
+
+@dataclass(slots=True, eq=False)
 class BatchContext:
     """The object through which layers find the deltas of the running step. Used on the engine thread alone."""
 
-    def __init__(self) -> None:
-        self.hook_points = HookPoints()
-        self.current: StepDeltas | None = None  # None if all rows are the base's
-        self._tables: StackedTables | None = None  # of the last step with deltas
+    tables: DeltaTables = field(default_factory=DeltaTables)
+    current: StepDeltas | None = None  # None if all rows are the base's
+    _tokens: Rows | None = None
+    _logits: Rows | None = None
+
+    def allocate(self, num_slots: int, max_rows: int, device: torch.device) -> None:
+        """Allocate the tables of `num_slots` slots, for steps of at most `max_rows` tokens."""
+        self.tables.allocate(num_slots, device)
+        self._tokens, self._logits = (Rows(max_rows, num_slots, device) for _ in range(2))
 
     @contextmanager
     def step(
@@ -379,28 +314,29 @@ class BatchContext:
         num_tokens: Sequence[int],
         num_logits: Sequence[int],
     ) -> Iterator[None]:
-        """Apply deltas to the sequences of a flat batch while the model runs. Arguments are those of `delta_groups`.
+        """Apply deltas to the sequences of a flat batch while the model runs.
+
+        Args:
+            deltas: each sequence's delta, None for the base.
+            num_tokens: each sequence's tokens in this step.
+            num_logits: each sequence's rows whose logits are computed.
 
         Raises:
             EngineFailed: the slot of one of the deltas holds other bytes by now.
         """
-        groups = delta_groups(deltas, num_tokens, num_logits)
-        for group in groups:
-            group.delta.check_alive()
-        if groups:
-            self.current = StepDeltas(groups, sum(num_tokens), self._stack(groups))
+        own = {delta for delta in deltas if delta is not None}
+        for delta in own:
+            delta.check_alive()
+        if own:
+            assert self._tokens is not None
+            assert self._logits is not None
+            slots = np.array([-1 if delta is None else delta.slot.index for delta in deltas])
+            self._tokens.set(slots.repeat(num_tokens))
+            self._logits.set(slots.repeat(num_logits))
+            vectors = frozenset[int]().union(*(delta.vectors for delta in own))
+            num_added = max(delta.num_added for delta in own)
+            self.current = StepDeltas(self._tokens, self._logits, vectors, num_added)
         try:
             yield
         finally:
             self.current = None
-
-    def _stack(self, groups: tuple[DeltaGroup, ...]) -> StackedTables:
-        # Deltas compare by identity and a reloaded delta is another object, so equal tuples name the same memory.
-        deltas = tuple(group.delta for group in groups)
-        if self._tables is None or self._tables.deltas != deltas:
-            self._tables = self.hook_points.stack(deltas)
-        return self._tables
-
-
-def _ranges(rows: list[slice], device: torch.device) -> Tensor:
-    return torch.tensor([(own.start, own.stop) for own in rows], dtype=torch.int32).to(device)

@@ -233,7 +233,8 @@ def build_engine(
     slots, kv_cache, cache_bytes = _allocate(settings, metrics, model, slot_bytes)
     residency_metrics = ResidencyMetrics(metrics)
     host_cache = _host_cache(cache_bytes, slot_bytes, device, residency_metrics)
-    fetcher = Fetcher(Loader(device, settings.load_threads), host_cache, registry)
+    loader = Loader(device, settings.load_threads)
+    fetcher = Fetcher(loader, host_cache, registry, model.context.tables)
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
     scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
     max_open = settings.max_num_seqs + settings.max_queue
@@ -276,6 +277,7 @@ def _allocate(
     memory = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
     attention.allocate(memory.num_pages)
     slots = arena(memory.num_slots, slot_bytes, model.device)
+    model.context.allocate(memory.num_slots, _max_batch_tokens(settings, model.device), model.device)
     kv_cache = KVCacheManager(memory.num_pages, attention.page_tokens)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     _report_memory(metrics, model, slots, kv_cache, _max_model_len(settings, model, kv_cache))

@@ -1,13 +1,16 @@
-"""The one-bit products that deltas need, each chosen by the device of its input.
+"""The products that deltas need, each chosen by the device of its input.
 
 `reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA. A
-call takes all deltas of a batch and finds their matrices by address, so that the Python cost of a layer does not grow
-with the number of variants. Knows tensors and addresses; no deltas and no model.
+call takes all deltas of a batch and finds them by address in a table (`reference` describes its rows), so that the
+Python cost of a layer does not grow with the number of variants. Knows tensors and addresses; no deltas and no model.
+
+Both products are also operations of torch, ``torch.ops.peraxis``, which torch.compile takes as they are. They read
+nothing of the device on the host, and launches on CUDA depend on shapes alone, so that a CUDA graph can hold them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,36 +21,49 @@ from torch import Tensor
 # `reference` comes first: it digests the source files of kernels before one of them is imported.
 from server.kernels import reference
 
-__all__ = ["add_onebit_matmul", "add_onebit_rows", "compile_kernels", "prepare"]
+__all__ = ["add_planes", "add_rows", "compile_kernels", "prepare"]
 
 
-def add_onebit_matmul(
-    output: Tensor,  # [rows, out], any float dtype, changed in place
+def add_planes(
+    output: Tensor,  # [rows, out of all parts], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out and factor_in
-    ranges: Tensor,  # [groups, 2] int32: a group's first row and the row after its last
+    table: Tensor,  # [parts, slots, FIELDS] int64, contiguous: what each slot's delta adds, by part
+    order: Tensor,  # [positions] int32: rows sorted by slot
+    ranges: Tensor,  # [slots, 2] int32: a slot's first position in `order`, and the position after its last
+    ends: Sequence[int],  # [parts]: the output after each part's last one
 ) -> None:
-    """Add ``factor_out * (B @ (factor_in * x))`` of each group's matrix to the group's rows.
+    """Add to each row the products of its slot's delta: ``factor_out * (B @ (factor_in * x))`` of each plane,
+    ``left @ (right @ x)`` and the difference of biases; or replace it by the product with a whole tensor.
 
-    Signs are uint8 ``[out, ceil(in / 8)]``; a set bit is +1 and bit i of byte j belongs to input 8 j + i. Factors are
-    float32 ``[out]`` and ``[in]``. A zero address of signs leaves the group's rows unchanged; a zero address of
-    `factor_in` means ones. Groups are disjoint and ascending and may be empty. Rows of no group are not touched. Sums
-    are float32 and rounded once, to the output's dtype. On the CPU in bfloat16, inputs times `factor_in` and the
-    product of a group with many rows may be rounded to bfloat16 before.
+    Parts are tensors of the checkpoint that share a layer's inputs, such as q, k and v. A slot whose row of the table
+    is all zeros changes nothing, and rows of no slot are not touched. Sums are float32 and rounded once, to the
+    output's dtype. In bfloat16, inputs times `factor_in` and the product of a slot with many rows may be rounded to
+    bfloat16 before.
     """
-    _implementation(x.device.type).add_onebit_matmul(output, x, plane_ptrs, ranges)
+    _implementation(x.device.type).add_planes(output, x, table, order, ranges, ends)
 
 
-def add_onebit_rows(
+def add_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
-    ids: Tensor,  # [rows] int64: a row of the group's matrix for each row of the output
-    plane_ptrs: Tensor,  # [groups, 3] int64, as in `add_onebit_matmul`
-    ranges: Tensor,  # [groups, 2] int32, as in `add_onebit_matmul`
-    num_ids: int,  # rows of every matrix
+    ids: Tensor,  # [rows] int64: a row of the slot's tensor for each row of the output
+    table: Tensor,  # [1 or 2, slots, FIELDS] int64, contiguous; the second part has the rows that the base lacks
+    order: Tensor,  # [positions] int32, as in `add_planes`
+    ranges: Tensor,  # [slots, 2] int32, as in `add_planes`
+    num_ids: int,  # rows of the base's tensor
     scale: float,  # the factor by which the embedding multiplies its rows
 ) -> None:
-    """Add ``scale * factor_out[id] * B[id] * factor_in`` to each group's rows, rounded once to the output's dtype."""
-    _implementation(output.device.type).add_onebit_rows(output, ids, plane_ptrs, ranges, num_ids, scale)
+    """Add ``scale`` times row `id` of each row's delta, or replace it by a row stored whole; rounded once."""
+    _implementation(output.device.type).add_rows(output, ids, table, order, ranges, num_ids, scale)
+
+
+_TABLE = "Tensor table, Tensor order, Tensor ranges"
+torch.library.define("peraxis::add_planes", f"(Tensor(a!) output, Tensor x, {_TABLE}, int[] ends) -> ()")
+torch.library.define(
+    "peraxis::add_rows", f"(Tensor(a!) output, Tensor ids, {_TABLE}, int num_ids, float scale) -> ()"
+)
+for _name, _function in (("peraxis::add_planes", add_planes), ("peraxis::add_rows", add_rows)):
+    torch.library.impl(_name, ("cpu", "cuda"), _function)
+    torch.library.register_fake(_name, lambda *arguments: None)
 
 
 def prepare(
@@ -61,14 +77,7 @@ def prepare(
 
         onebit_cpu.prepare({in_features for _, in_features in shapes}, dtype)
         attention_cpu.compiled_kernel()
-        return
-    one = torch.ones(1, 1, device=device)
-    signs = torch.ones(1, 1, dtype=torch.uint8, device=device)
-    plane_ptrs = torch.tensor([[signs.data_ptr(), one.data_ptr(), 0]], device=device)
-    ranges = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    add_onebit_matmul(one.clone(), one, plane_ptrs, ranges)
-    add_onebit_rows(one.clone(), torch.zeros(1, dtype=torch.int64, device=device), plane_ptrs, ranges, 1, 1.0)
-    if (kernels := _implementation(device.type)).__name__.endswith("cuda"):
+    elif (kernels := _implementation(device.type)).__name__.endswith("cuda"):
         kernels.prepare(device, set(shapes), dtype)
 
 

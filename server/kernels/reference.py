@@ -1,8 +1,24 @@
-"""The arguments of kernels, and the one-bit products in plain torch: the oracle of every kernel."""
+"""The arguments of kernels, and the products of deltas in plain torch: the oracle of every kernel.
+
+A row of a table describes, by addresses, what one delta adds to one tensor's products:
+
+| columns | hold |
+|---|---|
+| ``4 p`` to ``4 p + 3`` | plane p: signs, `scale_out`, `scale_in` and gain; all 0 if there is no such plane |
+| LEFT, RIGHT, RANK | the low-rank part |
+| WHOLE, WHOLE_ROWS, WHOLE_DTYPE | a tensor that is stored whole and replaces the base's |
+| BIAS, BASE_BIAS | the variant's bias, 0 if it is the base's; and the base's, 0 if there is none |
+| SINGLE | bit p is set if `scale_out` of plane p is one number for all outputs |
+
+Signs are uint8 ``[out, ceil(in / 8)]``; a set bit is +1 and bit i of byte j belongs to input 8 j + i. Scales are
+float16 ``[out]`` and ``[in]``, and one gain is float32; a missing scale is ones. `left` is float16 ``[out, rank]``,
+`right` float16 ``[rank, in]``. A whole tensor is ``[rows, in]`` of a dtype of `WHOLE_DTYPES`. Biases are float32
+``[out]``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +30,18 @@ from torch import Tensor
 from deltastore.compiled.sources import Sources
 
 SOURCES = Sources.of(Path(__file__).parent)
+
+MAX_PLANES = 4
+SIGNS, SCALE_OUT, SCALE_IN, GAIN = range(4)
+PLANE_FIELDS = 4
+LEFT, RIGHT, RANK, WHOLE, WHOLE_ROWS, WHOLE_DTYPE, BIAS, BASE_BIAS, SINGLE = range(16, 25)
+FIELDS = 25
+# Columns that hold no address.
+NUMBERS = (RANK, WHOLE_ROWS, WHOLE_DTYPE, SINGLE)
+# Dtypes of whole tensors, by the number in the column WHOLE_DTYPE.
+WHOLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Elements of a whole tensor that are widened at a time.
+BLOCK_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,71 +65,190 @@ class AttentionGroup:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
-def add_onebit_matmul(
-    output: Tensor,  # [rows, out], any float dtype, changed in place
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """One sign plane, with its factors in float32."""
+
+    signs: Tensor  # [out, ceil(in / 8)] uint8
+    factor_out: Tensor  # [out] float32: gain times `scale_out`
+    factor_in: Tensor | None  # [in] float32: `scale_in`; None is ones
+
+    def product(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out] float32
+        """Return ``factor_out * (B @ (factor_in * x))``, with an unpacked copy of the signs."""
+        inputs = x.float() if self.factor_in is None else x.float() * self.factor_in
+        return inputs @ _unpack(self.signs, x.shape[-1]).T * self.factor_out
+
+    def rows(self, ids: Tensor, in_features: int) -> Tensor:  # [rows] -> [rows, in] float32
+        """Return rows of the dense delta, with the order of operations of `SignPlane.dense`."""
+        delta = _unpack(self.signs[ids], in_features) * self.factor_out[ids, None]
+        return delta if self.factor_in is None else delta * self.factor_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """The terms that one row of a table describes, as tensors over the memory that it names."""
+
+    planes: Sequence[Plane]
+    left: Tensor | None
+    right: Tensor | None
+    whole: Tensor | None
+    bias: Tensor | None
+    base_bias: Tensor | None
+
+    @classmethod
+    def of(cls, fields: Sequence[int], out_features: int, in_features: int, device: torch.device) -> Terms:
+        """Read a row of a table, ``[FIELDS]``, of a tensor ``[out_features, in_features]``."""
+
+        def at(column: int, shape: tuple[int, ...], typestr: str) -> Tensor | None:
+            return _at(fields[column], shape, typestr, device) if fields[column] else None
+
+        planes = []
+        for number in range(MAX_PLANES):
+            first, num_scales = PLANE_FIELDS * number, 1 if fields[SINGLE] >> number & 1 else out_features
+            signs = at(first + SIGNS, (out_features, (in_features + 7) // 8), "|u1")
+            gain = at(first + GAIN, (1,), "<f4")
+            if signs is None or gain is None:
+                break
+            scale_out = at(first + SCALE_OUT, (num_scales,), "<f2")
+            scale_in = at(first + SCALE_IN, (in_features,), "<f2")
+            factor_out = (gain if scale_out is None else scale_out.float() * gain).expand(out_features)
+            planes.append(Plane(signs, factor_out, None if scale_in is None else scale_in.float()))
+        rank, dtype = fields[RANK], WHOLE_DTYPES[fields[WHOLE_DTYPE]]
+        whole = at(WHOLE, (fields[WHOLE_ROWS], in_features), "<i4" if dtype.itemsize == 4 else "<i2")
+        return cls(
+            planes,
+            at(LEFT, (out_features, rank), "<f2"),
+            at(RIGHT, (rank, in_features), "<f2"),
+            None if whole is None else whole.view(dtype),
+            at(BIAS, (out_features,), "<f4"),
+            at(BASE_BIAS, (out_features,), "<f4"),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.planes and all(part is None for part in (self.left, self.whole, self.bias))
+
+
+def row_of(
+    planes: Sequence[tuple[Tensor, Tensor | None, Tensor | None, Tensor]] = (),
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    whole: Tensor | None = None,
+    bias: Tensor | None = None,
+    base_bias: Tensor | None = None,
+) -> Tensor:  # [FIELDS] int64
+    """Return the row of a table that describes tensors, which must outlive it.
+
+    Args:
+        planes: signs, `scale_out`, `scale_in` and gain of each plane.
+        low_rank: ``left`` and ``right``.
+        whole: a tensor that replaces the base's.
+        bias: the variant's bias.
+        base_bias: the base's bias.
+    """
+    row = [0] * FIELDS
+    for number, plane in enumerate(planes):
+        addresses = [0 if part is None else part.data_ptr() for part in plane]
+        row[PLANE_FIELDS * number : PLANE_FIELDS * (number + 1)] = addresses
+        signs, scale_out, *_ = plane
+        if scale_out is not None and len(scale_out) < len(signs):
+            row[SINGLE] |= 1 << number
+    if low_rank is not None:
+        left, right = low_rank
+        row[LEFT], row[RIGHT], row[RANK] = left.data_ptr(), right.data_ptr(), len(right)
+    if whole is not None:
+        row[WHOLE], row[WHOLE_ROWS] = whole.data_ptr(), len(whole)
+        row[WHOLE_DTYPE] = WHOLE_DTYPES.index(whole.dtype)
+    for column, vector in ((BIAS, bias), (BASE_BIAS, base_bias)):
+        row[column] = 0 if vector is None else vector.data_ptr()
+    return torch.tensor(row)
+
+
+def add_planes(
+    output: Tensor,  # [rows, out of all parts], any float dtype, changed in place
     x: Tensor,  # [rows, in], any float dtype
-    plane_ptrs: Tensor,  # [groups, 3] int64: addresses of signs, factor_out, factor_in
-    ranges: Tensor,  # [groups, 2] int32: first row and the row after the last
+    table: Tensor,  # [parts, slots, FIELDS] int64
+    order: Tensor,  # [positions] int32
+    ranges: Tensor,  # [slots, 2] int32
+    ends: Sequence[int],
 ) -> None:
-    """Compute `server.kernels.add_onebit_matmul` with unpacked copies of the signs."""
-    shape = (output.shape[1], x.shape[1])
-    for rows, matrix in matrices(plane_ptrs, ranges, *shape):
-        product = onebit_matmul(x[rows], *matrix)
-        output[rows] = torch.add(output[rows].float(), product).to(output.dtype)
+    """Compute `server.kernels.add_planes` with unpacked copies of the signs."""
+    for part, slot, rows in _rows_of(table, order, ranges):
+        begin = ends[part - 1] if part else 0
+        columns = slice(begin, ends[part])
+        terms = Terms.of(table[part, slot].tolist(), ends[part] - begin, x.shape[1], x.device)
+        if not terms.is_empty:
+            output[rows, columns] = summed(output[rows, columns], x[rows], terms).to(output.dtype)
 
 
-def add_onebit_rows(
+def summed(
+    output: Tensor,  # [rows, out], any float dtype: the base's products
+    x: Tensor,  # [rows, in], any float dtype
+    terms: Terms,
+    add_plane: Callable[[Tensor, Tensor, Plane], None] | None = None,
+) -> Tensor:  # [rows, out] float32
+    """Return the base's products with all terms of a delta. `add_plane` adds a plane's product with x to float32."""
+    total = output.to(torch.float32, copy=True)
+    if terms.whole is not None:
+        own = _product(x, terms.whole)
+        # A delta may have fewer rows that the base lacks than the widest one of the batch.
+        total[:, : own.shape[1]] = own[:, : total.shape[1]]
+    for plane in terms.planes:
+        if add_plane is None:
+            total += plane.product(x)
+        else:
+            add_plane(total, x, plane)
+    if terms.left is not None and terms.right is not None:
+        total += x.float() @ terms.right.float().T @ terms.left.float().T
+    if terms.whole is not None:
+        own_bias = terms.base_bias if terms.bias is None else terms.bias
+        return total if own_bias is None else total + own_bias
+    if terms.bias is not None and terms.base_bias is not None:
+        return total + (terms.bias - terms.base_bias)
+    return total
+
+
+def _product(x: Tensor, whole: Tensor) -> Tensor:
+    """Return the product with a whole tensor, [rows, out]: as the base's in its own dtype, else in float32."""
+    if x.dtype == whole.dtype:
+        return x @ whole.T
+    num_rows = max(1, BLOCK_NUMEL // whole.shape[1])
+    return torch.cat([x.float() @ block.float().T for block in whole.split(num_rows)], 1)
+
+
+def add_rows(
     output: Tensor,  # [rows, in], any float dtype, changed in place
-    ids: Tensor,  # [rows] int64: rows of the group's matrix
-    plane_ptrs: Tensor,  # [groups, 3] int64
-    ranges: Tensor,  # [groups, 2] int32
+    ids: Tensor,  # [rows] int64
+    table: Tensor,  # [1 or 2, slots, FIELDS] int64
+    order: Tensor,  # [positions] int32
+    ranges: Tensor,  # [slots, 2] int32
     num_ids: int,
     scale: float,
 ) -> None:
-    """Compute `server.kernels.add_onebit_rows` with unpacked copies of the signs."""
-    for rows, matrix in matrices(plane_ptrs, ranges, num_ids, output.shape[1]):
-        delta = onebit_rows(ids[rows], *matrix, output.shape[1]) * scale
-        output[rows] = torch.add(output[rows].float(), delta).to(output.dtype)
+    """Compute `server.kernels.add_rows` with unpacked copies of the signs."""
+    in_features = output.shape[1]
+    for part, slot, rows in _rows_of(table, order, ranges):
+        terms = Terms.of(table[part, slot].tolist(), num_ids, in_features, output.device)
+        if terms.is_empty:
+            continue
+        own = ids[rows] - part * num_ids
+        chosen = (own >= 0) & (own < (num_ids if not part or terms.whole is None else len(terms.whole)))
+        rows, own = rows[chosen], own[chosen]
+        total = output[rows].float()
+        if terms.whole is not None:
+            total = terms.whole[own].float() * scale
+        for plane in terms.planes:
+            total = total + plane.rows(own, in_features) * scale
+        if terms.left is not None and terms.right is not None:
+            total = total + terms.left[own].float() @ terms.right.float() * scale
+        output[rows] = total.to(output.dtype)
 
 
-def matrices(
-    plane_ptrs: Tensor, ranges: Tensor, out_features: int, in_features: int
-) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor | None]]]:
-    """Yield the rows of each group that changes the layer, and views of its signs, factor_out and factor_in."""
-    width, device = (in_features + 7) // 8, plane_ptrs.device
-    for (signs, factor_out, factor_in), (first, last) in zip(
-        plane_ptrs.tolist(), ranges.tolist(), strict=True
-    ):
-        if signs and first < last:
-            matrix = (
-                _at(signs, (out_features, width), "|u1", device),
-                _at(factor_out, (out_features,), "<f4", device),
-                _at(factor_in, (in_features,), "<f4", device) if factor_in else None,
-            )
-            yield slice(first, last), matrix
-
-
-def onebit_matmul(
-    x: Tensor,  # [rows, in], any float dtype
-    signs: Tensor,  # [out, ceil(in / 8)] uint8; a set bit is +1
-    factor_out: Tensor,  # [out] float32
-    factor_in: Tensor | None,  # [in] float32
-) -> Tensor:  # [rows, out] float32
-    """Return ``factor_out * (B @ (factor_in * x))``, with an unpacked copy of the signs."""
-    inputs = x.float() if factor_in is None else x.float() * factor_in
-    return inputs @ _unpack(signs, x.shape[-1]).T * factor_out
-
-
-def onebit_rows(
-    ids: Tensor,  # [rows] int64: rows of `signs`
-    signs: Tensor,  # [num, ceil(in / 8)] uint8
-    factor_out: Tensor,  # [num] float32
-    factor_in: Tensor | None,  # [in] float32
-    in_features: int,
-) -> Tensor:  # [rows, in] float32
-    """Return rows of the dense delta, with the order of operations of `SignPlane.dense`."""
-    delta = _unpack(signs[ids], in_features) * factor_out[ids, None]
-    return delta if factor_in is None else delta * factor_in
+def _rows_of(table: Tensor, order: Tensor, ranges: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield each part and slot with rows in the batch, and those rows."""
+    for part in range(len(table)):
+        for slot, (first, last) in enumerate(ranges.tolist()):
+            if first < last:
+                yield part, slot, order[first:last].long()
 
 
 class _Memory:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +30,8 @@ from deltastore.errors import NotServable
 from deltastore.format.matrix import pack_signs
 from deltastore.memory import is_out_of_memory
 from deltastore.servable import is_norm, kind
-from server.deltas.resident import BatchContext, MatrixView, PlaneView, ResidentDelta, Slot
+from server.deltas.resident import BatchContext, ResidentDelta, Slot
+from server.kernels.reference import FIELDS, row_of
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
 
 # Elements of a weight to widen at a time.
@@ -189,7 +191,7 @@ class Probe:
     layers: nn.ModuleList
     plain: ReferenceRun  # of the base alone
     mixed: ReferenceRun  # with the delta on DELTA_TOKENS
-    delta: ResidentDelta
+    delta: ProbeDelta
 
     @classmethod
     def of(cls, model: PreTrainedModel, base: Base) -> Probe:
@@ -219,7 +221,7 @@ class Probe:
                 f"{kind(model)}: its outputs are not finite in {model.dtype}: a weight is NaN or infinite, or "
                 "activations overflow: fetch it again, or serve it with another --dtype"
             )
-        return cls(model, layers, plain, mixed, delta.resident)
+        return cls(model, layers, plain, mixed, delta)
 
     def check_base(self) -> None:
         """Compare the base alone, without a cache.
@@ -240,10 +242,12 @@ class Probe:
             NotServable: with the measured errors.
         """
         attention.allocate(NUM_PAGES)
+        context.allocate(1, NUM_TOKENS, self.model.device)
+        own_delta = self.delta.resident(context)
         parts = []
         for own in STEPS:
             deltas = [
-                self.delta if DELTA_TOKENS.start <= token < DELTA_TOKENS.stop else None
+                own_delta if DELTA_TOKENS.start <= token < DELTA_TOKENS.stop else None
                 for token in range(own.start, own.stop)
             ]
             ones = [1] * len(deltas)
@@ -417,6 +421,10 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise NotServable(f"{kind(model)}: its {count} decoder layers are in no list of modules")
 
 
+# Signs, `scale_out`, `scale_in` and gain.
+Plane = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeDelta:
     """One random delta of a whole model, as layers and as the reference take it.
@@ -424,19 +432,37 @@ class ProbeDelta:
     Its signs are outer products, so the reference applies it with two vectors per matrix.
     """
 
-    resident: ResidentDelta
+    planes: Mapping[str, Plane]  # by tensor
+    vectors: Mapping[str, Tensor]  # norms' parameters, by name
     by_address: Mapping[int, RankOneDelta]  # by the address of the weight
     norms: Mapping[nn.Module, Mapping[str, Tensor]]  # values of each norm's parameters, by name
+
+    def resident(self, context: BatchContext) -> ResidentDelta:
+        """Write the delta into the tables' first slot. Its tensors stay where they are."""
+        tables = context.tables
+        rows = np.zeros((len(tables.parts), FIELDS), dtype=np.int64)
+        for row, part in zip(rows, tables.parts, strict=True):
+            # A tied head takes the embedding's.
+            plane = self.planes.get(part.name) or self.planes.get(part.embedding or "")
+            if plane is not None and not part.is_beyond:
+                row[:] = row_of([plane]).numpy()
+        vectors = {
+            number: self.vectors[vector.name]
+            for number, vector in enumerate(tables.vectors)
+            if vector.name in self.vectors
+        }
+        slot = Slot(0, torch.empty(0, dtype=torch.uint8, device=tables.rows.device))
+        return tables.hold(slot, rows, vectors)
 
 
 def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
     """Draw a delta of every matrix and norm of a model without hooks, with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     output_head = model.get_output_embeddings()
-    matrices: dict[str, MatrixView] = {}
+    planes: dict[str, Plane] = {}
     by_address: dict[int, RankOneDelta] = {}
     norms: dict[nn.Module, dict[str, Tensor]] = {}
-    whole: dict[str, Tensor] = {}
+    vectors: dict[str, Tensor] = {}
     signs: dict[torch.Size, _OuterSigns] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.data_ptr() not in by_address:
@@ -444,16 +470,14 @@ def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
             if weight.shape not in signs:
                 signs[weight.shape] = _OuterSigns.drawn(weight.shape, generator, weight.device)
             stored = base.head or f"{name}.weight" if module is output_head else f"{name}.weight"
-            matrices[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(weight, generator)
+            planes[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(weight, generator)
         elif is_norm(module):
             norms[module] = {
                 key: value + NORM_SHIFT * torch.randn(value.shape, generator=generator).to(value)
                 for key, value in module.named_parameters(recurse=False)
             }
-            whole |= {f"{name}.{key}": value for key, value in norms[module].items()}
-    slot = Slot(0, torch.empty(0, dtype=torch.uint8, device=model.device))
-    delta = ResidentDelta("", base.head is None, base.head or "", matrices, whole, slot, 0)
-    return ProbeDelta(delta, by_address, norms)
+            vectors |= {f"{name}.{key}": value for key, value in norms[module].items()}
+    return ProbeDelta(planes, vectors, by_address, norms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -470,12 +494,13 @@ class _OuterSigns:
         rows = pack_signs(torch.stack([~b, b])).to(device)
         return cls(rows[a.long().to(device)], *((2.0 * side.float() - 1).to(device) for side in (a, b)))
 
-    def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[MatrixView, RankOneDelta]:
+    def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[Plane, RankOneDelta]:
         """Return a delta of random factors in proportion to the weight, as layers and as the reference take it."""
         std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
-        spread_out, spread_in = (
-            (0.5 + torch.rand(side.shape, generator=generator)).to(side) for side in (self.a, self.b)
+        scale_out, scale_in = (
+            (0.5 + torch.rand(side.shape, generator=generator)).to(side.device).half()
+            for side in (self.a, self.b)
         )
-        factor_out = DELTA_SHARE * std * spread_out
-        plane = PlaneView(self.packed, factor_out, spread_in)
-        return MatrixView((plane,), None, None, None), RankOneDelta(factor_out * self.a, spread_in * self.b)
+        gain = torch.full((1,), DELTA_SHARE * std, device=self.a.device)
+        delta = RankOneDelta(gain * scale_out.float() * self.a, scale_in.float() * self.b)
+        return (self.packed, scale_out, scale_in, gain), delta

@@ -125,7 +125,7 @@ def test_the_stock_library_opens_a_synthetic_delta(tmp_path: Path) -> None:
     assert source.data_end == source.size_bytes
     with safe_open(source.path, "pt") as file:
         signs = file.get_tensor("lm_head.weight.signs")
-    entry = drawing.layout.matrices["lm_head.weight"].planes[0].signs
+    entry = drawing.header.tensors["lm_head.weight.signs"]
     assert torch.equal(signs.flatten(), memory[entry.start : entry.end])
 
 

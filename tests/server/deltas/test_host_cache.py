@@ -6,8 +6,8 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +18,7 @@ from deltastore.errors import SettingsError
 from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import PAGE_BYTES, FreeList, HostCache
 from server.deltas.resident import DeltaLayout
+from server.kernels.reference import FIELDS
 from server.metrics.metrics import EngineMetrics, ResidencyMetrics
 from tests.server.metrics.helpers.samples import value_of
 
@@ -75,7 +76,7 @@ def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
         device_bytes=1, base_fingerprint="0" * 64, chunk_sha256=(), created_at="", method="both",
         report="0" * 32, activate=True,
     )  # fmt: skip
-    return record, DeltaLayout(digest(number), False, "", MappingProxyType({}), MappingProxyType({}))
+    return record, DeltaLayout(digest(number), np.zeros((0, FIELDS), dtype=np.int64), {}, 0)
 
 
 def test_a_copy_is_found_with_its_plan_and_its_bytes() -> None:

@@ -19,7 +19,7 @@ from deltastore.errors import (
 )
 from deltastore.loader import Loader
 from deltastore.registry import Registry
-from server.deltas.resident import ResidentDelta
+from server.deltas.resident import DeltaLayout, DeltaTables, ResidentDelta, Slot
 from server.errors import EngineFailed
 from tests.deltastore.helpers.crash_storage import FACTS
 from tests.server.helpers.residency import ResidencyHarness, block_disk, running_residency
@@ -200,15 +200,15 @@ def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
     harness: ResidencyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = harness.publish("good", seed=1), harness.publish("bad", seed=2)
-    in_slot = ResidentDelta.in_slot
+    adopt = DeltaTables.adopt
 
-    def fail_for_bad(layout: object, slot: object) -> ResidentDelta:
-        if layout.digest == bad.digest:  # type: ignore[attr-defined]
+    def fail_for_bad(tables: DeltaTables, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
+        if layout.digest == bad.digest:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return in_slot(layout, slot)  # type: ignore[arg-type]
+        return adopt(tables, layout, slot)
 
     with monkeypatch.context() as failing:
-        failing.setattr(ResidentDelta, "in_slot", fail_for_bad)
+        failing.setattr(DeltaTables, "adopt", fail_for_bad)
         fine, error = harness.load(good, bad)
     assert fine is None
     assert isinstance(error, EngineFailed)

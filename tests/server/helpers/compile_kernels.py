@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from numba.core.event import install_recorder
 
-from server.kernels import add_onebit_matmul, add_onebit_rows, compile_kernels
+from server.kernels import add_planes, add_rows, compile_kernels
 from tests.server.helpers.grouped import operands
 
 
@@ -17,10 +17,10 @@ def main() -> None:
         compile_kernels()
     with install_recorder("numba:run_pass") as later:
         for num_rows in (1, 40):
-            operands(64, 32, [(0, num_rows)]).after(add_onebit_matmul)
+            operands(64, 32, [(0, num_rows)]).after(add_planes)
         given = operands(64, 32, [(0, 1)])
         ids = torch.zeros(len(given.x), dtype=torch.int64)
-        add_onebit_rows(given.x, ids, given.plane_ptrs, given.ranges, 32, 1.0)
+        add_rows(given.x, ids, given.table, given.order, given.ranges, 32, 1.0)
     print(len(start.buffer), len(later.buffer))
 
 

@@ -14,7 +14,8 @@ from server.kernels import onebit_cuda
 TYPES = {
     "output": "*bf16",
     "x": "*bf16",
-    "plane_ptrs": "*i64",
+    "table": "*i64",
+    "order": "*i32",
     "ranges": "*i32",
     "partial": "*fp32",
     "counters": "*i32",
@@ -27,7 +28,7 @@ SIZE = 1024
 def sign_operand(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
     """Return ``registers`` if all products of the kernel take their first operand from registers, else ``shared``."""
     kernel = onebit_cuda._add_product
-    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "GROUPS": onebit_cuda.GROUPS, "IN_FLOAT32": False}
+    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "SLOTS": onebit_cuda.SLOTS, "IN_FLOAT32": False}
     sizes |= {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "BYTES": tiling.num_bytes}
     sizes |= {"MINUS_ONE": onebit_cuda.MINUS_ONE[torch.bfloat16]}
     names = kernel.arg_names
@@ -39,6 +40,7 @@ def sign_operand(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
     )
     options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     built = build(source, target=GPUTarget("cuda", 90, 32), options=options)
+    # Whole tensors and low-rank parts multiply in float32, without tensor cores.
     products = re.findall(r"warp_group_dot (?:.*?) : (\S+)", built.asm["ttgir"])
     assert products
     return "registers" if all(first.startswith("tensor") for first in products) else "shared"

@@ -58,7 +58,7 @@ def ready_while_draining(directory: Path) -> None:
 
 def delta_of_an_overwritten_slot(directory: Path) -> None:
     slot = Slot(0, torch.zeros(64, dtype=torch.uint8))
-    delta = ResidentDelta("d" * 64, False, "", {}, {}, slot, slot.generation)
+    delta = ResidentDelta("d" * 64, slot, slot.generation, frozenset(), 0)
     delta.check_alive()
     slot.generation += 1
     delta.check_alive()

@@ -22,7 +22,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from server.deltas.fetcher import Fetcher, HostCache
 from server.deltas.residency import Residency
-from server.deltas.resident import arena
+from server.deltas.resident import DeltaTables, arena
 from server.metrics.metrics import EngineMetrics, ResidencyMetrics
 from tests.server.metrics.helpers.samples import value_of
 
@@ -107,7 +107,9 @@ def running_residency(
     registry, metrics = registry or Registry(directory / "registry"), EngineMetrics()
     residency_metrics = ResidencyMetrics(metrics)
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
-    fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry)
+    tables = DeltaTables()
+    tables.allocate(num_slots, CPU)
+    fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry, tables)
     load_ended = threading.Event()
     residency = Residency(arena(num_slots, SLOT_BYTES, CPU), fetcher, residency_metrics, load_ended.set)
     try:

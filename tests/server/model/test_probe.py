@@ -16,7 +16,7 @@ from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from server.deltas import layers as hooks
 from server.deltas.layers import EmbeddingDelta, HeadDelta, LinearDelta, NormDelta
-from server.deltas.resident import BatchContext, ResidentDelta
+from server.deltas.resident import BatchContext
 from server.errors import Draining
 from server.kernels.reference import AttentionParams
 from server.model import attention
@@ -122,11 +122,9 @@ def renamed(kind: type, old: str, new: str) -> Callable[..., object]:
     return make
 
 
-class HeadOfTheEmbedding(HeadDelta):
-    """Treats every head as tied to its embedding."""
-
-    def _source(self, delta: ResidentDelta) -> str:
-        return self.embedding
+def head_of_the_embedding(module: nn.Linear, name: str, embedding: str, context: BatchContext) -> HeadDelta:
+    """Treat a head as tied to its embedding."""
+    return HeadDelta(module, embedding, embedding, context)
 
 
 def forgetful_embedding(module: nn.Embedding, name: str, context: BatchContext) -> EmbeddingDelta:
@@ -153,7 +151,7 @@ LAYERS = 16
         ("LinearDelta", renamed(LinearDelta, "layers.3.self_attn.k_proj", "nowhere")),
         ("NormDelta", renamed(NormDelta, "layers.15.input_layernorm", "layers.14.input_layernorm")),
         ("NormDelta", TwiceNormed),
-        ("HeadDelta", HeadOfTheEmbedding),
+        ("HeadDelta", head_of_the_embedding),
         ("EmbeddingDelta", forgetful_embedding),
     ],
     ids=[

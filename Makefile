@@ -29,6 +29,7 @@ BIN := $(VENV)/bin
 # What runs the demo and a server, and with it what checks and tests need.
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+VLLM := $(VENV)-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What a GPU image with torch and transformers lacks. numba is left out: it compiles kernels for CPUs alone, and has
 # 64 MB with llvmlite.
@@ -36,13 +37,14 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx llguidance msgspec prome
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test test-deploy replay coverage check hooks serve bench wheels reference image image-packages packages
+.PHONY: help demo test test-deploy test-vllm replay coverage check hooks serve bench wheels reference image image-packages packages
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo      train a small base and three fine-tunes, compress, serve and compare them'
 	@echo 'make test      check, then every test'
 	@echo 'make test-deploy  tests that take minutes: of deployments, and of whole benches'
+	@echo 'make test-vllm  the tests of --backend vllm among them, in an environment of its own'
 	@echo 'make replay    compare what the working tree answers with REVISION=COMMIT, over HTTP and on the command line'
 	@echo 'make check     formatting, lint and types'
 	@echo 'make hooks     let every commit run the checks'
@@ -72,8 +74,16 @@ test: check packages
 	$(PYTEST)
 
 # What takes too long for `test`.
-test-deploy: $(DEV) packages
-	$(PYTEST) -m deploy
+test-deploy: $(DEV) $(VLLM)/.ready packages
+	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy
+
+test-vllm: $(DEV) $(VLLM)/.ready
+	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy tests/vllm
+
+# vLLM in an environment of its own, whose interpreter runs the engines of its tests.
+$(VLLM)/.ready: pyproject.toml vllm_plugin/pyproject.toml vllm_plugin/constraints.txt
+	$(PYTHON) bootstrap.py $(VLLM) vllm
+	touch $@
 
 # What a refactoring may not change: every answer of REVISION beside that of the working tree.
 replay: $(DEV)

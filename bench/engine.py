@@ -141,7 +141,7 @@ def engine_process(settings: Settings, address: str) -> Iterator[Callable[[], No
     config = EngineConfig(settings.model_dump_json(), address, os.getpid())
     environment = dict(os.environ)
     bound_spinning(environment)
-    command = [sys.executable, "-P", "-m", "server.engine.main"]
+    command = [str(settings.engine_python or sys.executable), "-P", "-m", "server.engine.main"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     with process.stdin as stdin:

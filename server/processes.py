@@ -12,12 +12,14 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,34 @@ def die_with_parent(parent_id: int) -> None:
         sys.exit(1)
 
 
+# Prints whether the engine of --backend auto is vLLM, in the interpreter that would run it.
+HAS_VLLM = """
+from importlib.util import find_spec
+if find_spec("vllm") is None: print("vLLM is not installed")
+elif find_spec("peraxis_vllm") is None: print("vLLM's plugin peraxis-vllm is not installed")
+else:
+    import torch
+    print("" if torch.cuda.is_available() else "there is no CUDA device")
+"""
+
+
+def with_backend(settings: Settings) -> Settings:
+    """Return settings in which `backend` is no longer auto, and log which one serves and why."""
+    if settings.backend != "auto":
+        log.info("the engine is %s, as --backend says", settings.backend)
+        return settings
+    why_not = "--device is cpu" if settings.device == "cpu" else ""
+    if not why_not and settings.engine_python is None and find_spec("vllm") is None:
+        why_not = "vLLM is not installed"
+    if not why_not:
+        command = [str(settings.engine_python or sys.executable), "-P", "-c", HAS_VLLM]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        why_not = done.stdout.strip() if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+    backend = "native" if why_not else "vllm"
+    log.info("the engine is %s: %s", backend, why_not or "vLLM is installed and there is a CUDA device")
+    return settings.model_copy(update={"backend": backend})
+
+
 KILL_S = 5.0
 
 
@@ -66,15 +96,16 @@ class ChildProcess:
         config: msgspec.Struct,
         pass_fds: tuple[int, ...] = (),
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> ChildProcess:
-        """Start the module. Its output goes where this process's goes.
+        """Start the module with an interpreter. Its output goes where this process's goes.
 
         A process group of its own keeps a terminal's Ctrl-C from it: the supervisor ends it in order. Call this on the
         main thread, because the kernel kills it when the thread that started it ends.
         """
         process = await asyncio.create_subprocess_exec(
             # The working directory may hold a user's `server.py`.
-            *(sys.executable, "-P", "-m", module),
+            *(python, "-P", "-m", module),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=pass_fds,
             process_group=0,

@@ -245,6 +245,22 @@ class Settings(BaseModel):
         ),
         Flag(PROCESSES),
     ] = "process"
+    backend: Annotated[
+        Literal["auto", "native", "vllm"],
+        Field(
+            description="What runs the model: vLLM (with its plugin peraxis-vllm), or the engine of this package. auto "
+            "takes vLLM where it is installed and there is a CUDA device."
+        ),
+        Flag(PROCESSES),
+    ] = "auto"
+    engine_python: Annotated[
+        Path | None,
+        Field(
+            description="Python of an environment that has vllm, peraxis-vllm and this version of peraxis, which runs "
+            "the engine of --backend vllm."
+        ),
+        Flag(PROCESSES, "the server's own"),
+    ] = None
     http_workers: Annotated[
         int, Field(ge=1, le=64, description="HTTP processes, which share the port."), Flag(PROCESSES)
     ] = 1
@@ -302,7 +318,7 @@ class Settings(BaseModel):
     def _take_paths(cls, value: object) -> object:
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("base", "registry_cache", "lora_dir", mode="before")
+    @field_validator("base", "registry_cache", "lora_dir", "engine_python", mode="before")
     @classmethod
     def _refuse_empty_paths(cls, value: object) -> object:
         # An unset variable of a shell gives one, and as a path it is the working directory.
@@ -367,6 +383,16 @@ class Settings(BaseModel):
             raise ValueError(
                 f"engine is inline and http_workers {self.http_workers}: run the engine as a process"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_has_a_process(self) -> Settings:
+        if self.backend == "vllm" and self.engine == "inline":
+            raise ValueError("backend is vllm and engine is inline: run the engine as a process")
+        if self.engine_python is not None and self.backend == "native":
+            raise ValueError("engine_python is set and backend is native: set backend to vllm")
+        if self.engine_python is not None and not os.access(self.engine_python, os.X_OK):
+            raise ValueError(f"engine_python {self.engine_python} is no program: give the path of a Python")
         return self
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 ABOVE_LAYERS = {"app", "check", "cli", "http_process", "inline", "scale", "supervisor"}
 MAX_LINES = 700
 # Modules of a room of server/ at most, and of every room that is not named. A change that needs one more raises it.
-MAX_MODULES = {"server": 17, "server/api": 20, "server/engine": 14, "server/kernels": 10}
+MAX_MODULES = {"server": 17, "server/api": 20, "server/engine": 15, "server/kernels": 10}
 MAX_MODULES_ELSEWHERE = 10
 # A file shorter than this joins the only module that imports it.
 SHORT_LINES = 100
@@ -54,7 +54,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def production_files() -> list[Path]:
-    return python_files(*PACKAGES, "bench")
+    return python_files(*PACKAGES, "bench", "vllm_plugin")
 
 
 def all_files() -> list[Path]:
@@ -129,6 +129,18 @@ def test_imports_are_seen_wherever_they_stand() -> None:
         "server.engine.e.g",
         "server.engine.h",
     }
+
+
+def test_the_plugin_imports_what_the_engine_process_has() -> None:
+    own = {"kernels", "deltas", "model"}
+    found = {
+        (path.name, name)
+        for path in python_files("vllm_plugin")
+        for name in imports_of(path)
+        if name.split(".")[0] in {*PACKAGES, "bench", "tests"} - {"deltastore"}
+        and server_layer(name) not in own
+    }
+    assert not found
 
 
 @pytest.mark.parametrize("package", PACKAGES)

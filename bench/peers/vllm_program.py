@@ -18,8 +18,8 @@ def main() -> None:
     os.dup2(2, 1)
 
     # After the redirection of its log.
-    import vllm  # type: ignore[import-not-found]
-    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+    import vllm
+    from vllm.lora.request import LoRARequest
 
     config = json.loads(sys.stdin.readline())
     llm = vllm.LLM(config["base"], **config["settings"])

@@ -16,11 +16,10 @@ from importlib.resources import files
 from typing import Any, get_type_hints
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, routing
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, Response
-from fastapi.routing import RouteContext, iter_route_contexts
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -228,30 +227,35 @@ def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
         has_keys: Calls need an API key, except those without a role.
     """
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    contexts = list(iter_route_contexts(app.routes))
     calls = [
-        (context, (method, str(context.path)))
-        for context in contexts
-        for method in sorted(context.methods or ())
+        (route, (method, str(route.path)))
+        for route in routes_of(app)
+        for method in sorted(route.methods or ())
     ]
-    kinds = {kind for context, call in calls if (kind := _json_body(context, call))}
+    kinds = {kind for route, call in calls if (kind := _json_body(route, call))}
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     # msgspec takes them from a set: sorted, every start has the same document.
     document["components"] = {"schemas": dict(sorted(schemas.items())) | {"Error": ERROR}}
     if has_keys:
         document["components"]["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
-    for context, call in calls:
+    for route, call in calls:
         method, path = call
         operation = document["paths"][path][method.lower()]
         operation["tags"] = [tag_of(path)]
         operation["summary"] = _summary(operation["description"])
         if has_keys and ROLES[call] is not None:
             operation["security"] = [{KEY: []}]
-        content = _body(context, call)
+        content = _body(route, call)
         if content:
             operation["requestBody"] = {"required": True, "content": content}
         operation["responses"] = _responses(operation["responses"], call, has_body=bool(content))
     return document
+
+
+def routes_of(app: FastAPI | APIRouter) -> list[Any]:
+    """Return the routes of an application with those of its routers, each with `path`, `methods` and `endpoint`."""
+    # FastAPI keeps included routers apart from 0.137 on.
+    return list(getattr(routing, "iter_route_contexts", iter)(app.routes))
 
 
 def _summary(description: str) -> str:
@@ -259,10 +263,10 @@ def _summary(description: str) -> str:
     return description.partition("\n")[0].partition(". ")[0].rstrip(".").replace("`", "")
 
 
-def _body(context: RouteContext, call: Call) -> dict[str, Any]:
+def _body(route: Any, call: Call) -> dict[str, Any]:
     """Return the contents of the call's body by media type; none for a call without a body."""
     content: dict[str, Any] = {}
-    if (kind := _json_body(context, call)) is not None:
+    if (kind := _json_body(route, call)) is not None:
         example = {"example": EXAMPLES[call]} if call in EXAMPLES else {}
         content[JSON] = {"schema": {"$ref": SCHEMAS + kind.__name__}, **example}
     return {**OTHER_BODIES.get(call, {}), **content}
@@ -284,9 +288,9 @@ def _responses(known: dict[str, Any], call: Call, *, has_body: bool) -> dict[str
     return responses
 
 
-def _json_body(context: RouteContext, call: Call) -> type[msgspec.Struct] | None:
+def _json_body(route: Any, call: Call) -> type[msgspec.Struct] | None:
     """Return the type of the call's JSON body, if it has one."""
-    for kind in get_type_hints(context.endpoint).values():
+    for kind in get_type_hints(route.endpoint).values():
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return kind
     return OWN_BODIES.get(call)

@@ -232,11 +232,11 @@ def build_engine(
     model, slot_bytes = _load_base(settings, device, stopping)
     slots, kv_cache, cache_bytes = _allocate(settings, metrics, model, slot_bytes)
     residency_metrics = ResidencyMetrics(metrics)
-    host_cache = _host_cache(cache_bytes, slot_bytes, device, residency_metrics)
+    host_cache = host_cache_of(cache_bytes, slot_bytes, device, residency_metrics)
     loader = Loader(device, settings.load_threads)
     fetcher = Fetcher(loader, host_cache, registry, model.context.tables)
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
-    scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, _max_batch_tokens(settings, device))
+    scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, max_batch_tokens(settings, device))
     max_open = settings.max_num_seqs + settings.max_queue
     max_model_len = _max_model_len(settings, model, kv_cache)
     limits = RequestLimits(max_open, max_model_len, settings.load_timeout, MASK_S)
@@ -277,7 +277,7 @@ def _allocate(
     memory = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
     attention.allocate(memory.num_pages)
     slots = arena(memory.num_slots, slot_bytes, model.device)
-    model.context.allocate(memory.num_slots, _max_batch_tokens(settings, model.device), model.device)
+    model.context.allocate(memory.num_slots, max_batch_tokens(settings, model.device), model.device)
     kv_cache = KVCacheManager(memory.num_pages, attention.page_tokens)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     _report_memory(metrics, model, slots, kv_cache, _max_model_len(settings, model, kv_cache))
@@ -320,7 +320,7 @@ def _report_memory(
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
 
 
-def _host_cache(
+def host_cache_of(
     cache_bytes: int, slot_bytes: int, device: torch.device, metrics: ResidencyMetrics
 ) -> HostCache:
     # Copies to CUDA need pinned host memory; on the CPU a delta is read straight into its slot.
@@ -328,7 +328,7 @@ def _host_cache(
     return HostCache(cache_bytes, slot_bytes, NUM_LOADS, device, metrics, is_staged=is_staged)
 
 
-def _max_batch_tokens(settings: Settings, device: torch.device) -> int:
+def max_batch_tokens(settings: Settings, device: torch.device) -> int:
     """Return the setting, or the device's default, at least twice `max_num_seqs`."""
     return settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
 

@@ -29,7 +29,7 @@ from server.engine.request_state import (
     mask_timeout,
     masked,
 )
-from server.engine.sampler import LastLogits, score
+from server.engine.sampler import LastLogits, SampledToken, score
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed, InvalidRequest, QueueFull
@@ -530,10 +530,16 @@ class EngineCore:
                     self._sample(state, sequence, last, row)
 
     def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
-        """Sample a sequence's next token and send it; start the request's second sequence behind the first token."""
+        """Sample a sequence's next token and send it."""
         output = state.outputs[sequence.index]
         token = last.sample(row, state.request.num_embeddings, output.sampler)
         self._kv_cache.cache_full_pages(sequence)
+        self._send(state, sequence, output, token)
+
+    def _send(
+        self, state: RequestState, sequence: Sequence, output: SequenceOutput, token: SampledToken
+    ) -> None:
+        """Send a sequence's next token; start the request's next sequence, and end this one behind its last token."""
         now = time.monotonic()
         reason = output.add_token(token)
         if state.first_token_at is None:

@@ -73,7 +73,10 @@ def serve_engine(
     try:
         # Deferred, because it imports torch and transformers: clients can already connect.
         with without_collection():
-            from server.engine.build import build_engine
+            if settings.backend == "vllm":
+                from server.engine.vllm_backend import build_vllm_engine as build_engine
+            else:
+                from server.engine.build import build_engine
         engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
         on_built()
         engine.run(stopping)

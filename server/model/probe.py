@@ -463,14 +463,15 @@ def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
     by_address: dict[int, RankOneDelta] = {}
     norms: dict[nn.Module, dict[str, Tensor]] = {}
     vectors: dict[str, Tensor] = {}
-    signs: dict[torch.Size, _OuterSigns] = {}
+    signs: dict[torch.Size, OuterSigns] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.data_ptr() not in by_address:
             weight = module.weight
             if weight.shape not in signs:
-                signs[weight.shape] = _OuterSigns.drawn(weight.shape, generator, weight.device)
+                signs[weight.shape] = OuterSigns.drawn(weight.shape, generator, weight.device)
             stored = base.head or f"{name}.weight" if module is output_head else f"{name}.weight"
-            planes[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(weight, generator)
+            std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
+            planes[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(std, generator)
         elif is_norm(module):
             norms[module] = {
                 key: value + NORM_SHIFT * torch.randn(value.shape, generator=generator).to(value)
@@ -481,7 +482,7 @@ def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OuterSigns:
+class OuterSigns:
     """Signs ``a_i b_j`` for all matrices of one shape, each with factors of its own."""
 
     packed: Tensor  # [out, ceil(in / 8)] uint8
@@ -489,14 +490,13 @@ class _OuterSigns:
     b: Tensor  # [in] float32, each -1 or 1
 
     @classmethod
-    def drawn(cls, shape: torch.Size, generator: torch.Generator, device: torch.device) -> _OuterSigns:
+    def drawn(cls, shape: torch.Size, generator: torch.Generator, device: torch.device) -> OuterSigns:
         a, b = (torch.rand(size, generator=generator) < 0.5 for size in shape)
         rows = pack_signs(torch.stack([~b, b])).to(device)
         return cls(rows[a.long().to(device)], *((2.0 * side.float() - 1).to(device) for side in (a, b)))
 
-    def delta_of(self, weight: Tensor, generator: torch.Generator) -> tuple[Plane, RankOneDelta]:
-        """Return a delta of random factors in proportion to the weight, as layers and as the reference take it."""
-        std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
+    def delta_of(self, std: float, generator: torch.Generator) -> tuple[Plane, RankOneDelta]:
+        """Return a delta of random factors in proportion to `std`, as layers and as the reference take it."""
         scale_out, scale_in = (
             (0.5 + torch.rand(side.shape, generator=generator)).to(side.device).half()
             for side in (self.a, self.b)

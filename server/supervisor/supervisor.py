@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -26,6 +27,7 @@ from server.processes import (
     runtime_directory,
     scratch_directory,
     urls_of,
+    with_backend,
 )
 from server.protocol.control import EngineConfig
 from server.protocol.engine_client import EngineClient
@@ -90,7 +92,9 @@ class EngineKeeper:
         self._has_pinned = False
         address = f"ipc://{self._directory}/engine-{self._num_started}"
         config = EngineConfig(self._settings.model_dump_json(), address, os.getpid())
-        process = await ChildProcess.start("server.engine.main", config)
+        own = self._settings.engine_python if self._settings.backend == "vllm" else None
+        python = sys.executable if own is None else str(own)
+        process = await ChildProcess.start("server.engine.main", config, python=python)
         watching: asyncio.Task[None] | None = None
         try:
             self.client.connect(address)
@@ -180,6 +184,7 @@ def supervise(settings: Settings) -> int:
     Raises:
         PeraxisError: a port is taken, the base cannot be loaded, or processes die one after the other.
     """
+    settings = with_backend(settings)
     with (
         listening_sockets(settings) as sockets,
         runtime_directory() as runtime,

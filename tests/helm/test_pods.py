@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from fastapi.routing import iter_route_contexts
 
+from server.api.openapi import routes_of
 from server.app import PUBLIC_ROUTERS
 from server.supervisor.supervisor import LAST_BYTES_S
 from tests.helm.helpers.rendering import (
@@ -107,7 +107,7 @@ def test_a_volume_that_is_only_read_is_claimed_so() -> None:
 @pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
 def test_probes_ask_for_routes_that_need_no_key(probe: str) -> None:
     get = server(objects_of("defaults"))[probe]["httpGet"]
-    routes = {route.path for router in PUBLIC_ROUTERS for route in iter_route_contexts(router.routes)}
+    routes = {route.path for router in PUBLIC_ROUTERS for route in routes_of(router)}
     assert get["path"] in routes
     assert get["port"] == "http"
     assert get["path"] == ("/health" if probe == "livenessProbe" else "/ready")

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.routing import APIRoute
 
+from server.api import openapi
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.tenants.changes import AuditLog, Auditor
@@ -24,11 +25,10 @@ from tests.server.helpers.live_server import error_of
 def routes_of(app: FastAPI) -> set[tuple[str, str]]:
     """Return every method and path that an application answers."""
     found = set()
-    for context in iter_route_contexts(app.routes):
-        assert isinstance(context.original_route, APIRoute), (
-            f"{context.path}: no dependency guards such a route"
-        )
-        found |= {(method, str(context.path)) for method in context.original_route.methods or ()}
+    for route in openapi.routes_of(app):
+        original = getattr(route, "original_route", route)
+        assert isinstance(original, APIRoute), f"{route.path}: no dependency guards such a route"
+        found |= {(method, str(route.path)) for method in original.methods or ()}
     return found
 
 

@@ -10,9 +10,10 @@ from typing import Literal
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.routing import APIRoute, iter_route_contexts
+from fastapi.routing import APIRoute
 
 from peraxis.cli import run
+from server.api import openapi
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.settings import Settings
@@ -49,7 +50,7 @@ def routes_of(
 
 
 def listed(app: FastAPI) -> set[Route]:
-    routes = [(each.original_route, str(each.path)) for each in iter_route_contexts(app.routes)]
+    routes = [(getattr(each, "original_route", each), str(each.path)) for each in openapi.routes_of(app)]
     return {
         (method, path)
         for route, path in routes

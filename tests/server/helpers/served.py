@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.engine import BlockingEngine, Mode, publish, running_engine
+from bench.engine import BlockingEngine, Mode, engine_process, publish, running_engine
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
@@ -128,13 +128,14 @@ class Served:
 
 @contextmanager
 def serving(base: Path, registry_dir: Path, mode: Mode = "thread", **overrides: Any) -> Iterator[Served]:
-    """Run an engine on `base` in float32; `overrides` are settings."""
+    """Run an engine on `base` in float32; `overrides` are settings. One with a Python of its own is not forked."""
     settings: dict[str, Any] = {
         "device": "cpu", "dtype": "float32", "max_gpu_deltas": 2, "max_host_cache_gb": 0.02, "max_num_seqs": 16,
         "max_queue": 64, "load_timeout": 30.0, "load_threads": 2,
     }  # fmt: skip
     given = Settings(base=base, registry=str(registry_dir), **{**settings, **overrides})
-    with running_engine(given, mode, forked_engine) as engine:
+    run_process = forked_engine if given.engine_python is None else engine_process
+    with running_engine(given, mode, run_process) as engine:
         yield Served(engine, Registry(registry_dir), eos_token_ids(base_generation_config(base)))
 
 

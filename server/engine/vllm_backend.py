@@ -1,0 +1,399 @@
+"""The engine with vLLM as its backend: our requests, queues, slots and loads; vLLM's steps, KV cache and sampling.
+
+`EngineCore` stays: requests, tenants' fairness, slot policy, residency, events and telemetry. A sequence is given to
+vLLM when the scheduler admits it, that is when its delta is in a slot, and is aborted there when it stops to run here.
+So nothing is loaded, refused or validated inside a step of vLLM, whose errors end its engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.console import size_text
+from deltastore.errors import NotServable
+from deltastore.loader import Loader
+from deltastore.registry import Registry
+from deltastore.servable import own_dtype
+from deltastore.user_cache import user_cache_dir
+from server.deltas.fetcher import Fetcher
+from server.deltas.residency import Residency
+from server.engine.build import (
+    DTYPES,
+    MASK_S,
+    MIN_SLOTS,
+    check_base,
+    device_of,
+    free_memory,
+    host_cache_bytes,
+    host_cache_of,
+    max_batch_tokens,
+    plan_memory,
+    size_of_slot,
+)
+from server.engine.clients import EngineSocket
+from server.engine.core import EngineCore, RequestLimits
+from server.engine.engine import Engine
+from server.engine.kv_cache_manager import KVCacheManager
+from server.engine.request_state import RequestState
+from server.engine.sampler import GREEDY_BELOW, SampledToken
+from server.engine.scheduler import Scheduler, StepPlan
+from server.engine.sequence import Sequence
+from server.errors import EngineFailed, InvalidRequest
+from server.metrics.metrics import EngineMetrics, ResidencyMetrics, Telemetry
+from server.protocol.messages import EngineFacts
+from server.protocol.request import Request
+from server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PAGE_TOKENS = 16
+# vLLM reads this before it is imported; what the operator has set stays.
+ENVIRONMENT = {
+    # The engine in this process, which our own processes surround already.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    # It would log to standard output, on which a server prints one line.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    # Neither has run on a GPU with deltas yet.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # HTTP processes need the cores, too, and would wait for a thread that spins on a core of its own.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class Usable:
+    """Stands for the model runner: an error of vLLM's step is an error of its engine, which must be started again."""
+
+    def is_usable(self) -> bool:
+        return False
+
+
+class VllmPages(KVCacheManager):
+    """Stands for the KV cache, which is vLLM's: any sequence has pages."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(2, PAGE_TOKENS)
+        self._max_tokens = max_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def discard(self, sequence: Sequence) -> None:
+        self.release(sequence)
+
+
+class Admission(Scheduler):
+    """Chooses the sequences that vLLM has: in fair order, each when its delta is in a slot."""
+
+    def __init__(self, pages: VllmPages, residency: Residency, max_num_seqs: int) -> None:
+        super().__init__(pages, residency, max_num_seqs, max_num_seqs + 1)
+        self._stopped: list[Sequence] = []
+
+    def plan(self, now: float, on_admit: Callable[[Sequence], None] = lambda sequence: None) -> StepPlan:
+        plan = StepPlan()
+        self._now = now
+        self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
+        while (first := self._queue.first()) is not None:
+            if len(self._running) >= self._max_num_seqs:
+                self._preempt_for(first, plan)
+            if len(self._running) >= self._max_num_seqs:
+                break
+            self._start(first)
+            first.queue.charge(
+                self._constants.prompt_token_cost * (first.num_prompt_tokens - first.num_charged_tokens)
+            )
+            first.num_charged_tokens = first.num_prompt_tokens
+            on_admit(first)
+        for sequence in self.running:
+            plan.add(sequence, 1)
+        return plan
+
+    def add_costs(self, plan: StepPlan, num_generated: Counter[Sequence]) -> None:
+        """Note what a step of vLLM gave each sequence, and its share of reading its delta."""
+        num_sharing = Counter(sequence.version for sequence in plan.batch)
+        for sequence in plan.batch:
+            cost = self._constants.generated_token_cost * num_generated[sequence]
+            if sequence.version is not None:
+                cost += self._constants.delta_cost_tokens / num_sharing[sequence.version]
+            plan.costs.append((sequence.queue, cost))
+
+    def take_stopped(self) -> list[Sequence]:
+        """Return the sequences that ran and run no more since the last call."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def _stop(self, sequence: Sequence) -> None:
+        super()._stop(sequence)
+        self._stopped.append(sequence)
+
+
+class VllmCore(EngineCore):
+    """The step: give vLLM what was admitted, take back what has stopped, and turn its tokens into events."""
+
+    def __init__(
+        self,
+        llm: Any,  # vLLM's LLMEngine
+        manager: Any,  # the plugin's DeltaManager
+        scheduler: Admission,
+        residency: Residency,
+        telemetry: Telemetry,
+        limits: RequestLimits,
+    ) -> None:
+        super().__init__(Usable(), scheduler, residency, telemetry, limits)  # type: ignore[arg-type]
+        self._admission = scheduler
+        self._llm = llm
+        self._manager = manager
+        self._given: dict[Sequence, str] = {}  # vLLM's id of each sequence that it has
+        self._sequences: dict[str, Sequence] = {}
+        self._num_given = 0
+
+    def step(self) -> bool:
+        is_busy = super().step()
+        self._abort_stopped()
+        return is_busy
+
+    def _check(self, request: Request, first_mask: bytes | None) -> None:
+        params = request.sampling_params
+        for is_asked, what in (
+            (params.is_constrained, "a response format or tools that must be called"),
+            (
+                not params.rules.is_neutral,
+                "a generation config with rules beyond temperature, top_k, top_p and min_p",
+            ),
+            (params.prompt_logprobs is not None, "log-probabilities of the prompt"),
+            (params.seed is not None, "a seed"),
+            (request.num_embeddings > self._llm.model_config.get_vocab_size(), "a variant with added tokens"),
+        ):
+            if is_asked:
+                raise InvalidRequest(f"this server runs vLLM, which does not serve {what}: leave it out")
+        super()._check(request, first_mask)
+
+    def _execute(self, plan: StepPlan) -> None:
+        began, num_generated = time.monotonic(), Counter[Sequence]()
+        self._abort_stopped()
+        for sequence in plan.batch:
+            state = self._requests.find(sequence.request_id)
+            if state is None:
+                continue
+            if state.started_at is None:
+                state.started_at = began
+                self._waiting.remove(state)
+                self._telemetry.runs(state.request)
+            if sequence not in self._given:
+                with self._requests.failing_alone(state):
+                    self._give(state, sequence)
+        outputs = self._llm.step()
+        fault = self._manager.take_fault()
+        for output in outputs:
+            given = self._sequences.get(output.request_id)
+            if given is None or (state := self._requests.find(given.request_id)) is None:
+                continue
+            with self._requests.failing_alone(state):
+                if fault is not None and given.version is not None:
+                    raise EngineFailed(fault)
+                num_generated[given] += self._take(state, given, output.outputs[0])
+        self._admission.add_costs(plan, num_generated)
+        self._scheduler.charge(plan, time.monotonic())
+        variants = {sequence.version for sequence in plan.batch} - {None}
+        self._telemetry.step(time.monotonic() - began, len({s.request_id for s in plan.batch}), len(variants))
+
+    def _give(self, state: RequestState, sequence: Sequence) -> None:
+        """Give vLLM a sequence with all tokens that it has so far."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        own = state.request.sampling_params
+        is_greedy = own.temperature < GREEDY_BELOW
+        params = SamplingParams(
+            max_tokens=own.max_new_tokens - sequence.num_generated,
+            temperature=0.0 if is_greedy else own.temperature,
+            top_p=1.0 if is_greedy else own.top_p,
+            top_k=0 if is_greedy else own.top_k,
+            min_p=0.0 if is_greedy else own.min_p,
+            repetition_penalty=own.repetition_penalty,
+            logprobs=own.logprobs,
+            stop_token_ids=sorted(own.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        lora = None
+        if sequence.version is not None:
+            delta = self._residency.find(sequence.version)
+            if delta is None:
+                raise EngineFailed(f"{sequence.version} was scheduled and is not resident")
+            lora = LoRARequest(sequence.version, delta.slot.index + 1, delta.digest)
+        self._num_given += 1
+        name = f"{sequence.id}#{self._num_given}"
+        prompt = {
+            "prompt_token_ids": sequence.token_ids(0, sequence.num_tokens),
+            "cache_salt": sequence.tenant,
+        }
+        self._llm.add_request(name, prompt, params, lora_request=lora)
+        self._given[sequence], self._sequences[name] = name, sequence
+
+    def _take(self, state: RequestState, sequence: Sequence, output: Any) -> int:
+        """Send a sequence's new tokens. Return how many there are."""
+        for position, token_id in enumerate(output.token_ids):
+            if (found := self._requests.find_output(sequence.request_id, sequence.index)) is None:
+                return position
+            logprob: float | None = None
+            top: tuple[tuple[int, float], ...] = ()
+            if output.logprobs:
+                scored = output.logprobs[position]
+                logprob = scored[token_id].logprob
+                ranked = sorted(scored.items(), key=lambda item: item[1].rank)
+                top = tuple((number, value.logprob) for number, value in ranked)
+                top = top[: state.request.sampling_params.logprobs]
+            self._send(state, sequence, found[1], SampledToken(token_id, logprob, top))
+        return len(output.token_ids)
+
+    def _abort_stopped(self) -> None:
+        names = [self._given.pop(s) for s in self._admission.take_stopped() if s in self._given]
+        for name in names:
+            del self._sequences[name]
+        if names:
+            self._llm.abort_request(names)
+
+
+def build_vllm_engine(
+    settings: Settings,
+    registry: Registry,
+    metrics: EngineMetrics,
+    socket: EngineSocket,
+    stopping: threading.Event,
+) -> Engine:
+    """Load the base into vLLM and build the engine that serves it on `socket`. Raises as `build_engine`."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache_dir() / "vllm"))
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    logging.getLogger("vllm.peraxis").setLevel(logging.INFO)
+    device, checkpoint = device_of(settings.device), Checkpoint.open(settings.base)
+    dtype = DTYPES[settings.dtype] or own_dtype(checkpoint)
+    shapes = checkpoint.shapes()
+    slot_bytes = size_of_slot(shapes, settings.slot_headroom)
+    base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
+    check_base(settings, device, dtype, base_bytes, slot_bytes)
+    log.info("reading the base into vLLM: %s in %s", size_text(base_bytes), str(dtype).removeprefix("torch."))
+    base = Base.of(checkpoint)
+    cache_bytes = host_cache_bytes(settings)
+    num_slots, kv_cache_bytes = _divided(settings, device, dtype, base_bytes, slot_bytes, cache_bytes)
+    llm = _llm_of(settings, dtype, num_slots, slot_bytes, kv_cache_bytes)
+    (manager,) = llm.collective_rpc(_manager_of)
+    residency_metrics = ResidencyMetrics(metrics)
+    host_cache = host_cache_of(cache_bytes, slot_bytes, device, residency_metrics)
+    fetcher = Fetcher(Loader(device, settings.load_threads), host_cache, registry, manager.tables)
+    residency = Residency(manager.slots, fetcher, residency_metrics, on_load_ended=socket.wake)
+    max_model_len = int(llm.model_config.max_model_len)
+    limits = RequestLimits(
+        settings.max_num_seqs + settings.max_queue, max_model_len, settings.load_timeout, MASK_S
+    )
+    scheduler = Admission(VllmPages(max_model_len), residency, settings.max_num_seqs)
+    core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits)
+    metrics.host_cache_limit_bytes.set(cache_bytes)
+    metrics.slots.set(num_slots)
+    used = {"slots": num_slots * slot_bytes, "kv": kv_cache_bytes or 0, "base": base_bytes}
+    for kind, num_bytes in used.items():
+        metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
+    return Engine(core, residency, socket, EngineFacts(base, max_model_len, slot_bytes, num_slots), metrics)
+
+
+def _llm_of(
+    settings: Settings, dtype: torch.dtype, num_slots: int, slot_bytes: int, kv_cache_bytes: int | None
+) -> Any:
+    """Start vLLM's engine in this process.
+
+    Raises:
+        NotServable: vLLM or the plugin is missing, or vLLM does not serve this base.
+    """
+    try:
+        import peraxis_vllm  # noqa: F401 - vLLM finds it by its entry point
+        from vllm import EngineArgs, LLMEngine
+    except ImportError as error:
+        raise NotServable(
+            f"--backend vllm: {error}: install vllm and peraxis-vllm beside peraxis, name their interpreter with "
+            "--engine-python, or serve with --backend native"
+        ) from error
+    arguments = EngineArgs(
+        str(settings.base),
+        skip_tokenizer_init=True,
+        dtype=str(dtype).removeprefix("torch."),
+        enable_lora=True,
+        max_loras=num_slots,
+        max_lora_rank=8,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=max_batch_tokens(settings, device_of(settings.device)),
+        enable_chunked_prefill=True,
+        disable_log_stats=True,
+        async_scheduling=False,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        additional_config={"peraxis": {"slot_bytes": slot_bytes, "num_slots": num_slots}},
+    )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except NotServable:
+        raise
+    except Exception as error:
+        raise NotServable(
+            f"vLLM cannot serve this base: {type(error).__name__}: {error}: serve it with --backend native"
+        ) from error
+
+
+def _divided(
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    base_bytes: int,
+    slot_bytes: int,
+    cache_bytes: int,
+) -> tuple[int, int | None]:
+    """Return the number of slots and the bytes of the KV cache; None lets vLLM measure what is left."""
+    free = free_memory(device, cache_bytes, base_bytes)
+    page_bytes = PAGE_TOKENS * _bytes_per_token(settings, dtype)
+    plan = plan_memory(settings, free, slot_bytes, page_bytes, _max_pages(settings))
+    if device.type == "cuda" and settings.kv_cache_bytes is None:
+        return max(plan.num_slots, MIN_SLOTS), None
+    return plan.num_slots, plan.num_pages * page_bytes
+
+
+def _max_pages(settings: Settings) -> int:
+    """Return the pages that all running sequences can use, and one more."""
+    config = _text_config(settings)
+    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0) or 2048)
+    return -(-settings.max_num_seqs * longest // PAGE_TOKENS) + 1
+
+
+def _bytes_per_token(settings: Settings, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, as most architectures have them."""
+    config = _text_config(settings)
+    num_heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    return 2 * int(config.num_hidden_layers) * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _text_config(settings: Settings) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(settings.base).get_text_config()
+
+
+def _manager_of(worker: Any) -> Any:
+    return worker.model_runner.lora_manager

@@ -1,0 +1,124 @@
+"""Serves Peraxis' deltas as per-request variants of stock vLLM, through its `vllm.general_plugins` entry point.
+
+A variant travels as a `LoRARequest`, so that vLLM's scheduler bounds the variants of a step, its prefix cache keeps
+them apart and its graphs are captured with and without them. Of vLLM's own LoRA code only the requests are used: one
+method of the model runner is replaced, which makes the object that a runner asks for adapters.
+
+The plugin acts if the configuration has ``additional_config["peraxis"]``, which `peraxis serve` sets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from packaging.version import Version
+
+from deltastore.errors import NotServable
+
+# Versions whose touched code was read or run.
+MIN_VERSION, BELOW_VERSION = "0.28", "0.34"
+# What is used of vLLM's code and is no public interface: the module, the object in it, and its parameters or members.
+TOUCHED: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    (
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin.load_lora_model",
+        ("model", "vllm_config", "device"),
+    ),
+    ("vllm.lora.layers", "LoRAMapping", ("index_mapping", "prompt_mapping", "type")),
+    ("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
+    ("vllm.model_executor.layers.linear", "LinearBase", ()),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding", ()),
+    ("vllm.model_executor.layers.layernorm", "RMSNorm.forward_native", ("x", "residual")),
+    ("vllm.model_executor.layers.layernorm", "GemmaRMSNorm.forward_native", ("x", "residual")),
+    ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
+)
+SECTION = "peraxis"  # of vLLM's `additional_config`
+
+
+def register() -> None:
+    """Replace the model runner's adapter manager. vLLM calls this in each of its processes, perhaps more than once."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    stock: Any = LoRAModelRunnerMixin.load_lora_model
+    if getattr(stock, "is_peraxis", False):
+        return
+
+    def load_lora_model(self: Any, model: Any, vllm_config: Any, device: Any) -> Any:
+        if (own := section_of(vllm_config)) is None:
+            return stock(self, model, vllm_config, device)
+        check_vllm()
+        from peraxis_vllm.manager import DeltaManager
+        from peraxis_vllm.probe import check
+
+        self.lora_manager = DeltaManager(model, vllm_config, device, own)
+        self.model = model
+        check(self)
+        return model
+
+    load_lora_model.is_peraxis = True  # type: ignore[attr-defined]
+    LoRAModelRunnerMixin.load_lora_model = load_lora_model
+    _compile_on_cpu()
+
+
+def section_of(vllm_config: Any) -> dict[str, Any] | None:
+    """Return the settings that vLLM was given for this plugin; None if it is not to act."""
+    own: dict[str, Any] | None = (vllm_config.additional_config or {}).get(SECTION)
+    return own
+
+
+def check_vllm() -> None:
+    """Refuse a vLLM whose code may be another than this plugin was written for.
+
+    Raises:
+        NotServable: its version is out of range, or something that is used has moved.
+    """
+    import vllm
+
+    version = Version(vllm.__version__.split("+")[0])
+    if not Version(MIN_VERSION) <= version < Version(BELOW_VERSION):
+        raise NotServable(
+            f"vLLM {version}: deltas are served by versions from {MIN_VERSION} to below {BELOW_VERSION}: install one "
+            "of them, or serve with --backend native"
+        )
+    moved = [f"{module}.{name}" for module, name, members in TOUCHED if not _is_there(module, name, members)]
+    if moved:
+        raise NotServable(
+            f"vLLM {version} has no {', '.join(moved)} as deltas use it: install another version from {MIN_VERSION} to "
+            f"below {BELOW_VERSION}, or serve with --backend native"
+        )
+
+
+def _is_there(module: str, name: str, members: tuple[str, ...]) -> bool:
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        if inspect.isfunction(found) or inspect.ismethod(found) or not members:
+            known = set(inspect.signature(found).parameters) if members else set()
+        else:
+            known = set(getattr(found, "__dataclass_fields__", getattr(found, "__struct_fields__", ())))
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return set(members) <= known
+
+
+def _compile_on_cpu() -> None:
+    """Let torch.compile on beside deltas. vLLM turns it off beside LoRA on the CPU; our operations are opaque to it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock: Any = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        hidden = None
+        if section_of(vllm_config) is not None:
+            hidden, vllm_config.lora_config = vllm_config.lora_config, None
+        try:
+            stock(cls, vllm_config)
+        finally:
+            if hidden is not None:
+                vllm_config.lora_config = hidden
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -43,10 +44,12 @@ class _Lines(tqdm):  # type: ignore[type-arg]
         super().close()
 
 
-def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoReturn]:
-    """Show progress over `total` units; use as a context manager."""
-    is_terminal = sys.stderr.isatty()
-    return (tqdm if is_terminal else _Lines)(
+def progress_bar(
+    total: int, what: str, unit: str, enabled: bool, file: TextIO | io.TextIOBase | None = None
+) -> tqdm[NoReturn]:
+    """Show progress over `total` units on a file, standard error by default; use as a context manager."""
+    file = file or sys.stderr
+    return (tqdm if file.isatty() else _Lines)(
         total=total,
         desc=what,
         unit=unit,
@@ -55,13 +58,15 @@ def progress_bar(total: int, what: str, unit: str, enabled: bool) -> tqdm[NoRetu
         leave=False,
         # `_Lines` spaces its lines itself.
         mininterval=min(0.1, LINE_INTERVAL_S),
-        file=sys.stderr,
+        file=file,
     )
 
 
-def byte_progress(total: int, what: str, enabled: bool) -> tqdm[NoReturn]:
-    """Show progress over `total` bytes; use as a context manager."""
-    return progress_bar(total, what, "B", enabled)
+def byte_progress(
+    total: int, what: str, enabled: bool, file: TextIO | io.TextIOBase | None = None
+) -> tqdm[NoReturn]:
+    """Show progress over `total` bytes on a file, standard error by default; use as a context manager."""
+    return progress_bar(total, what, "B", enabled, file)
 
 
 def identify_base(checkpoint: Checkpoint, enabled: bool) -> Base:

@@ -6,6 +6,7 @@ tenant's text. Text of a tenant in other messages stays within their line.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -36,6 +37,17 @@ def configure_logging(role: str, settings: Settings) -> None:
     handler.setFormatter(formatter(role, shows_messages=settings.log_prompts))
     logging.basicConfig(handlers=[handler], force=True)
     logging.getLogger("server").setLevel(logging.INFO)
+
+
+class LogLines(io.TextIOBase):
+    """A text file whose lines, each written at once, become messages of a logger."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+
+    def write(self, text: str, /) -> int:
+        self._log.info("%s", text.rstrip())
+        return len(text)
 
 
 class TextFormatter(logging.Formatter):

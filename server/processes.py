@@ -72,12 +72,21 @@ def with_backend(settings: Settings) -> Settings:
     if not why_not and settings.engine_python is None and find_spec("vllm") is None:
         why_not = "vLLM is not installed"
     if not why_not:
-        command = [str(settings.engine_python or sys.executable), "-P", "-c", HAS_VLLM]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        why_not = done.stdout.strip() if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+        why_not = _why_no_vllm(str(settings.engine_python or sys.executable))
     backend = "native" if why_not else "vllm"
     log.info("the engine is %s: %s", backend, why_not or "vLLM is installed and there is a CUDA device")
     return settings.model_copy(update={"backend": backend})
+
+
+def _why_no_vllm(python: str) -> str:
+    """Return why an interpreter cannot run vLLM on CUDA; "" if it can."""
+    try:
+        done = subprocess.run([python, "-P", "-c", HAS_VLLM], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{python} does not start: {error.strerror}"
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return f"{python} ended with {done.returncode}: {done.stderr.strip().rpartition(chr(10))[2]}"
 
 
 KILL_S = 5.0

@@ -391,7 +391,8 @@ class Settings(BaseModel):
             raise ValueError("backend is vllm and engine is inline: run the engine as a process")
         if self.engine_python is not None and self.backend == "native":
             raise ValueError("engine_python is set and backend is native: set backend to vllm")
-        if self.engine_python is not None and not os.access(self.engine_python, os.X_OK):
+        python = self.engine_python
+        if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
             raise ValueError(f"engine_python {self.engine_python} is no program: give the path of a Python")
         return self
 

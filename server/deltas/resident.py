@@ -273,13 +273,13 @@ class StepDeltas:
     tokens: Rows
     logits: Rows
     vectors: frozenset[int]  # those that any delta changes
-    num_added: int  # the most tokens that a delta has beyond the base's
+    num_added: int  # the most tokens beyond the base's that a delta with rows of logits has
 
     def rows(self, num_rows: int) -> Rows:
         """Return the rows that a layer with `num_rows` rows of inputs computes.
 
         Raises:
-            EngineFailed: they are neither the step's tokens nor its logits, so nobody knows whose they are.
+            EngineFailed: there are neither as many as the step has tokens nor as many as it has rows of logits.
         """
         return self.tokens if num_rows == self.tokens.num_rows else self.logit_rows(num_rows)
 
@@ -334,7 +334,8 @@ class BatchContext:
             self._tokens.set(slots.repeat(num_tokens))
             self._logits.set(slots.repeat(num_logits))
             vectors = frozenset[int]().union(*(delta.vectors for delta in own))
-            num_added = max(delta.num_added for delta in own)
+            with_logits = (delta for delta, count in zip(deltas, num_logits, strict=True) if count)
+            num_added = max((delta.num_added for delta in with_logits if delta is not None), default=0)
             self.current = StepDeltas(self._tokens, self._logits, vectors, num_added)
         try:
             yield

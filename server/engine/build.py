@@ -250,17 +250,29 @@ def _load_base(
 ) -> tuple[ServedModel, int]:
     """Check that the base fits, then load it. Return it with the size of a slot in bytes."""
     checkpoint = Checkpoint.open(settings.base)
+    dtype, slot_bytes, _ = base_sizes(settings, checkpoint, device)
+    model = load_model(checkpoint, device, dtype, stopping)
+    if device.type == "cuda":
+        # Otherwise the memory that the start-up probe used would count as taken.
+        torch.cuda.empty_cache()
+    return model, slot_bytes
+
+
+def base_sizes(
+    settings: Settings, checkpoint: Checkpoint, device: torch.device
+) -> tuple[torch.dtype, int, int]:
+    """Check that a base fits before it is read. Return its dtype, and the bytes of a slot and of the base.
+
+    Raises:
+        NotServable: it does not fit.
+    """
     shapes = checkpoint.shapes()
     dtype = DTYPES[settings.dtype] or own_dtype(checkpoint)
     slot_bytes = size_of_slot(shapes, settings.slot_headroom)
     base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     check_base(settings, device, dtype, base_bytes, slot_bytes)
     log.info("reading the base: %s in %s", size_text(base_bytes), str(dtype).removeprefix("torch."))
-    model = load_model(checkpoint, device, dtype, stopping)
-    if device.type == "cuda":
-        # Otherwise the memory that the start-up probe used would count as taken.
-        torch.cuda.empty_cache()
-    return model, slot_bytes
+    return dtype, slot_bytes, base_bytes
 
 
 def _allocate(

@@ -8,38 +8,34 @@ So nothing is loaded, refused or validated inside a step of vLLM, whose errors e
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
-from deltastore.console import size_text
 from deltastore.errors import NotServable
 from deltastore.loader import Loader
 from deltastore.registry import Registry
-from deltastore.servable import own_dtype
 from deltastore.user_cache import user_cache_dir
 from server.deltas.fetcher import Fetcher
 from server.deltas.residency import Residency
 from server.engine.build import (
-    DTYPES,
     MASK_S,
-    MIN_SLOTS,
-    check_base,
+    FreeMemory,
+    base_sizes,
     device_of,
     free_memory,
     host_cache_bytes,
     host_cache_of,
     max_batch_tokens,
     plan_memory,
-    size_of_slot,
 )
 from server.engine.clients import EngineSocket
 from server.engine.core import EngineCore, RequestLimits
@@ -57,8 +53,9 @@ from server.settings import Settings
 
 log = logging.getLogger(__name__)
 
-PAGE_TOKENS = 16
-# vLLM reads this before it is imported; what the operator has set stays.
+# vLLM's on the CPU; those on CUDA are smaller.
+PAGE_TOKENS = 128
+# Read when vLLM is imported; what the operator has set stays.
 ENVIRONMENT = {
     # The engine in this process, which our own processes surround already.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -67,7 +64,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # It would log to standard output, on which a server prints one line.
     "VLLM_CONFIGURE_LOGGING": "0",
-    # Neither has run on a GPU with deltas yet.
+    # The second one has not run with deltas yet.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # HTTP processes need the cores, too, and would wait for a thread that spins on a core of its own.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -91,9 +88,6 @@ class VllmPages(KVCacheManager):
     @property
     def max_tokens(self) -> int:
         return self._max_tokens
-
-    def discard(self, sequence: Sequence) -> None:
-        self.release(sequence)
 
 
 class Admission(Scheduler):
@@ -285,16 +279,13 @@ def build_vllm_engine(
     logging.getLogger("vllm").setLevel(logging.WARNING)
     logging.getLogger("vllm.peraxis").setLevel(logging.INFO)
     device, checkpoint = device_of(settings.device), Checkpoint.open(settings.base)
-    dtype = DTYPES[settings.dtype] or own_dtype(checkpoint)
-    shapes = checkpoint.shapes()
-    slot_bytes = size_of_slot(shapes, settings.slot_headroom)
-    base_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    check_base(settings, device, dtype, base_bytes, slot_bytes)
-    log.info("reading the base into vLLM: %s in %s", size_text(base_bytes), str(dtype).removeprefix("torch."))
+    dtype, slot_bytes, base_bytes = base_sizes(settings, checkpoint, device)
     base = Base.of(checkpoint)
     cache_bytes = host_cache_bytes(settings)
-    num_slots, kv_cache_bytes = _divided(settings, device, dtype, base_bytes, slot_bytes, cache_bytes)
-    llm = _llm_of(settings, dtype, num_slots, slot_bytes, kv_cache_bytes)
+    free = free_memory(device, cache_bytes, base_bytes)
+    memory = _memory_of(settings, free, dtype, slot_bytes)
+    llm = _llm_of(settings, device, dtype, slot_bytes, memory)
+    num_slots = memory.num_slots
     (manager,) = llm.collective_rpc(_manager_of)
     residency_metrics = ResidencyMetrics(metrics)
     host_cache = host_cache_of(cache_bytes, slot_bytes, device, residency_metrics)
@@ -308,14 +299,42 @@ def build_vllm_engine(
     core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     metrics.slots.set(num_slots)
-    used = {"slots": num_slots * slot_bytes, "kv": kv_cache_bytes or 0, "base": base_bytes}
+    used = {"slots": num_slots * slot_bytes, "kv": memory.kv_cache_bytes, "base": base_bytes}
     for kind, num_bytes in used.items():
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
     return Engine(core, residency, socket, EngineFacts(base, max_model_len, slot_bytes, num_slots), metrics)
 
 
+@dataclass(frozen=True, slots=True)
+class VllmMemory:
+    """How memory is divided: slots, the KV cache, and the longest request that it holds."""
+
+    num_slots: int
+    kv_cache_bytes: int
+    max_model_len: int
+
+
+def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_bytes: int) -> VllmMemory:
+    """Divide memory as for the native engine, with keys and values of the size that most architectures have."""
+    # Deferred, as all of transformers is until the base is known to fit.
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.base).get_text_config()
+    num_heads = int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    page_bytes = PAGE_TOKENS * 2 * int(config.num_hidden_layers) * num_kv_heads * head_dim * dtype.itemsize
+    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    longest = min(settings.max_model_len or longest, longest)
+    max_pages = -(-settings.max_num_seqs * longest // PAGE_TOKENS) + 1
+    plan = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
+    # One page less: vLLM keeps one for padding, too.
+    max_model_len = min(longest, (plan.num_pages - 1) * PAGE_TOKENS)
+    return VllmMemory(plan.num_slots, plan.num_pages * page_bytes, max_model_len)
+
+
 def _llm_of(
-    settings: Settings, dtype: torch.dtype, num_slots: int, slot_bytes: int, kv_cache_bytes: int | None
+    settings: Settings, device: torch.device, dtype: torch.dtype, slot_bytes: int, memory: VllmMemory
 ) -> Any:
     """Start vLLM's engine in this process.
 
@@ -335,16 +354,16 @@ def _llm_of(
         skip_tokenizer_init=True,
         dtype=str(dtype).removeprefix("torch."),
         enable_lora=True,
-        max_loras=num_slots,
+        max_loras=memory.num_slots,
         max_lora_rank=8,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        max_num_batched_tokens=max_batch_tokens(settings, device_of(settings.device)),
+        max_model_len=memory.max_model_len,
+        max_num_batched_tokens=max_batch_tokens(settings, device),
         enable_chunked_prefill=True,
         disable_log_stats=True,
         async_scheduling=False,
-        kv_cache_memory_bytes=kv_cache_bytes,
-        additional_config={"peraxis": {"slot_bytes": slot_bytes, "num_slots": num_slots}},
+        kv_cache_memory_bytes=memory.kv_cache_bytes,
+        additional_config={"peraxis": {"slot_bytes": slot_bytes, "num_slots": memory.num_slots}},
     )
     try:
         return LLMEngine.from_engine_args(arguments)
@@ -354,45 +373,6 @@ def _llm_of(
         raise NotServable(
             f"vLLM cannot serve this base: {type(error).__name__}: {error}: serve it with --backend native"
         ) from error
-
-
-def _divided(
-    settings: Settings,
-    device: torch.device,
-    dtype: torch.dtype,
-    base_bytes: int,
-    slot_bytes: int,
-    cache_bytes: int,
-) -> tuple[int, int | None]:
-    """Return the number of slots and the bytes of the KV cache; None lets vLLM measure what is left."""
-    free = free_memory(device, cache_bytes, base_bytes)
-    page_bytes = PAGE_TOKENS * _bytes_per_token(settings, dtype)
-    plan = plan_memory(settings, free, slot_bytes, page_bytes, _max_pages(settings))
-    if device.type == "cuda" and settings.kv_cache_bytes is None:
-        return max(plan.num_slots, MIN_SLOTS), None
-    return plan.num_slots, plan.num_pages * page_bytes
-
-
-def _max_pages(settings: Settings) -> int:
-    """Return the pages that all running sequences can use, and one more."""
-    config = _text_config(settings)
-    longest = settings.max_model_len or int(getattr(config, "max_position_embeddings", 0) or 2048)
-    return -(-settings.max_num_seqs * longest // PAGE_TOKENS) + 1
-
-
-def _bytes_per_token(settings: Settings, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values in all layers, as most architectures have them."""
-    config = _text_config(settings)
-    num_heads = int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
-    return 2 * int(config.num_hidden_layers) * num_kv_heads * head_dim * dtype.itemsize
-
-
-def _text_config(settings: Settings) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(settings.base).get_text_config()
 
 
 def _manager_of(worker: Any) -> Any:

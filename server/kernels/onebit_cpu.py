@@ -218,14 +218,8 @@ def _measured(in_features: int, by_lookup: Product) -> int:
         order = torch.arange(rows, dtype=torch.int32)
         ranges = torch.tensor([[0, rows]], dtype=torch.int32)
 
-        def expanded() -> None:
-            total = output.float()  # noqa: B023 - called here
-            add_product(total, x, plane, torch.bfloat16)  # noqa: B023 - called here
-            output.copy_(total)  # noqa: B023 - called here
-
-        def looked_up() -> None:
-            by_lookup(output, x, table, order, ranges, [NUM_OUTPUTS])  # noqa: B023 - called here
-
+        expanded = partial(_expand_and_add, output, x, plane)
+        looked_up = partial(by_lookup, output, x, table, order, ranges, [NUM_OUTPUTS])
         # In turns, so that other work on the machine slows both.
         turns = [(_seconds(expanded), _seconds(looked_up)) for _ in range(NUM_TURNS)]
         expanded_s, looked_up_s = (min(times) for times in zip(*turns, strict=True))
@@ -233,6 +227,12 @@ def _measured(in_features: int, by_lookup: Product) -> int:
             break
         found = rows
     return found
+
+
+def _expand_and_add(output: Tensor, x: Tensor, plane: Plane) -> None:
+    total = output.float()
+    add_product(total, x, plane, torch.bfloat16)
+    output.copy_(total)
 
 
 def _seconds(work: Callable[[], None]) -> float:

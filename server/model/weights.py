@@ -7,6 +7,7 @@ as used. One copy of the weights exists at any time, plus the tensors that are b
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
@@ -27,6 +28,9 @@ from deltastore.memory import is_out_of_memory
 from deltastore.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
 from server.deltas.layers import check_tensors
 from server.errors import Draining
+from server.log import LogLines
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +89,7 @@ def read_base(
     known = cached_fingerprint(state)
     digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
-    with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True) as bar:
+    with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True, file=LogLines(log)) as bar:
         model = _load(_Reading(checkpoint, digests, stopping, bar.update), device, dtype)
     if shard_state(checkpoint) != state:
         raise CheckpointError(f"{checkpoint.path}: a shard changed while it was read: start the server again")
@@ -93,7 +97,7 @@ def read_base(
 
 
 def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    logging.disable_progress_bar()
+    disable_progress_bar()
     config = read_config(reading.checkpoint.path)
     # With accelerate each tensor goes to the device as it is read; without it the host holds all of them first.
     placement = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}

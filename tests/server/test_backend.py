@@ -39,6 +39,16 @@ def test_auto_asks_the_interpreter_that_would_run_vllm(
     assert f"the engine is {backend}: {why}" in caplog.text
 
 
+def test_auto_takes_no_interpreter_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    own = settings(tmp_path, engine_python=python_that_says(tmp_path, "", code=7))
+    assert with_backend(own).backend == "native"
+    assert "ended with 7" in caplog.text
+    (tmp_path / "python").write_bytes(b"\0no program")
+    assert with_backend(own).backend == "native"
+    assert "does not start" in caplog.text
+
+
 def test_auto_on_the_cpu_asks_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     own = settings(tmp_path, device="cpu", engine_python=python_that_says(tmp_path, "", code=1))
@@ -58,6 +68,7 @@ def test_a_chosen_backend_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         ({"backend": "vllm", "engine": "inline"}, "run the engine as a process"),
         ({"backend": "native", "engine_python": "/bin/sh"}, "set backend to vllm"),
         ({"engine_python": "/nowhere/python"}, "is no program"),
+        ({"engine_python": "/"}, "is no program"),
         ({"engine_python": ""}, "the path is empty"),
         ({"backend": "vlm"}, "vllm"),
     ],

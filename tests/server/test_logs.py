@@ -49,8 +49,9 @@ def test_lines_name_their_request_and_show_its_prompt_only_on_demand(
     assert {(line["request_id"], line["trace_id"]) for line in replies} == {("req-of-the-test", TRACE)}
     assert replies[0]["tenant"] == "default"
     assert {line["role"] for line in lines} == {"supervisor", "engine", "http-1"}
-    starting, listening = (line["message"] for line in lines[:2])
+    starting, engine, listening = (line["message"] for line in lines[:3])
     assert starting == f"starting with base {artifacts.base} and registry {tmp_path / 'registry'}"
+    assert engine.startswith("the engine is native: ")
     assert listening == f"listening at {server.url}: requests get 503 until the base is loaded"
     shown = [line for line in lines if PROMPT in json.dumps(line)]
     assert bool(shown) == logs_prompts

@@ -19,12 +19,9 @@ from server.errors import InvalidRequest
 from server.protocol.messages import DoneEvent, ErrorEvent
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
-from tests.vllm.helpers.environment import PYTHON, SIZES
+from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON, SIZES
 
-pytestmark = [
-    pytest.mark.deploy,
-    pytest.mark.skipif(PYTHON is None, reason="TESTS_VLLM_PYTHON names no interpreter that has vLLM"),
-]
+pytestmark = NEEDS_VLLM
 NUM_REQUESTS = 40
 SELF = Calibration("self", samples=20, length=16, seed=0)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deltastore.errors import NotServable
 from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
-from server.deltas.resident import DeltaTables, Part, Rows
+from server.deltas.resident import DeltaTables, Part, ResidentDelta, Rows
 from tests.server.helpers.placed import new_slot, placed
 
 CPU = torch.device("cpu")
@@ -156,6 +156,11 @@ class Manager:
         self.tables = DeltaTables()
         self.tokens, self.logits = (Rows(16, 2, CPU) for _ in range(2))
         self.missed: list[str] = []
+        self.residents: list[ResidentDelta] = []
+
+    def place(self, index: int, delta: dict[str, MatrixDelta]) -> None:
+        """Put a delta into a slot, whose memory is kept."""
+        self.residents.append(placed(self.tables, new_slot(index), delta))
 
     def stored(self, name: str) -> str:
         return name
@@ -188,8 +193,8 @@ def test_a_fused_layer_adds_the_deltas_of_its_parts_to_rows_in_any_order(manager
     assert isinstance(layer.quant_method, Method)
     manager.tables.allocate(2, CPU)
     deltas = [{"q": plane(5, 13, 1), "k": plane(4, 13, 2)}, {"k": plane(4, 13, 3)}]
-    kept = [placed(manager.tables, new_slot(index), delta) for index, delta in enumerate(deltas)]
-    assert len(kept) == 2
+    for index, delta in enumerate(deltas):
+        manager.place(index, delta)
     slots = np.array([1, -1, 0, 1, 0])
     manager.tokens.set(slots)
     x = torch.randn(5, 13, generator=torch.Generator().manual_seed(4))
@@ -203,13 +208,12 @@ def test_a_fused_layer_adds_the_deltas_of_its_parts_to_rows_in_any_order(manager
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_are_nobodys_stay_the_bases_and_are_reported(manager: Any) -> None:
+def test_rows_that_fit_no_rows_of_the_step_stay_the_bases_and_are_reported(manager: Any) -> None:
     layer: Any = nn.Linear(13, 9, bias=False).requires_grad_(False)
     layer.quant_method = Method()
     wrap(layer, add_point(Point(manager, "tower", manager.tables.add_part(Part("t", 9)), [9])))
     manager.tables.allocate(2, CPU)
-    delta = placed(manager.tables, new_slot(0), {"t": plane(9, 13, 1)})
-    delta.check_alive()
+    manager.place(0, {"t": plane(9, 13, 1)})
     manager.tokens.set(np.zeros(4, dtype=np.int64))
     x = torch.randn(7, 13)
     assert torch.equal(layer.quant_method.apply(layer, x), x @ layer.weight.T)
@@ -223,8 +227,7 @@ def test_an_embedding_looks_up_each_rows_own_delta(manager: Any) -> None:
     wrap(layer, embedding=add_point(Point(manager, "e", part, [11], is_embedding=True)))
     manager.tables.allocate(2, CPU)
     delta = plane(11, 6, 1)
-    own = placed(manager.tables, new_slot(1), {"e": delta})
-    own.check_alive()
+    manager.place(1, {"e": delta})
     manager.tokens.set(np.array([1, -1, 1]))
     ids = torch.tensor([3, 3, 10])
     want = torch.stack(

@@ -8,17 +8,13 @@ import sys
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.live_server import WAIT_S, clean_environment, live_server, serve_command
 from tests.server.helpers.served import generate, make_delta, merged
-from tests.vllm.helpers.environment import PYTHON, SIZES
+from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON, SIZES
 
-pytestmark = [
-    pytest.mark.deploy,
-    pytest.mark.skipif(PYTHON is None, reason="TESTS_VLLM_PYTHON names no interpreter that has vLLM"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def test_a_variant_published_while_vllm_serves_answers_as_its_merged_weights(tmp_path: Path) -> None:

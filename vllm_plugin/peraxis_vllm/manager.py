@@ -41,14 +41,14 @@ class DeltaManager:
         self.model, self.device = model, device
         self.checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
         self.tables = _CheckedTables(self)
-        self.tables_dtype = vllm_config.model_config.dtype
+        self.dtype = vllm_config.model_config.dtype
         scheduler = vllm_config.scheduler_config
         max_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs) + PADDING_ROWS
         num_slots = int(own["num_slots"])
         self.tokens, self.logits = (Rows(max_rows, num_slots, device) for _ in range(2))
         self.norms: list[NormPoint] = []
         self.points: list[Point] = []
-        # The first call of this step whose rows were nobody's.
+        # The first call of this step whose rows could not be assigned to sequences.
         self.fault: str | None = None
         self._stored = _stored_names(model, self.checkpoint)
         self._attach(vllm_config.model_config.hf_config.get_text_config().tie_word_embeddings)
@@ -62,7 +62,7 @@ class DeltaManager:
         log.info("deltas: %d layers, %d norms, %d slots", len(self.points), len(self.norms), num_slots)
 
     def rows(self, name: str, num_rows: int, is_head: bool) -> Rows | None:
-        """Return the rows that a layer with `num_rows` rows of inputs computes, None if they are nobody's.
+        """Return the rows that a layer with `num_rows` rows of inputs computes; None if they fit no rows of the step.
 
         A captured graph has more rows than its step, so on CUDA there may be more.
         """
@@ -76,7 +76,7 @@ class DeltaManager:
         return None
 
     def take_fault(self) -> str | None:
-        """Return what was wrong with the last step, once; its variants' tokens are not theirs."""
+        """Return why the last step's tokens of variants are wrong, once; None if they are right."""
         fault, self.fault = self.fault, None
         return fault
 

@@ -105,9 +105,8 @@ class _ProbeDelta:
             base, got = stock.embedding(module, x), method.embedding(module, x)
             added = self.planes[point.first].rows(x[OWN], torch.float32)
         else:
-            weight_dtype = self.manager.tables_dtype
             x = torch.randn(len(SLOTS), _in_features(module), generator=self.generator)
-            x = x.to(self.manager.device, weight_dtype)
+            x = x.to(self.manager.device, self.manager.dtype)
             bias = None if point.is_head else getattr(module, "bias", None)
             base, got = stock.apply(module, x, bias), method.apply(module, x, bias)
             parts = range(point.first, point.first + len(point.ends))
@@ -123,7 +122,7 @@ class _ProbeDelta:
         module, tables = norm.module, self.manager.tables
         width = tables.vectors[norm.vectors["weight"]].table.shape[1]
         x = torch.randn(len(SLOTS), width, generator=self.generator).to(
-            self.manager.device, self.manager.tables_dtype
+            self.manager.device, self.manager.dtype
         )
         got, wide = (
             module._forward_method(x) if hasattr(module, "_forward_method") else module.forward(x),

@@ -225,7 +225,7 @@ def test_a_vocabulary_stored_whole_has_added_tokens(dtype: torch.dtype) -> None:
     assert got[3, 11] == -torch.inf
 
 
-def test_a_layer_whose_rows_are_nobodys_fails() -> None:
+def test_a_layer_whose_rows_fit_no_rows_of_the_step_fails() -> None:
     layer, context = nn.Linear(6, 11).requires_grad_(False), BatchContext()
     LinearDelta(layer, "l", context)
     (delta,) = resident(context, ({"l.weight": coded(11, 6, seed=1)}, {}))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.header import read_into
-from deltastore.format.manifest import Manifest, TensorSpec
+from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta
 from server.deltas.resident import DeltaTables, ResidentDelta, Slot
+from tests.helpers.tiny_artifact import tiny_manifest
 
 SLOT_BYTES = 1 << 16
 
@@ -44,20 +45,8 @@ def write(
         for name, tensor in whole.items():
             writer.add_whole(name, tensor)
             specs[name] = TensorSpec(codec="whole", shape=list(tensor.shape))
-        writer.finish(
-            Manifest(
-                base_id="tiny",
-                base_fingerprint="5f" * 32,
-                method="both",
-                tied=tied,
-                device_bytes=writer.device_bytes,
-                config={},
-                tensors=specs,
-                files=[],
-                compressor={},
-                fidelity={},
-            )
-        )
+        changes = {"tensors": specs, "files": [], "tied": tied}
+        writer.finish(tiny_manifest(writer.device_bytes).model_copy(update=changes))
 
 
 def new_slot(index: int) -> Slot:

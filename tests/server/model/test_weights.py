@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deltastore import console
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, NotServable, PeraxisError
 from deltastore.fingerprint import fingerprint
@@ -122,6 +123,19 @@ def test_the_fingerprint_is_computed_while_reading(base: Path, tmp_path: Path) -
     checkpoint = Checkpoint.open(base)
     _, found = read_base(checkpoint, CPU, torch.bfloat16, threading.Event())
     assert found.fingerprint == fingerprint(checkpoint, cache=tmp_path / "other.json")
+
+
+def test_progress_of_reading_is_in_the_log_and_nowhere_else(
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    caplog.set_level("INFO", "server")
+    load(base)
+    assert sum(message.startswith("reading base:") for message in caplog.messages) > 2
+    assert "reading" not in capsys.readouterr().err
 
 
 def test_a_shard_that_changes_while_it_is_read_is_refused(

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from bench.real import models
 from bench.real.models import RealModel
@@ -20,6 +21,7 @@ from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(1500)]
 PROMPT = list(range(1000, 1040))
+TEXT = "The river runs past the old mill and under the bridge, and in spring it carries ice."
 # Error of a token's log-probability in nats, from rounding to bfloat16 over 16 layers.
 TOLERANCE = 0.1
 
@@ -60,16 +62,15 @@ def test_a_variant_of_a_billion_weights_streams_at_temperature_1(large: Path) ->
                 extra_body={"ignore_eos": True},
             )
         )
-        scored = httpx.post(
-            f"{server.url}/generate?variant=tuned",
-            json={"prompt": PROMPT, "max_new_tokens": 8, "temperature": 0, "logprobs": 0},
-            timeout=WAIT_S,
-        ).json()["outputs"][0]
+        reply = server.generate("tuned", prompt=TEXT, max_new_tokens=8, logprobs=0)
+        assert reply.status_code == 200, reply.text
+        scored = reply.json()["outputs"][0]
     assert chunks[-1].choices[0].finish_reason == "length"
     answered = torch.tensor([scored["token_ids"]])
+    ids = AutoTokenizer.from_pretrained(base)(TEXT, return_tensors="pt").input_ids
     own = merged(base, artifact, large / "merged")
     with torch.inference_mode():
-        logits = own(torch.cat([torch.tensor([PROMPT]), answered], 1)).logits[0, len(PROMPT) - 1 : -1]
+        logits = own(torch.cat([ids, answered], 1)).logits[0, ids.shape[1] - 1 : -1]
     expected = logits.float().log_softmax(-1).gather(1, answered.T)[:, 0]
     found = torch.tensor([entry["logprob"] for entry in scored["logprobs"]])
     assert (found - expected).abs().max() < TOLERANCE

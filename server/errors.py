@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import PeraxisError, VariantQuarantined
 from server.tenants.tenant import Rates
 
 
@@ -62,6 +62,14 @@ class LinkBroken(PeraxisError):
 
 class EngineFailed(PeraxisError):
     """A step or the engine itself failed."""
+
+
+class EndedEngine(EngineFailed):
+    """The engine died while it computed this request and no other."""
+
+
+class VersionEndsEngines(VariantQuarantined):
+    """Engines have died at requests for this version."""
 
 
 class WorkerTimeout(PeraxisError):

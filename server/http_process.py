@@ -74,7 +74,7 @@ async def _run(config: HttpProcessConfig, settings: Settings) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     supervisor = SupervisorLink(await http_process_end(socket.socket(fileno=config.link)))
     metrics = FrontendMetrics(process=True)
-    engine = EngineClient(config.identity)
+    engine = EngineClient(config.identity, settings.resume_timeout)
     registry = open_registry(settings, make=False)
     service = Service(settings, registry, metrics, engine, cast(SharedState, supervisor.state))
     obeying = asyncio.create_task(supervisor.obey(service, engine))
@@ -107,11 +107,12 @@ class SupervisorLink:
         """Do what the supervisor says until it ends."""
         while (message := await self._link.receive()) is not None:
             match message:
-                case EngineStarted(address):
+                case EngineStarted(address, quarantined):
+                    engine.quarantine(quarantined)
                     engine.connect(address)
                     engine.welcomed.add_done_callback(self._on_welcomed)
-                case EngineLost():
-                    engine.disconnect()
+                case EngineLost(culprits, given_up, quarantined):
+                    engine.engine_lost(culprits, given_up, quarantined)
                 case Ping():
                     self._link.send(Pong())
                 case MetricsWanted(call_id):

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import logging
+import math
 import os
 import resource
 import shutil
@@ -147,6 +148,11 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def kill_group(self) -> None:
+        """Send SIGKILL to the processes that it has started and that are left of its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     async def stop(self, timeout_s: float = KILL_S) -> None:
         """Send SIGTERM, and SIGKILL after `timeout_s`; return when it has ended."""
         self.terminate()
@@ -164,12 +170,18 @@ WINDOW_S = 60.0
 
 
 class Restarts:
-    """The deaths of one kind of process within the last `WINDOW_S` seconds."""
+    """The deaths of one kind of process: those within the last `window_s` seconds, and since the last progress."""
 
-    def __init__(self, what: str, max_deaths: int) -> None:
+    def __init__(self, what: str, max_deaths: int, window_s: float = WINDOW_S) -> None:
         self._what = what
         self._max_deaths = max_deaths
+        self._window_s = window_s
+        self._within = f"within {window_s:g} s" if math.isfinite(window_s) else "in a row"
         self._deaths: deque[float] = deque()
+
+    def progressed(self) -> None:
+        """Forget the deaths so far."""
+        self._deaths.clear()
 
     def count_death(self, code: int) -> None:
         """Count a death with this exit code, and log it.
@@ -179,12 +191,12 @@ class Restarts:
         """
         now = time.monotonic()
         self._deaths.append(now)
-        while now - self._deaths[0] > WINDOW_S:
+        while now - self._deaths[0] > self._window_s:
             self._deaths.popleft()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if len(self._deaths) > self._max_deaths:
             raise EngineFailed(
-                f"{self._what} has ended {len(self._deaths)} times within {WINDOW_S:g} s, at last with {how}: "
+                f"{self._what} has ended {len(self._deaths)} times {self._within}, at last with {how}: "
                 "see its log, then start the server again"
             )
         log.error("%s has ended with %s: it is started again", self._what, how)

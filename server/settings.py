@@ -277,10 +277,18 @@ class Settings(BaseModel):
         Field(
             ge=0,
             le=1000,
-            description="Deaths of the engine, or of HTTP processes, within a minute before the server gives up.",
+            description="Deaths of the engine without a finished request between them, or of HTTP processes within a "
+            "minute, before the server gives up.",
         ),
         Flag(PROCESSES),
     ] = 4
+    resume_timeout: Annotated[
+        Seconds,
+        Field(
+            description="Seconds that a request whose engine died waits for the next one to go on with it."
+        ),
+        Flag(PROCESSES),
+    ] = 120.0
     shutdown_timeout: Annotated[
         Seconds,
         Field(description="Seconds that running requests have to end after SIGTERM."),

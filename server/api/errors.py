@@ -33,6 +33,7 @@ from server.api.json_io import JsonReply
 from server.api.service import http_request_id_of
 from server.errors import (
     Draining,
+    EndedEngine,
     EngineRestarted,
     Forbidden,
     InvalidApiKey,
@@ -86,6 +87,7 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     Draining: Failure(503, "draining", "server_error", 5),
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
     MaskTimeout: Failure(503, "overloaded", "server_error", 1),
+    EndedEngine: Failure(500, "engine_failed", "server_error"),
     EngineRestarted: Failure(503, "engine_restarted", "server_error", 5),
     RequestTimeout: Failure(408, "request_timeout", closes_connection=True),
     VariantQuarantined: Failure(424, "variant_quarantined"),

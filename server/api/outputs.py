@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EngineRestarted, RequestTimeout
+from server.errors import EndedEngine, EngineRestarted, RequestTimeout, VersionEndsEngines
 from server.grammar.grammar import Requested
 from server.grammar.service import MaskFeed
 from server.grammar.tool_calls import (
@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 # Tokens, and log-probabilities of tokens, that are kept for a client which does not read its stream.
 MAX_UNREAD = 1 << 16
+# Errors of requests that no engine counts.
+LOST = (EngineRestarted, EndedEngine, VersionEndsEngines)
 
 T = TypeVar("T")
 
@@ -181,7 +183,7 @@ class RequestEvents:
             if self._num_unread > MAX_UNREAD:
                 event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
         if isinstance(event, ErrorEvent):
-            if isinstance(event.error, EngineRestarted):
+            if isinstance(event.error, LOST):
                 self._count_as_lost(request, submitted_at)
             # No event follows, so that an error is the last one.
             self.cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +24,7 @@ from server.engine.request_state import (
     OnEvent,
     RequestState,
     SequenceOutput,
+    Trial,
     WaitingRequests,
     check_first_mask,
     mask_timeout,
@@ -34,8 +35,17 @@ from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed, InvalidRequest, QueueFull
 from server.metrics.metrics import Telemetry
-from server.protocol.messages import DoneEvent, ErrorEvent, FinishEvent, FinishReason, Level, Mask
+from server.protocol.messages import (
+    DoneEvent,
+    ErrorEvent,
+    FinishEvent,
+    FinishReason,
+    Level,
+    Mask,
+    Progress,
+)
 from server.protocol.request import Request
+from server.protocol.step_page import Step, StepPage, StepRequest, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +73,12 @@ class OpenRequests:
         self._states: dict[str, RequestState] = {}
         # By tenant, then request id; the newest request is the last.
         self._by_tenant: dict[str, dict[str, RequestState]] = {}
+        self.num_finished = 0
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._states
 
     def __getitem__(self, request_id: str) -> RequestState:
@@ -93,24 +104,49 @@ class OpenRequests:
         return (record for record in records if record is not None)
 
     def add(self, state: RequestState) -> None:
-        """Take a request and start its first sequence; `start_next` starts the others."""
+        """Take a request, which `start` starts."""
         request = state.request
         self._states[request.id] = state
         self._by_tenant.setdefault(request.tenant, {})[request.id] = state
         self._waiting.add(state)
         self._telemetry.waits(request)
-        self._telemetry.delta_lookup(request, state.lookup)
+        if state.progress is None:
+            self._telemetry.delta_lookup(request, state.lookup)
         if request.record is not None:
             self._residency.retain(request.record)
-        with self.failing_alone(state):
-            self._start_sequence(state)
-            self.finish_if_exhausted(state, state.outputs[0])
 
-    def make_room(self, tenant: str) -> bool:
-        """End a request without a token for a new one of a tenant that has fewer; False if there is none.
+    def start(self, state: RequestState) -> None:
+        """Start a request's first sequence, or let one that has paused go on; `start_next` starts the others."""
+        state.asked_at = time.monotonic()
+        with self.failing_alone(state):
+            if state.outputs:
+                for output in state.outputs.values():
+                    self._scheduler.go_on(output.sequence, state.asked_at)
+            elif state.unstarted:
+                self._start_sequence(state)
+            else:
+                # Another engine has ended all its sequences.
+                self._finish(state, "stop")
+
+    def pause(self, state: RequestState) -> None:
+        """Let a request wait outside all queues until `start`. It keeps its tokens and loses its pages."""
+        for output in state.outputs.values():
+            self._scheduler.remove(output.sequence)
+            self.preempted(output)
+
+    def preempted(self, output: SequenceOutput) -> None:
+        """Forget what a sequence computes again, because it has lost its pages."""
+        output.clear_prompt_logprobs()
+        self._held.drop(output)
+
+    def make_room(self, tenant: str) -> None:
+        """End a request without a token for a new one of a tenant that has fewer.
 
         It is the newest of the tenant with the most requests. The new one counts for its own tenant, so that two
         tenants never end each other's requests in turn.
+
+        Raises:
+            QueueFull: there is none.
         """
         num_own = len(self._by_tenant.get(tenant, ())) + 1
         larger = [states for states in self._by_tenant.values() if len(states) > num_own]
@@ -120,8 +156,8 @@ class OpenRequests:
                     error = overloaded()
                     self._telemetry.rejected(state.request, error)
                     self._discard(state, error)
-                    return True
-        return False
+                    return
+        raise overloaded()
 
     def start_next(self, state: RequestState, sequence: Sequence) -> None:
         """Schedule the request's next sequence, if `sequence` was started last and has a row of the batch or ended.
@@ -153,7 +189,8 @@ class OpenRequests:
         self._held.forget(output)
         self._scheduler.remove(output.sequence)
         self.start_next(state, output.sequence)
-        if not state.outputs:
+        # The next one may have ended at once, and the request with it.
+        if not state.outputs and state.request.id in self._states:
             self._finish(state, reason)
 
     def finish_if_exhausted(self, state: RequestState, output: SequenceOutput) -> None:
@@ -202,7 +239,13 @@ class OpenRequests:
         sequence = state.start_sequence()
         self._scheduler.add(sequence, time.monotonic(), state.arrival)
         if state.arrival is None:
-            state.arrival = sequence.arrival
+            state.arrival = sequence.arrival - sequence.index
+        output = state.outputs[sequence.index]
+        if (reason := output.end) is not None:
+            # Another engine died between its last token and the news of its end.
+            self.finish_sequence(state, output, reason)
+        else:
+            self.finish_if_exhausted(state, output)
 
     def _finish_unstarted(self, state: RequestState, reason: FinishReason) -> None:
         while state.unstarted:
@@ -210,6 +253,7 @@ class OpenRequests:
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         self._finish_unstarted(state, reason)
+        self.num_finished += 1
         timings = state.timings(time.monotonic())
         self._telemetry.finished(state.request, reason, timings.total_s)
         self._release(state)
@@ -274,9 +318,20 @@ class EngineCore:
         self._waiting = WaitingRequests(residency, limits.load_timeout_s)
         self._held = HeldLogits(limits.mask_timeout_s)
         self._requests = OpenRequests(scheduler, residency, telemetry, self._waiting, self._held)
+        self._trial = Trial((), 0.0)
+        self._page: StepPage | None = None
+
+    def supervise(self, page: StepPage, suspects: Iterable[Suspect]) -> None:
+        """Note each step in a page, and first try the requests with which the engine before this one died."""
+        self._page, self._trial = page, Trial(suspects, time.monotonic())
 
     def add_request(
-        self, request: Request, on_event: OnEvent, submitted_at: float, first_mask: bytes | None = None
+        self,
+        request: Request,
+        on_event: OnEvent,
+        submitted_at: float,
+        first_mask: bytes | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Admit a request and schedule its first sequence; the others start as rows of the batch come free.
 
@@ -285,15 +340,22 @@ class EngineCore:
             on_event: called with each event, a DoneEvent or an ErrorEvent last; must not fail.
             submitted_at: when the client sent it, in seconds of `time.monotonic`.
             first_mask: of each of its sequences, if it is constrained.
+            progress: what its client has of it from an engine before this one.
         """
         try:
             self._check(request, first_mask)
+            # Last, because it may end another request.
+            if progress is None and len(self._requests) >= self.limits.max_open:
+                self._requests.make_room(request.tenant)
         except PeraxisError as error:
             self._telemetry.rejected(request, error)
             on_event(ErrorEvent(error))
             return
         lookup: Level = "device" if request.version is None else self._residency.level_of(request.version)
-        self._requests.add(RequestState(request, on_event, lookup, submitted_at, first_mask))
+        state = RequestState(request, on_event, lookup, submitted_at, first_mask, progress)
+        self._requests.add(state)
+        if not self._trial.hold(state):
+            self._requests.start(state)
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone; unknown ids are ignored."""
@@ -335,6 +397,11 @@ class EngineCore:
     def step(self) -> bool:
         """Make finished loads visible and run one step of the model. Return whether there was one to run."""
         now = time.monotonic()
+        pausing, starting = self._trial.turn(now, self._requests)
+        for held in pausing:
+            self._requests.pause(held)
+        for held in starting:
+            self._requests.start(held)
         self._poll_loads(now)
         self._fail_late(now)
         plan = self._scheduler.plan(now, self._requests.admitted)
@@ -343,17 +410,34 @@ class EngineCore:
         for sequence in plan.preempted:
             # Its request may have failed while the step was planned.
             if (found := self._requests.find_output(sequence.request_id, sequence.index)) is not None:
-                _, output = found
-                output.clear_prompt_logprobs()
-                self._held.drop(output)
+                self._requests.preempted(found[1])
         for sequence in plan.too_long:
             state = self._requests.find(sequence.request_id)
             if state is not None:
                 self._requests.fail(state, too_long(self._kv_cache.max_tokens))
         self._report(plan)
         if plan.batch:
+            self._note_step(plan)
             self._execute(plan)
+            if self._page is not None:
+                self._page.end(self._requests.num_finished)
         return bool(plan.batch)
+
+    def _note_step(self, plan: StepPlan) -> None:
+        """Note in the page what a step is about to compute."""
+        if self._page is None:
+            return
+        num_computed: dict[str, dict[int, int]] = {}
+        for sequence, num_tokens in plan.batch.items():
+            own = num_computed.setdefault(sequence.request_id, {})
+            own[sequence.index] = sequence.num_computed_tokens + num_tokens
+        found = ((self._requests.find(id_), own) for id_, own in num_computed.items())
+        requests = tuple(
+            StepRequest(state.request.id, state.request.tenant, state.request.version, own)
+            for state, own in found
+            if state is not None
+        )
+        self._page.begin(Step(requests, self._trial.suspects))
 
     def fail_all(self, error: PeraxisError) -> None:
         """Answer every request and call with an error: the engine stops."""
@@ -361,14 +445,11 @@ class EngineCore:
         self.residency_calls.fail_all(error)
 
     def _check(self, request: Request, first_mask: bytes | None) -> None:
-        """Raise InvalidRequest or QueueFull unless a request can be admitted; one of a larger tenant may end for it."""
+        """Raise InvalidRequest or EngineFailed unless a request can be served."""
         request.check(self.limits.max_model_len)
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
         check_first_mask(request, first_mask)
-        # Last, because it ends another request.
-        if len(self._requests) >= self.limits.max_open and not self._requests.make_room(request.tenant):
-            raise overloaded()
 
     def _poll_loads(self, now: float) -> None:
         """Make loaded deltas visible; fail the requests and calls of those that could not be loaded."""

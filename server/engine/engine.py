@@ -48,6 +48,7 @@ from server.protocol.messages import (
     Welcome,
     decode_client_message,
 )
+from server.protocol.step_page import StepPage, Suspect
 
 SWITCH_S = 0.0005  # between the interpreter's thread switches; Python's default is ten times as long
 IDLE_S = 0.2  # between checks for work when nothing arrives
@@ -74,6 +75,17 @@ class Engine:
         self._facts = facts
         self._metrics = metrics
         self._next_beat = 0.0
+        self._is_supervised = False
+
+    def supervise(self, page: StepPage, suspects: Iterable[Suspect]) -> None:
+        """Leave open requests to the next engine when this one fails, and tell the supervisor at which it was.
+
+        Args:
+            page: takes each step.
+            suspects: requests with which the engine before this one died.
+        """
+        self._core.supervise(page, suspects)
+        self._is_supervised = True
 
     def run(self, stopping: threading.Event) -> None:
         """Step until `stopping` is set; then, or when the device is lost, answer every request with an error.
@@ -82,7 +94,6 @@ class Engine:
             Exception: the model's own, when its device does not work any more.
         """
         sys.setswitchinterval(SWITCH_S)
-        error: PeraxisError = EngineFailed("the engine has failed: send the request again")
         busy = False
         try:
             while not stopping.is_set():
@@ -91,10 +102,12 @@ class Engine:
                     self._clients.send_events()
                 busy = self._core.step()
                 self._send()
-            error = Draining("the server has shut down: send the request again")
+            self._fail_all(Draining("the server has shut down: send the request again"))
+        except BaseException:
+            if not self._is_supervised:
+                self._fail_all(EngineFailed("the engine has failed: send the request again"))
+            raise
         finally:
-            self._core.fail_all(error)
-            self._refuse_rest(error)
             self._clients.send_events()
             self._residency.close()
 
@@ -105,8 +118,9 @@ class Engine:
             except PeraxisError as error:
                 self._clients.send(identity, Refused(error))
 
-    def _refuse_rest(self, error: PeraxisError) -> None:
-        """Answer requests and calls that have come and will not be read any more."""
+    def _fail_all(self, error: PeraxisError) -> None:
+        """Answer all requests and calls with an error, those too that have come and will not be read any more."""
+        self._core.fail_all(error)
         for identity, raw in self._socket.receive(0.0):
             try:
                 message = decode_client_message(raw)
@@ -136,10 +150,10 @@ class Engine:
         """Act on one message of a client; raise the error that refuses it."""
         core, clients = self._core, self._clients
         match message:
-            case Submit(request, submitted_at, first_mask):
+            case Submit(request, submitted_at, first_mask, progress):
                 clients.open_request(identity, request.id)
                 on_event = partial(clients.add_event, identity, request.id)
-                core.add_request(request, on_event, submitted_at, first_mask)
+                core.add_request(request, on_event, submitted_at, first_mask, progress)
             case Cancel(request_id):
                 core.cancel(request_id)
             case StopSequence(request_id, index):

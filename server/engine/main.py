@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec import json
 
@@ -21,6 +23,7 @@ from server.log import configure_logging
 from server.metrics.metrics import EngineMetrics
 from server.processes import die_with_parent
 from server.protocol.control import EngineConfig, check_version
+from server.protocol.step_page import StepPage, Suspect
 from server.registry_calls import open_registry
 from server.settings import Settings
 
@@ -44,7 +47,18 @@ def run_engine(config: EngineConfig) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     metrics = EngineMetrics(process=True)
-    return serve_engine(settings, config.address, metrics, stopping)
+    supervision = None
+    if config.page is not None:
+        supervision = Supervision(StepPage(Path(config.page), settings.max_num_seqs), config.suspects)
+    return serve_engine(settings, config.address, metrics, stopping, supervision)
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """The arguments of `Engine.supervise`, for an engine that another one follows when it fails."""
+
+    page: StepPage
+    suspects: tuple[Suspect, ...]
 
 
 def freeze_startup_objects() -> None:
@@ -58,10 +72,12 @@ def serve_engine(
     address: str,
     metrics: EngineMetrics,
     stopping: threading.Event,
+    supervision: Supervision | None = None,
     on_built: Callable[[], None] = freeze_startup_objects,
 ) -> int:
     """Bind `address`, load the base and serve clients on this thread until `stopping` is set. Return an exit code.
 
+    Without `supervision` no other engine follows: every request fails with this one.
     `on_built` is called before the first step. A process that outlives the engine passes a function that does nothing,
     because frozen objects would never be freed.
 
@@ -78,6 +94,8 @@ def serve_engine(
             else:
                 from server.engine.build import build_engine
         engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
+        if supervision is not None:
+            engine.supervise(supervision.page, supervision.suspects)
         on_built()
         engine.run(stopping)
     except Draining:

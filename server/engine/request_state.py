@@ -7,8 +7,9 @@ A step computes the logits of a sequence's next token without its mask, so the m
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -26,12 +27,15 @@ from server.protocol.messages import (
     FinishEvent,
     FinishReason,
     Level,
+    Progress,
     PromptEvent,
     ScoredToken,
+    SequenceProgress,
     Timings,
     TokenEvent,
 )
 from server.protocol.request import Request
+from server.protocol.step_page import Suspect
 
 # llguidance writes words of 32 bits.
 WORD_BITS = 32
@@ -85,6 +89,8 @@ class RequestState:
     lookup: Level  # where its delta was when the engine took it in: device, host or disk; device for the base
     submitted_at: float  # when its client sent it
     first_mask: bytes | None = None  # of each of its sequences, if the request is constrained
+    progress: Progress | None = None  # if an engine before this one had the request
+    asked_at: float = math.inf  # when its first sequence was scheduled, and its delta wanted
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
@@ -95,8 +101,13 @@ class RequestState:
     prompt: PromptHistory = field(init=False)  # for the samplers of all its sequences
 
     def __post_init__(self) -> None:
-        self.unstarted = deque(range(self.request.sampling_params.n))
         self.prompt = PromptHistory(self.request.prompt_ids)
+        indices = range(self.request.sampling_params.n)
+        if self.progress is None:
+            self.unstarted = deque(indices)
+        else:
+            self.unstarted = deque(i for i in indices if not self.progress.sequences[i].is_over)
+            self.first_token_at = self.progress.first_token_at
 
     @property
     def cold(self) -> bool:
@@ -107,16 +118,23 @@ class RequestState:
         """Make the next of the request's `n` sequences."""
         self.last_started = self.unstarted.popleft()
         sequence = Sequence(self.request, self.last_started)
-        self.outputs[sequence.index] = SequenceOutput(self, sequence)
+        output = self.outputs[sequence.index] = SequenceOutput(self, sequence)
+        if self.progress is not None:
+            sequence.needs_prompt_logits &= not self.progress.has_prompt
+            output.resume(self.progress.sequences[sequence.index])
         return sequence
 
     def timings(self, now: float) -> Timings:
-        """Return the durations so far; a phase that has not ended counts until `now`."""
-        started = now if self.started_at is None else self.started_at
+        """Return the durations so far; a phase that has not ended counts until `now`.
+
+        Of a request that another engine began, no phase before the first token counts beyond it.
+        """
         first = now if self.first_token_at is None else self.first_token_at
+        started = first if self.started_at is None else min(first, self.started_at)
+        loaded = self.submitted_at if self.loaded_at is None else min(first, self.loaded_at)
         return Timings(
             queue_s=started - self.submitted_at,
-            load_s=0.0 if self.loaded_at is None else self.loaded_at - self.submitted_at,
+            load_s=loaded - self.submitted_at,
             cold=self.cold,
             ttft_s=first - self.submitted_at,
             total_s=now - self.submitted_at,
@@ -139,6 +157,18 @@ class SequenceOutput:
         self._stop_token_ids = params.stop_token_ids
         self._num_left = params.max_new_tokens
         self._prompt_logprobs: list[ScoredToken] = []
+
+    def resume(self, progress: SequenceProgress) -> None:
+        """Go on behind the tokens that the client has."""
+        self.sequence.resume(progress.token_ids)
+        for token_id in progress.token_ids:
+            self.sampler.add(token_id)
+        self._num_left -= len(progress.token_ids)
+        self.is_constrained &= not progress.is_free
+        if progress.is_free:
+            self.mask = None
+        elif progress.token_ids or progress.mask is not None:
+            self.mask = progress.mask
 
     def add_prompt_logprobs(self, scored: list[ScoredToken]) -> None:
         """Take log-probabilities of prompt tokens, in order; send them when the prompt is complete."""
@@ -183,7 +213,12 @@ class SequenceOutput:
         self.mask = None
         self._num_left -= 1
         self._on_event(TokenEvent(self.sequence.index, token.token_id, token.logprob, token.top))
-        if token.token_id in self._stop_token_ids:
+        return self.end
+
+    @property
+    def end(self) -> FinishReason | None:
+        """Why the sequence ends with its last token, or None."""
+        if not self._stop_token_ids.isdisjoint(self.sequence.generated_ids[-1:]):
             return "stop"
         return "length" if self._num_left <= 0 else None
 
@@ -236,7 +271,7 @@ class WaitingRequests:
             state
             for version in self._not_resident()
             for state in self._by_version[version].values()
-            if now - state.submitted_at > self._load_timeout_s
+            if now - state.asked_at > self._load_timeout_s
         ]
 
     def _not_resident(self) -> list[str]:
@@ -245,6 +280,79 @@ class WaitingRequests:
             for version in self._by_version
             if version is not None and not self._residency.is_resident(version)
         ]
+
+
+# Suspects that are tried together.
+MAX_TOGETHER = 8
+# How long clients have to send the suspects again; those that come later are not tried.
+ARRIVAL_S = 2.0
+
+
+class Trial:
+    """Tries the requests with which the engine before this one died: few at a time, or alone, with nothing beside them.
+
+    Until all of them have come as far as the step that failed would have brought them, every other request is held. So
+    an engine that dies again names few suspects, and requests that are not at fault do not fail with it.
+
+    Args:
+        suspects: all that are to be tried.
+        now: seconds on the clock of `turn`.
+    """
+
+    def __init__(self, suspects: Iterable[Suspect], now: float) -> None:
+        self._suspects = {suspect.request.request_id: suspect for suspect in suspects}
+        self._deadline = now + ARRIVAL_S
+        self._tried: dict[str, RequestState] = {}
+        self._held: dict[str, RequestState] = {}
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Ids of the requests that are still to be tried."""
+        return tuple(self._suspects)
+
+    def hold(self, state: RequestState) -> bool:
+        """Hold a new request, and return True, while there is something to try."""
+        if self._suspects:
+            self._held[state.request.id] = state
+        return bool(self._suspects)
+
+    def turn(self, now: float, is_open: Container[str]) -> tuple[list[RequestState], list[RequestState]]:
+        """Return the requests that must pause now, and those that may then start or go on.
+
+        Args:
+            is_open: ids of the requests that have not ended.
+        """
+        if not self._suspects:
+            return [], []
+        tried = {id_: state for id_, state in self._tried.items() if id_ in is_open}
+        if not all(_has_passed(state, self._suspects[id_]) for id_, state in tried.items()):
+            return [], []
+        for id_ in self._tried:
+            del self._suspects[id_]
+        self._tried = {}
+        self._held = {id_: state for id_, state in self._held.items() if id_ in is_open}
+        waiting = [suspect for id_, suspect in self._suspects.items() if id_ in self._held]
+        if not waiting and now >= self._deadline:
+            self._suspects.clear()
+        if not self._suspects:
+            held, self._held = self._held, {}
+            return [], list(held.values())
+        alone = [suspect for suspect in waiting if suspect.alone]
+        chosen = [suspect.request.request_id for suspect in (alone[:1] or waiting[:MAX_TOGETHER])]
+        self._tried = {id_: self._held.pop(id_) for id_ in chosen}
+        self._held |= tried
+        return list(tried.values()), list(self._tried.values())
+
+
+def _has_passed(state: RequestState, suspect: Suspect) -> bool:
+    """Return whether all sequences of a request have come as far as the step that failed would have brought them."""
+    for index, num_computed in suspect.request.num_computed.items():
+        output = state.outputs.get(index)
+        if index in state.unstarted:
+            return False
+        if output is not None and output.sequence.num_computed_tokens < num_computed:
+            return False
+    return True
 
 
 class HeldLogits:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -128,7 +129,8 @@ class LogitsRules:
         # The newest tokens: none of the rules looks further back.
         self._recent = deque(prompt.token_ids[-num_recent:] if num_recent else (), num_recent)
         self._ngrams = NGrams(rules.no_repeat_ngram_size)
-        self._seen: Tensor | None = None
+        self._seen: Tensor | None = None  # once the size of the vocabulary is known
+        self._added: list[int] = []  # tokens that `_seen` lacks
         self._indexed: Indexed | None = None
 
     def apply(
@@ -162,8 +164,8 @@ class LogitsRules:
         if self._rules.no_repeat_ngram_size:
             self._ngrams.add(tuple(self._recent), token_id)
         self._recent.append(token_id)
-        if self._seen is not None:
-            self._seen[token_id] = True
+        if self._params.repetition_penalty != 1:
+            self._added.append(token_id)
         self._num_tokens += 1
         self._num_generated += 1
 
@@ -174,6 +176,8 @@ class LogitsRules:
         if self._params.repetition_penalty != 1:
             if self._seen is None:
                 self._seen = self._prompt.seen(len(scores)).clone()
+            self._seen[self._added] = True
+            self._added.clear()
             _penalize(scores, self._seen, self._params.repetition_penalty)
 
     def _ban_ngrams(self, scores: Tensor, recent: tuple[int, ...]) -> None:
@@ -300,8 +304,18 @@ class SampledToken(Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
 
 
+def draw_seed(seed: int, position: int) -> int:
+    """Return the 63-bit seed of the draw of one token of a sequence, of which `position` tokens were drawn before."""
+    key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
 class Sampler:
-    """Samples the tokens of one sequence. Its draws depend on its seed alone, never on other requests."""
+    """Samples the tokens of one sequence.
+
+    A draw depends on the seed, the sequence and the token's position alone: neither on other requests, nor on whether
+    another engine has sampled the tokens before it.
+    """
 
     def __init__(self, params: SamplingParams, index: int, prompt: PromptHistory) -> None:
         self.num_logprobs = params.logprobs
@@ -309,27 +323,39 @@ class Sampler:
         has_rules = params.repetition_penalty != 1 or not params.rules.is_neutral
         self.rules = LogitsRules(params, prompt) if has_rules else None
         self.warpers = _warpers(params)
+        # What another sampler would not draw.
+        self.is_own = not params.rules.is_neutral or (params.seed is not None and not self.greedy)
         # The argmax of the logits is the answer, and no log-probabilities are reported.
         self.takes_argmax = self.greedy and not has_rules and self.num_logprobs is None
-        seed = secrets.randbits(63) if params.seed is None else params.seed + index
-        self.generator = torch.Generator().manual_seed(seed % 2**63)
+        self._seed = secrets.randbits(63) if params.seed is None else params.seed + index
+        self._num_sampled = 0
+        self._generator = torch.Generator()
+
+    def add(self, token_id: int) -> None:
+        """Take in the next token, sampled here or by an engine before this one."""
+        self._num_sampled += 1
+        if self.rules is not None:
+            self.rules.add(token_id)
 
     def sample(
         self,
         logits: Tensor,  # [vocab] float32 on the CPU; minus infinity for tokens that the variant lacks
     ) -> SampledToken:
         """Sample the next token. At least one logit must be finite and none NaN."""
-        scores = self.scores(logits)
-        if self.greedy:
-            token = int(scores.argmax())
-        else:
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator))
-        if self.rules is not None:
-            self.rules.add(token)
+        token = self.draw(logits)
+        self.add(token)
         if self.num_logprobs is None:
             return SampledToken(token)
         scored = score(logits[None], [token], self.num_logprobs)[0]
         return SampledToken(token, scored.logprob, scored.top)
+
+    def draw(self, logits: Tensor) -> int:
+        """Return the next token without taking it in: until then it is the same for the same logits ``[vocab]``."""
+        scores = self.scores(logits)
+        if self.greedy:
+            return int(scores.argmax())
+        generator = self._generator.manual_seed(draw_seed(self._seed, self._num_sampled))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the logits ``[vocab]`` of the next token as the rules and the sampling parameters change them."""
@@ -359,10 +385,15 @@ class LastLogits:
             EngineFailed: the row holds NaN or no finite number.
         """
         if not self._usable[row]:
-            raise EngineFailed("the model's logits are not finite: this variant or its base is damaged")
+            raise not_finite()
         if sampler.takes_argmax:
             return SampledToken(self._argmax[row])
         return sampler.sample(self._logits[row, :num_embeddings].cpu())
+
+
+def not_finite() -> EngineFailed:
+    """Return the error of a request whose logits hold NaN or no finite number."""
+    return EngineFailed("the model's logits are not finite: this variant or its base is damaged")
 
 
 def _usable(logits: Tensor) -> list[bool]:

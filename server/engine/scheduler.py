@@ -110,6 +110,11 @@ class Scheduler:
             self._queue.remove(sequence)
             self._slot_policy.leave(sequence, self._now)
 
+    def go_on(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence that was removed and has not ended wait again, in its old place."""
+        self._now = now
+        self._enqueue(sequence)
+
     def load_ended(self, version: str, now: float) -> None:
         """Note that a load has ended, whether the delta is resident now or the load failed."""
         self._now = now

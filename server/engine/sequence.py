@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -129,6 +129,12 @@ class Sequence:
         self.waiting_since = 0.0
         self.num_tokens_at_admission = 0
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing
+
+    def resume(self, token_ids: Iterable[int]) -> None:
+        """Take tokens that an engine before this one has generated and charged."""
+        self.generated_ids.extend(token_ids)
+        if self.generated_ids:
+            self.num_charged_tokens = self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
@@ -41,8 +42,8 @@ from server.engine.clients import EngineSocket
 from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
 from server.engine.kv_cache_manager import KVCacheManager
-from server.engine.request_state import RequestState
-from server.engine.sampler import GREEDY_BELOW, SampledToken
+from server.engine.request_state import RequestState, SequenceOutput
+from server.engine.sampler import GREEDY_BELOW, SampledToken, not_finite
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.errors import EngineFailed, InvalidRequest
@@ -55,6 +56,10 @@ log = logging.getLogger(__name__)
 
 # vLLM's on the CPU; those on CUDA are smaller.
 PAGE_TOKENS = 128
+# Share of the KV cache in use from which a sequence that waits in vLLM waits for pages.
+FULL = 0.9
+# Names the row of a sequence in the sampling parameters that vLLM passes on.
+ROW = "peraxis_row"
 # Read when vLLM is imported; what the operator has set stays.
 ENVIRONMENT = {
     # The engine in this process, which our own processes surround already.
@@ -79,15 +84,118 @@ class Usable:
 
 
 class VllmPages(KVCacheManager):
-    """Stands for the KV cache, which is vLLM's: any sequence has pages."""
+    """Stands for the KV cache, which is vLLM's: any sequence has pages. The figures are those of vLLM's last step."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self) -> None:
         super().__init__(2, PAGE_TOKENS)
-        self._max_tokens = max_tokens
+        self.longest = 0  # tokens of a sequence
+        self._usage = 0.0
+        self._prefix_counts = 0, 0
+        self.num_preempted = 0  # sequences that vLLM has preempted since `take_preempted`
+        self.is_short = False  # vLLM has sequences that wait for pages
 
     @property
     def max_tokens(self) -> int:
-        return self._max_tokens
+        return self.longest
+
+    @property
+    def usage(self) -> float:
+        return self._usage
+
+    def take_prefix_counts(self) -> tuple[int, int]:
+        counts, self._prefix_counts = self._prefix_counts, (0, 0)
+        return counts
+
+    def take_preempted(self) -> int:
+        """Return how many sequences vLLM has preempted since the last call."""
+        number, self.num_preempted = self.num_preempted, 0
+        return number
+
+    def cache_full_pages(self, sequence: Sequence) -> None:
+        pass
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """Take the figures of a step: vLLM's SchedulerStats and IterationStats, each None if there are none."""
+        if scheduler is not None:
+            found, before = scheduler.prefix_cache_stats, self._prefix_counts
+            self._usage = scheduler.kv_cache_usage
+            self._prefix_counts = before[0] + found.queries, before[1] + found.hits
+            self.is_short = scheduler.num_waiting_reqs > 0 and self._usage > FULL
+        if iteration is not None:
+            self.num_preempted += iteration.num_preempted_reqs
+
+
+def stat_logger(pages: VllmPages) -> type:
+    """Return the class whose object vLLM gives the figures of each step, in place of its own for Prometheus."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Figures(PrometheusStatLogger):  # type: ignore[misc]
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            pages.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Figures
+
+
+@dataclass(slots=True, eq=False)
+class OwnRow:
+    """A sequence whose tokens our sampler draws, from logits that vLLM's step hands over."""
+
+    output: SequenceOutput
+    num_embeddings: int
+    is_paused: bool  # behind each token, until our sampler has drawn it with a mask
+    logits: Tensor | None = None  # [vocab] float32, of the last step
+    error: Exception | None = None
+    internal_id: str = ""  # vLLM's, of a sequence that pauses
+    num_given: int = 0  # tokens that vLLM has of it
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """True of a sequence that has paused and has another token now."""
+        return self.is_paused and self.num_given < self.output.sequence.num_tokens
+
+    def apply(self, token_ids: list[int], logits: Tensor) -> Tensor:
+        """Return the row of logits ``[vocab]`` from which vLLM draws: one token alone is possible.
+
+        Also called for a prompt that is not complete yet, so nothing is taken in here. Must not fail, because an error
+        ends the engine.
+        """
+        try:
+            if not self.is_paused:
+                return self._forced(logits)
+            self.logits = logits.clone()
+        except Exception as error:  # noqa: BLE001  any of them fails its own request
+            self.error = error
+        return logits
+
+    def _forced(self, logits: Tensor) -> Tensor:
+        own = logits[: self.num_embeddings].cpu()
+        if not own.amax().isfinite():
+            raise not_finite()
+        token = self.output.sampler.draw(own)
+        forced = torch.full_like(logits, -torch.inf)
+        forced[token] = 0.0
+        return forced
+
+
+def logits_processor(rows: Mapping[str, OwnRow]) -> type:
+    """Return the class of vLLM's logits processor that has `rows`, by vLLM's ids, applied."""
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+    class OwnSampler(AdapterLogitsProcessor):  # type: ignore[misc]
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Any:
+            name = (params.extra_args or {}).get(ROW)
+            return None if name is None else rows[name].apply
+
+    return OwnSampler
 
 
 class Admission(Scheduler):
@@ -113,8 +221,18 @@ class Admission(Scheduler):
             first.num_charged_tokens = first.num_prompt_tokens
             on_admit(first)
         for sequence in self.running:
-            plan.add(sequence, 1)
+            if not sequence.awaits_mask:
+                plan.add(sequence, 1)
         return plan
+
+    def preempt_one_that_awaits_its_mask(self) -> Sequence | None:
+        """Preempt one of the sequences that hold pages without using them, of the tenant that was served most."""
+        waiting = [sequence for sequence in self._running.values() if sequence.awaits_mask]
+        if not waiting:
+            return None
+        victim = max(waiting, key=lambda sequence: (sequence.queue.tenant.counter, sequence.num_tokens))
+        self._preempt(victim, StepPlan())
+        return victim
 
     def add_costs(self, plan: StepPlan, num_generated: Counter[Sequence]) -> None:
         """Note what a step of vLLM gave each sequence, and its share of reading its delta."""
@@ -146,9 +264,13 @@ class VllmCore(EngineCore):
         residency: Residency,
         telemetry: Telemetry,
         limits: RequestLimits,
+        pages: VllmPages,
+        rows: dict[str, OwnRow],
     ) -> None:
         super().__init__(Usable(), scheduler, residency, telemetry, limits)  # type: ignore[arg-type]
         self._admission = scheduler
+        self._pages = pages
+        self._rows = rows  # by vLLM's id
         self._llm = llm
         self._manager = manager
         self._given: dict[Sequence, str] = {}  # vLLM's id of each sequence that it has
@@ -163,13 +285,7 @@ class VllmCore(EngineCore):
     def _check(self, request: Request, first_mask: bytes | None) -> None:
         params = request.sampling_params
         for is_asked, what in (
-            (params.is_constrained, "a response format or tools that must be called"),
-            (
-                not params.rules.is_neutral,
-                "a generation config with rules beyond temperature, top_k, top_p and min_p",
-            ),
             (params.prompt_logprobs is not None, "log-probabilities of the prompt"),
-            (params.seed is not None, "a seed"),
             (request.num_embeddings > self._llm.model_config.get_vocab_size(), "a variant with added tokens"),
         ):
             if is_asked:
@@ -187,9 +303,11 @@ class VllmCore(EngineCore):
                 state.started_at = began
                 self._waiting.remove(state)
                 self._telemetry.runs(state.request)
-            if sequence not in self._given:
-                with self._requests.failing_alone(state):
+            with self._requests.failing_alone(state):
+                if (name := self._given.get(sequence)) is None:
                     self._give(state, sequence)
+                elif (row := self._rows.get(name)) is not None and row.lacks_tokens:
+                    self._go_on(state, row)
         outputs = self._llm.step()
         fault = self._manager.take_fault()
         for output in outputs:
@@ -200,6 +318,7 @@ class VllmCore(EngineCore):
                 if fault is not None and given.version is not None:
                     raise EngineFailed(fault)
                 num_generated[given] += self._take(state, given, output.outputs[0])
+        self._preempt_for_pages()
         self._admission.add_costs(plan, num_generated)
         self._scheduler.charge(plan, time.monotonic())
         variants = {sequence.version for sequence in plan.batch} - {None}
@@ -207,13 +326,80 @@ class VllmCore(EngineCore):
 
     def _give(self, state: RequestState, sequence: Sequence) -> None:
         """Give vLLM a sequence with all tokens that it has so far."""
-        from vllm import SamplingParams
+        self._num_given += 1
+        name = f"{sequence.id}#{self._num_given}"
+        output, num_embeddings = state.outputs[sequence.index], state.request.num_embeddings
+        row = None
+        if output.is_constrained or output.sampler.is_own:
+            row = self._rows[name] = OwnRow(output, num_embeddings, output.is_constrained)
+        self._given[sequence], self._sequences[name] = name, sequence
+        if row is not None and row.is_paused:
+            self._go_on(state, row)
+        else:
+            prompt, params = self._prompt(sequence, 0), self._params(state, sequence, row)
+            self._llm.add_request(name, prompt, params, lora_request=self._lora(sequence))
+
+    def _go_on(self, state: RequestState, row: OwnRow) -> None:
+        """Give vLLM the tokens that it lacks of a sequence that pauses behind each token.
+
+        vLLM calls this a session with streamed input: it keeps the pages, and drops the token that it has drawn.
+        """
+        sequence = row.output.sequence
+        name = self._given[sequence]
+        request = self._llm.input_processor.process_inputs(
+            row.internal_id or name,
+            self._prompt(sequence, row.num_given),
+            self._params(state, sequence, row),
+            self._llm.get_supported_tasks(),
+            lora_request=self._lora(sequence),
+            resumable=True,
+        )
+        if row.internal_id:
+            request.external_req_id = name
+        else:
+            self._llm.input_processor.assign_request_id(request)
+            row.internal_id = request.request_id
+        row.num_given = sequence.num_tokens
+        self._llm.output_processor.add_request(request, None, None, 0)
+        # Both extend their list by the next tokens; between processes each has one of its own.
+        request.prompt_token_ids = list(request.prompt_token_ids)
+        self._llm.engine_core.add_request(request)
+
+    def _prompt(self, sequence: Sequence, begin: int) -> dict[str, Any]:
+        """Return a sequence's tokens from a position on, as vLLM takes them."""
+        token_ids = sequence.token_ids(begin, sequence.num_tokens)
+        return {"prompt_token_ids": token_ids, "cache_salt": sequence.tenant}
+
+    def _lora(self, sequence: Sequence) -> Any:
+        """Return the LoRA request that carries a sequence's delta; None for the base."""
         from vllm.lora.request import LoRARequest
+
+        if sequence.version is None:
+            return None
+        delta = self._residency.find(sequence.version)
+        if delta is None:
+            raise EngineFailed(f"{sequence.version} was scheduled and is not resident")
+        return LoRARequest(sequence.version, delta.slot.index + 1, delta.digest)
+
+    def _params(self, state: RequestState, sequence: Sequence, row: OwnRow | None) -> Any:
+        """Return vLLM's sampling parameters for a sequence; those of a row of ours leave vLLM nothing to draw."""
+        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         own = state.request.sampling_params
+        if row is not None:
+            return SamplingParams(
+                max_tokens=1 if row.is_paused else own.max_new_tokens - sequence.num_generated,
+                temperature=0.0,
+                logprobs=None if row.is_paused else own.logprobs,
+                stop_token_ids=[] if row.is_paused else sorted(own.stop_token_ids),
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={ROW: self._given[sequence]},
+            )
         is_greedy = own.temperature < GREEDY_BELOW
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=own.max_new_tokens - sequence.num_generated,
             temperature=0.0 if is_greedy else own.temperature,
             top_p=1.0 if is_greedy else own.top_p,
@@ -226,23 +412,14 @@ class VllmCore(EngineCore):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        lora = None
-        if sequence.version is not None:
-            delta = self._residency.find(sequence.version)
-            if delta is None:
-                raise EngineFailed(f"{sequence.version} was scheduled and is not resident")
-            lora = LoRARequest(sequence.version, delta.slot.index + 1, delta.digest)
-        self._num_given += 1
-        name = f"{sequence.id}#{self._num_given}"
-        prompt = {
-            "prompt_token_ids": sequence.token_ids(0, sequence.num_tokens),
-            "cache_salt": sequence.tenant,
-        }
-        self._llm.add_request(name, prompt, params, lora_request=lora)
-        self._given[sequence], self._sequences[name] = name, sequence
 
     def _take(self, state: RequestState, sequence: Sequence, output: Any) -> int:
-        """Send a sequence's new tokens. Return how many there are."""
+        """Send a sequence's new tokens, or hold its logits until its mask is there. Return the number of tokens."""
+        row = self._rows.get(self._given[sequence])
+        if row is not None and row.error is not None:
+            raise row.error
+        if row is not None and row.is_paused:
+            return self._hold(state, sequence, row)
         for position, token_id in enumerate(output.token_ids):
             if (found := self._requests.find_output(sequence.request_id, sequence.index)) is None:
                 return position
@@ -254,13 +431,36 @@ class VllmCore(EngineCore):
                 ranked = sorted(scored.items(), key=lambda item: item[1].rank)
                 top = tuple((number, value.logprob) for number, value in ranked)
                 top = top[: state.request.sampling_params.logprobs]
+            found[1].sampler.add(token_id)
             self._send(state, sequence, found[1], SampledToken(token_id, logprob, top))
+            sequence.num_computed_tokens = sequence.num_tokens - 1
         return len(output.token_ids)
+
+    def _hold(self, state: RequestState, sequence: Sequence, row: OwnRow) -> int:
+        """Hold the logits of a sequence that has paused for `sample_masked`, or draw without a mask."""
+        assert row.logits is not None
+        logits, row.logits = row.logits, None
+        sequence.num_computed_tokens = sequence.num_tokens
+        if row.output.is_constrained:
+            self._held.hold(row.output, logits, time.monotonic())
+        else:
+            self._sample_each([(sequence, logits)], torch.stack)
+        return 1
+
+    def _preempt_for_pages(self) -> None:
+        """Take the pages of a sequence that waits for its mask, if others wait for pages."""
+        self._telemetry.preempted(self._pages.take_preempted())
+        victim = self._admission.preempt_one_that_awaits_its_mask() if self._pages.is_short else None
+        if victim is not None:
+            self._telemetry.preempted(1)
+            if (found := self._requests.find_output(victim.request_id, victim.index)) is not None:
+                self._requests.preempted(found[1])
 
     def _abort_stopped(self) -> None:
         names = [self._given.pop(s) for s in self._admission.take_stopped() if s in self._given]
         for name in names:
             del self._sequences[name]
+            self._rows.pop(name, None)
         if names:
             self._llm.abort_request(names)
 
@@ -284,7 +484,8 @@ def build_vllm_engine(
     cache_bytes = host_cache_bytes(settings)
     free = free_memory(device, cache_bytes, base_bytes)
     memory = _memory_of(settings, free, dtype, slot_bytes)
-    llm = _llm_of(settings, device, dtype, slot_bytes, memory)
+    pages, rows = VllmPages(), dict[str, OwnRow]()
+    llm = _llm_of(settings, device, dtype, slot_bytes, memory, pages, rows)
     num_slots = memory.num_slots
     (manager,) = llm.collective_rpc(_manager_of)
     residency_metrics = ResidencyMetrics(metrics)
@@ -295,8 +496,9 @@ def build_vllm_engine(
     limits = RequestLimits(
         settings.max_num_seqs + settings.max_queue, max_model_len, settings.load_timeout, MASK_S
     )
-    scheduler = Admission(VllmPages(max_model_len), residency, settings.max_num_seqs)
-    core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits)
+    pages.longest = max_model_len
+    scheduler = Admission(pages, residency, settings.max_num_seqs)
+    core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits, pages, rows)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     metrics.slots.set(num_slots)
     used = {"slots": num_slots * slot_bytes, "kv": memory.kv_cache_bytes, "base": base_bytes}
@@ -334,7 +536,13 @@ def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_by
 
 
 def _llm_of(
-    settings: Settings, device: torch.device, dtype: torch.dtype, slot_bytes: int, memory: VllmMemory
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    slot_bytes: int,
+    memory: VllmMemory,
+    pages: VllmPages,
+    rows: Mapping[str, OwnRow],
 ) -> Any:
     """Start vLLM's engine in this process.
 
@@ -360,13 +568,13 @@ def _llm_of(
         max_model_len=memory.max_model_len,
         max_num_batched_tokens=max_batch_tokens(settings, device),
         enable_chunked_prefill=True,
-        disable_log_stats=True,
+        logits_processors=[logits_processor(rows)],
         async_scheduling=False,
         kv_cache_memory_bytes=memory.kv_cache_bytes,
         additional_config={"peraxis": {"slot_bytes": slot_bytes, "num_slots": memory.num_slots}},
     )
     try:
-        return LLMEngine.from_engine_args(arguments)
+        return LLMEngine.from_engine_args(arguments, stat_loggers=[stat_logger(pages)])
     except NotServable:
         raise
     except Exception as error:

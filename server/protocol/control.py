@@ -22,6 +22,7 @@ from msgspec import Raw, Struct, msgpack
 from server.errors import LinkBroken, QueueFull
 from server.metrics.instruments import Snapshot
 from server.protocol.messages import VERSION
+from server.protocol.step_page import Suspect
 from server.shared_state import SharedState
 
 
@@ -31,6 +32,8 @@ class EngineConfig(Struct, frozen=True):
     settings: str  # `Settings` as JSON
     address: str  # of the ROUTER that it binds
     parent_id: int
+    page: str | None = None  # file of its StepPage; None: no other engine follows it
+    suspects: tuple[Suspect, ...] = ()  # in the step in which the engine before it died
     version: str = VERSION
 
 
@@ -62,10 +65,15 @@ class EngineStarted(Struct, frozen=True, tag=True):
     """To an HTTP process: connect to this engine, which may still load its base."""
 
     address: str
+    quarantined: tuple[str, ...] = ()  # labels of versions whose requests have ended engines
 
 
 class EngineLost(Struct, frozen=True, tag=True):
     """To an HTTP process: the engine has died; another one is started."""
+
+    culprits: tuple[str, ...] = ()  # ids of the requests that ended it
+    given_up: tuple[str, ...] = ()  # ids of those that are not sent again, because engines die with them
+    quarantined: tuple[str, ...] = ()  # labels of versions whose requests have ended engines
 
 
 class Ping(Struct, frozen=True, tag=True):

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import zmq
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
-from server.errors import EngineRestarted, QueueFull
+from server.errors import EndedEngine, EngineRestarted, QueueFull, VersionEndsEngines
 from server.metrics.instruments import Snapshot
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,6 +34,7 @@ from server.protocol.messages import (
     EngineMessage,
     ErrorEvent,
     Event,
+    FinishEvent,
     ForgetVariants,
     Hello,
     LoadAction,
@@ -42,14 +44,18 @@ from server.protocol.messages import (
     MetricsQuery,
     Outputs,
     PinChanged,
+    Progress,
+    PromptEvent,
     Refused,
     ResidencyAnswer,
     ResidencyQuery,
     Resident,
     ResidentsAnswer,
     ResidentsQuery,
+    SequenceProgress,
     StopSequence,
     Submit,
+    TokenEvent,
     Welcome,
     decode_engine_message,
     encode,
@@ -121,15 +127,66 @@ MAX_ASKED = 500
 RETRY_S = 0.1
 
 
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request that is not answered in full, and what has come of it: enough to send it to another engine."""
+
+    request: Request
+    on_event: OnEvent
+    submitted_at: float
+    first_mask: bytes | None
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by sequence
+    over: set[int] = field(default_factory=set)  # sequences that have ended
+    masks: dict[int, tuple[int, bytes | None]] = field(
+        default_factory=dict
+    )  # sent last, with their positions
+    has_prompt: bool = False
+    first_token_at: float | None = None
+    lost_at: float | None = None  # since when nothing has come, because its engine has died
+
+    def take_in(self, event: Event) -> None:
+        """Note an event that the client gets."""
+        self.lost_at = None
+        match event:
+            case TokenEvent(index, token_id):
+                if self.first_token_at is None:
+                    self.first_token_at = time.monotonic()
+                self.token_ids.setdefault(index, []).append(token_id)
+            case FinishEvent(index):
+                self.over.add(index)
+            case PromptEvent():
+                self.has_prompt = True
+
+    def again(self) -> Submit:
+        """Return the message with which another engine goes on."""
+        sequences = tuple(map(self._progress, range(self.request.sampling_params.n)))
+        progress = Progress(sequences, self.has_prompt, self.first_token_at)
+        return Submit(self.request, self.submitted_at, self.first_mask, progress)
+
+    def _progress(self, index: int) -> SequenceProgress:
+        token_ids = self.token_ids.get(index, [])
+        position, bits = self.masks.get(index, (-1, None))
+        return SequenceProgress(
+            tuple(token_ids),
+            is_over=index in self.over,
+            is_free=position >= 0 and bits is None,
+            mask=bits if position == len(token_ids) else None,
+        )
+
+
 class EngineClient:
     """A client of one engine at a time. Use it on the event loop that runs when it is made.
 
+    A request whose engine dies goes on with the next one behind the tokens that have come.
+
     Args:
         identity: names the client to the engine; no two clients of an engine may share it.
+        resume_s: how long a request waits for the first event of another engine.
     """
 
-    def __init__(self, identity: str) -> None:
+    def __init__(self, identity: str, resume_s: float = 0.0) -> None:
         self.identity = identity.encode()
+        self._resume_s = resume_s
         self.last_beat_at = time.monotonic()
         # Done when the engine has loaded the base; raises the error of an engine that refuses this client.
         self.welcomed: asyncio.Future[EngineFacts]
@@ -141,7 +198,9 @@ class EngineClient:
         self._socket: zmq.Socket[bytes] | None = None
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._requests: dict[str, OnEvent] = {}
+        self._requests: dict[str, _OpenRequest] = {}
+        # Labels of versions whose requests have ended engines.
+        self._quarantined: frozenset[str] = frozenset()
 
     @property
     def pinned(self) -> tuple[VersionRecord, ...]:
@@ -173,7 +232,7 @@ class EngineClient:
 
     def connect(self, address: str) -> None:
         """Connect to an engine that may not have bound `address` yet. `welcomed` is done when it serves."""
-        self.disconnect()
+        self._close()
         self.welcomed = self._loop.create_future()
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self.identity)
@@ -186,8 +245,57 @@ class EngineClient:
 
     def disconnect(self, error: PeraxisError | None = None) -> None:
         """End the connection, if there is one, and every request and call with `error`, by default EngineRestarted."""
+        self._close(error)
+        for request_id in list(self._requests):
+            self._fail(request_id, error or _restarted())
+
+    def engine_lost(
+        self, culprits: Collection[str], given_up: Collection[str], quarantined: Collection[str]
+    ) -> None:
+        """End the connection and its calls. Requests stay open for the next engine, for `resume_s` seconds.
+
+        Args:
+            culprits: ids of requests that ended the engine.
+            given_up: ids of those that are not sent again, because engines die with them.
+            quarantined: labels of versions that are not served any more.
+        """
+        self._close()
+        now = time.monotonic()
+        self._quarantined = frozenset(quarantined)
+        for request_id, request in list(self._requests.items()):
+            if request.lost_at is None:
+                request.lost_at = now
+            if request_id in culprits:
+                self._fail(request_id, _ended_engine())
+            elif request.request.version in self._quarantined:
+                self._fail(request_id, _quarantined(request.request))
+            elif request_id in given_up:
+                self._fail(request_id, _restarted())
+        self._loop.call_later(self._resume_s, self._fail_late)
+
+    def quarantine(self, versions: Collection[str]) -> None:
+        """Refuse requests for these versions, named by their labels, whose requests have ended engines."""
+        self._quarantined = frozenset(versions)
+
+    def _fail_late(self) -> None:
+        """End the requests that have waited too long for another engine."""
+        now = time.monotonic()
+        for request_id, request in list(self._requests.items()):
+            if request.lost_at is not None and now - request.lost_at >= self._resume_s:
+                self._send_surely(Cancel(request_id))
+                self._fail(request_id, _restarted())
+
+    def _fail(self, request_id: str, error: PeraxisError) -> None:
+        # An error of another request may have cancelled it just now.
+        if (request := self._requests.pop(request_id, None)) is not None:
+            request.on_event(ErrorEvent(error))
+
+    def _close(self, error: PeraxisError | None = None) -> None:
+        """End the connection, if there is one, and the calls with `error`, by default EngineRestarted."""
         if self._socket is None:
             return
+        # What the engine sent last.
+        self._receive()
         self._loop.remove_reader(self._socket.FD)
         self._socket.close()
         self._socket = None
@@ -196,10 +304,7 @@ class EngineClient:
             self.welcomed.exception()
         else:
             self.welcomed.cancel()
-        requests, self._requests = self._requests, {}
         calls, self._calls = self._calls, {}
-        for on_event in requests.values():
-            on_event(ErrorEvent(error or _restarted()))
         for call in calls.values():
             if not call.done():
                 call.set_exception(error or _restarted())
@@ -212,10 +317,14 @@ class EngineClient:
         Raises:
             InvalidRequest: it is too large.
             QueueFull, EngineRestarted: it can be sent again later.
+            VersionEndsEngines: requests for its version have ended engines.
         """
         self.check_ready()
-        self._send(Submit(request, time.monotonic(), first_mask))
-        self._requests[request.id] = on_event
+        if request.version in self._quarantined:
+            raise _quarantined(request)
+        submit = Submit(request, time.monotonic(), first_mask)
+        self._send(submit)
+        self._requests[request.id] = _OpenRequest(request, on_event, submit.submitted_at, first_mask)
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone. Its events are dropped from now on."""
@@ -224,12 +333,14 @@ class EngineClient:
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
-        if request_id in self._requests:
+        if (request := self._requests.get(request_id)) is not None:
+            request.over.add(index)
             self._send_surely(StopSequence(request_id, index))
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
-        if request_id in self._requests:
+        if (request := self._requests.get(request_id)) is not None:
+            request.masks[index] = position, bits
             self._send_surely(Mask(request_id, index, position, bits))
 
     def load(
@@ -357,22 +468,37 @@ class EngineClient:
                     self._pinned[record.label] = record
             case Welcome(facts):
                 self._pinned = {}
-                self._facts, self.last_beat_at = facts, time.monotonic()
+                before, self._facts, self.last_beat_at = self._facts, facts, time.monotonic()
                 if not self.welcomed.done():
                     self.welcomed.set_result(facts)
+                if before is not None:
+                    self._send_again(before.base.fingerprint == facts.base.fingerprint)
             case Refused(error):
                 if not self.welcomed.done():
                     self.welcomed.set_exception(error)
                 else:
                     log.error("the engine refused a message: %s", error)
 
+    def _send_again(self, is_same_base: bool) -> None:
+        """Have a new engine go on with all open requests."""
+        for request_id, request in list(self._requests.items()):
+            try:
+                if not is_same_base:
+                    raise _restarted()
+                self._send(request.again())
+            except PeraxisError as error:
+                self._fail(request_id, error)
+        if self._requests:
+            log.info("%d requests go on with another engine", len(self._requests))
+
     def _on_event(self, request_id: str, event: Event) -> None:
         # A cancelled request is no longer known.
-        on_event = self._requests.get(request_id)
-        if on_event is not None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.take_in(event)
             if isinstance(event, DoneEvent | ErrorEvent):
                 del self._requests[request_id]
-            on_event(event)
+            request.on_event(event)
 
     def _answer(self, call_id: int, result: Any, error: PeraxisError | None = None) -> None:
         call = self._calls.pop(call_id, None)
@@ -387,4 +513,17 @@ class EngineClient:
 def _restarted() -> EngineRestarted:
     return EngineRestarted(
         "the engine has failed and is being started again: send the request again in a moment"
+    )
+
+
+def _ended_engine() -> EndedEngine:
+    return EndedEngine(
+        "the engine has failed twice at this request, at last while it ran alone: send another one"
+    )
+
+
+def _quarantined(request: Request) -> VersionEndsEngines:
+    return VersionEndsEngines(
+        f"{request.version} is not served by this server any more: the engine has failed at two of its requests. "
+        "Publish a new version"
     )

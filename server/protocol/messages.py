@@ -94,12 +94,30 @@ class Hello(Struct, frozen=True, tag=True):
     version: str = VERSION
 
 
+class SequenceProgress(Struct, frozen=True, array_like=True):
+    """The part of one sequence that has come to its client from an engine that died."""
+
+    token_ids: tuple[int, ...] = ()
+    is_over: bool = False  # it has ended, or the client wants no more of it
+    is_free: bool = False  # its constraint has ended
+    mask: bytes | None = None  # for its next token, if it has come
+
+
+class Progress(Struct, frozen=True):
+    """The part of a request that has come to its client from an engine that died; another one goes on behind it."""
+
+    sequences: tuple[SequenceProgress, ...]  # all `n`
+    has_prompt: bool  # the PromptEvent has come
+    first_token_at: float | None  # time.monotonic(); None before the first token
+
+
 class Submit(Struct, frozen=True, tag=True):
     """A request to admit; Outputs of the same client carry its events."""
 
     request: Request
     submitted_at: float  # time.monotonic(), which all processes of a machine share
     first_mask: bytes | None = None  # for the first token of each sequence, if the request is constrained
+    progress: Progress | None = None  # if an engine before this one had the request
 
 
 class Cancel(Struct, frozen=True, tag=True):

@@ -31,7 +31,6 @@ from server.protocol.control import (
     Pong,
     Serving,
     StateCall,
-    SupervisorMessage,
     perform,
     supervisor_end,
 )
@@ -95,7 +94,7 @@ class HttpKeeper:
         self._processes: dict[str, _HttpProcess] = {}
         self._identities = (f"http-{number}" for number in itertools.count(1))
         self._call_ids = itertools.count()
-        self._engine_address: str | None = None
+        self._engine_news: EngineStarted | EngineLost = EngineLost()
         self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.shared.aggregator.started(SUPERVISOR)
@@ -105,15 +104,15 @@ class HttpKeeper:
         """Number of processes that serve."""
         return sum(process.serving for process in self._processes.values())
 
-    def announce_engine(self, address: str | None) -> None:
-        """Tell every process, now and later, where the engine is; None when it has died."""
-        self._engine_address = address
-        if address is None:
-            self.shared.aggregator.ended(ENGINE)
-        else:
+    def announce_engine(self, news: EngineStarted | EngineLost) -> None:
+        """Tell every process, now and later, of a new engine or of an engine's death."""
+        self._engine_news = news
+        if isinstance(news, EngineStarted):
             self.shared.aggregator.started(ENGINE)
+        else:
+            self.shared.aggregator.ended(ENGINE)
         for process in self._processes.values():
-            process.link.send(self._engine_message())
+            process.link.send(news)
 
     async def run(self) -> None:
         """Keep the processes running until `drain`; kill them when cancelled.
@@ -208,7 +207,7 @@ class HttpKeeper:
         self.shared.aggregator.started(identity)
         if self._draining:
             process.terminate()
-        running.link.send(self._engine_message())
+        running.link.send(self._engine_news)
         return running
 
     async def _run_one(self, running: _HttpProcess) -> int:
@@ -265,6 +264,3 @@ class HttpKeeper:
 
     def _scratch_of(self, identity: str) -> Path:
         return self._scratch / identity
-
-    def _engine_message(self) -> SupervisorMessage:
-        return EngineLost() if self._engine_address is None else EngineStarted(self._engine_address)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +32,9 @@ from server.processes import (
     urls_of,
     with_backend,
 )
-from server.protocol.control import EngineConfig
+from server.protocol.control import EngineConfig, EngineLost, EngineStarted
 from server.protocol.engine_client import EngineClient
+from server.protocol.step_page import Record, Suspect, read_record
 from server.registry_calls import RegistryCalls, open_registry, probe
 from server.settings import Settings
 from server.supervisor.http_keeper import HttpKeeper
@@ -44,11 +48,83 @@ WATCH_S = 1.0
 PINS_S = 5.0
 
 
+# Engines that may die in a row, each after all suspects of the one before were tried and none was at fault.
+MAX_UNEXPLAINED = 3
+# After as many engines that a version's requests have ended, it is not served any more.
+MAX_ENDED_BY_VERSION = 2
+# A tenant that has ended as many engines within this time has its suspects tried alone at once.
+MAX_ENDED_BY_TENANT, TENANT_WINDOW_S = 2, 600.0
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """Finds the requests at which engines die: suspected together, then tried in small groups, then alone.
+
+    Attributes:
+        suspects: those that the next engine is to try.
+        quarantined: labels of versions whose requests have ended `MAX_ENDED_BY_VERSION` engines.
+        num_unexplained: engines that died with several requests since one was found at fault or any has finished.
+    """
+
+    suspects: dict[str, Suspect] = field(default_factory=dict)  # by request id
+    quarantined: set[str] = field(default_factory=set)
+    num_unexplained: int = 0
+    _by_version: Counter[str] = field(default_factory=Counter)
+    _by_tenant: dict[str, deque[float]] = field(default_factory=dict)
+
+    def engine_died(self, record: Record, now: float) -> tuple[frozenset[str], frozenset[str]]:
+        """Take note of an engine's death.
+
+        Args:
+            record: the engine's. If it died in no step, nothing is known beyond what was known before.
+            now: seconds on any clock.
+
+        Returns:
+            The ids of the requests that ended it, and of those that have been in too many steps that ended engines
+            together and not in smaller groups.
+        """
+        step = record.step
+        if record.num_finished:
+            self.num_unexplained = 0
+        if step is None:
+            return frozenset(), frozenset()
+        is_trial = bool(step.suspects)
+        culprits = {each.request_id for each in step.requests if is_trial and len(step.requests) == 1}
+        for request in step.requests:
+            if request.request_id in culprits:
+                self._ended_by(request.tenant, request.version, now)
+        waiting = {id_: suspect for id_, suspect in self.suspects.items() if id_ in step.suspects}
+        in_step = {request.request_id: Suspect(request, alone=is_trial) for request in step.requests}
+        self.suspects = {
+            id_: Suspect(suspect.request, suspect.alone or self._is_known(suspect.request.tenant, now))
+            for id_, suspect in (waiting | in_step).items()
+            if id_ not in culprits
+        }
+        self.num_unexplained = 0 if culprits else self.num_unexplained + (not is_trial)
+        if self.num_unexplained <= MAX_UNEXPLAINED:
+            return frozenset(culprits), frozenset()
+        self.num_unexplained = 0
+        given_up, self.suspects = frozenset(self.suspects), {}
+        return frozenset(), given_up
+
+    def _ended_by(self, tenant: str, version: str | None, now: float) -> None:
+        self._by_tenant.setdefault(tenant, deque(maxlen=MAX_ENDED_BY_TENANT)).append(now)
+        if version is not None:
+            self._by_version[version] += 1
+            if self._by_version[version] >= MAX_ENDED_BY_VERSION:
+                self.quarantined.add(version)
+
+    def _is_known(self, tenant: str, now: float) -> bool:
+        """Return whether a tenant has ended several engines lately."""
+        ended = self._by_tenant.get(tenant, deque())
+        return len(ended) == MAX_ENDED_BY_TENANT and now - ended[0] <= TENANT_WINDOW_S
+
+
 class EngineKeeper:
     """Runs one engine process after the other.
 
     Args:
-        on_engine: called with the address of each new engine, which still loads its base, and with None when it dies.
+        on_engine: called with the news of each new engine, which still loads its base, and of its death.
     """
 
     def __init__(
@@ -57,7 +133,7 @@ class EngineKeeper:
         registry: Registry,
         calls: RegistryCalls,
         directory: Path,
-        on_engine: Callable[[str | None], None],
+        on_engine: Callable[[EngineStarted | EngineLost], None],
     ) -> None:
         self.client = EngineClient("supervisor")
         self._settings = settings
@@ -65,7 +141,8 @@ class EngineKeeper:
         self._calls = calls
         self._directory = directory
         self._on_engine = on_engine
-        self._restarts = Restarts("the engine", settings.max_restarts)
+        self._restarts = Restarts("the engine", settings.max_restarts, math.inf)
+        self._suspicion = Suspicion()
         self._num_started = 0
         # What a new engine is to pin, and whether the engine that runs has pinned all of it.
         self._pins: tuple[VersionRecord, ...] = ()
@@ -82,23 +159,45 @@ class EngineKeeper:
                 code = await self._run_one()
             finally:
                 self._remember_pins()
-                self._on_engine(None)
+                self._on_death()
                 self.client.disconnect()
             self._restarts.count_death(code)
+
+    def _on_death(self) -> None:
+        """Find out at which requests an engine has died, and tell it."""
+        record = read_record(self._page)
+        self._page.unlink(missing_ok=True)
+        culprits, given_up = self._suspicion.engine_died(record, time.monotonic())
+        if record.num_finished or culprits:
+            self._restarts.progressed()
+        for culprit in culprits:
+            log.error("request %s has ended the engine", culprit)
+        self._on_engine(EngineLost(tuple(culprits), tuple(given_up), self._quarantined))
+
+    @property
+    def _quarantined(self) -> tuple[str, ...]:
+        return tuple(self._suspicion.quarantined)
+
+    @property
+    def _page(self) -> Path:
+        return self._directory / f"engine-{self._num_started}.step"
 
     async def _run_one(self) -> int:
         """Start an engine and return its exit code when it has ended; kill it when cancelled."""
         self._num_started += 1
         self._has_pinned = False
         address = f"ipc://{self._directory}/engine-{self._num_started}"
-        config = EngineConfig(self._settings.model_dump_json(), address, os.getpid())
+        suspects = tuple(self._suspicion.suspects.values())
+        config = EngineConfig(
+            self._settings.model_dump_json(), address, os.getpid(), str(self._page), suspects
+        )
         own = self._settings.engine_python if self._settings.backend == "vllm" else None
         python = sys.executable if own is None else str(own)
         process = await ChildProcess.start("server.engine.main", config, python=python)
         watching: asyncio.Task[None] | None = None
         try:
             self.client.connect(address)
-            self._on_engine(address)
+            self._on_engine(EngineStarted(address, self._quarantined))
             ended = asyncio.ensure_future(process.wait())
             await first_of(ended, self.client.welcomed)
             if self.client.welcomed.done() and self._can_serve():
@@ -108,6 +207,8 @@ class EngineKeeper:
             if watching is not None:
                 watching.cancel()
             await process.stop()
+            # What it has started may hold the memory that the next one needs.
+            process.kill_group()
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _can_serve(self) -> bool:
@@ -249,9 +350,9 @@ class Supervisor:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _on_engine(self, address: str | None) -> None:
-        """Take note of a new engine's address, or of an engine's end."""
-        self._http.announce_engine(address)
+    def _on_engine(self, news: EngineStarted | EngineLost) -> None:
+        """Take note of a new engine, or of an engine's end."""
+        self._http.announce_engine(news)
 
     def _on_serving(self) -> None:
         # The engine may have welcomed the HTTP processes and not yet the supervisor.

@@ -59,6 +59,21 @@ class Norm(nn.Module):
         return x
 
 
+class Processors:
+    """Stands for vLLM's processors of inputs, outputs and logits, and for its logger of figures."""
+
+    def process_inputs(self, request_id: str, lora_request: object, resumable: bool) -> None: ...
+
+    @staticmethod
+    def assign_request_id(request: object) -> None: ...
+
+    def add_request(self, request: object, prompt: str | None) -> None: ...
+
+    def new_req_logits_processor(self, params: object) -> None: ...
+
+    def record(self, scheduler_stats: object, iteration_stats: object) -> None: ...
+
+
 STAND_INS: dict[str, dict[str, object]] = {
     "vllm": {"__version__": "0.32.0+cpu"},
     "vllm.v1.worker.lora_model_runner_mixin": {"LoRAModelRunnerMixin": Runner},
@@ -67,6 +82,10 @@ STAND_INS: dict[str, dict[str, object]] = {
     "vllm.model_executor.layers.linear": {"LinearBase": nn.Linear},
     "vllm.model_executor.layers.vocab_parallel_embedding": {"VocabParallelEmbedding": nn.Embedding},
     "vllm.model_executor.layers.layernorm": {"RMSNorm": Norm, "GemmaRMSNorm": Norm},
+    "vllm.v1.engine.input_processor": {"InputProcessor": Processors},
+    "vllm.v1.engine.output_processor": {"OutputProcessor": Processors},
+    "vllm.v1.sample.logits_processor": {"AdapterLogitsProcessor": Processors},
+    "vllm.v1.metrics.loggers": {"PrometheusStatLogger": Processors},
     "vllm.platforms.cpu": {"CpuPlatform": Platform},
 }
 

@@ -33,6 +33,16 @@ TOUCHED: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding", ()),
     ("vllm.model_executor.layers.layernorm", "RMSNorm.forward_native", ("x", "residual")),
     ("vllm.model_executor.layers.layernorm", "GemmaRMSNorm.forward_native", ("x", "residual")),
+    # Of `peraxis serve`: masks, our sampler and the figures of a step.
+    (
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        ("request_id", "lora_request", "resumable"),
+    ),
+    ("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id", ("request",)),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.add_request", ("request", "prompt")),
+    ("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor.new_req_logits_processor", ("params",)),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.record", ("scheduler_stats", "iteration_stats")),
     ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
 )
 SECTION = "peraxis"  # of vLLM's `additional_config`

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from deltastore.registry.records import VersionRecord
+from server.engine.sampler import draw_seed
 from server.text.generation_config import sampling_defaults
 from tests.server.helpers.served import Served, make_family, merged, serving
 
@@ -43,12 +45,17 @@ class Variant:
         given = GenerationConfig(
             **{"eos_token_id": [257], "pad_token_id": 258, "max_new_tokens": NUM_NEW, **config}
         )
-        torch.manual_seed(seed)
+
+        def seeds_each_draw(ids: Tensor, scores: Tensor) -> Tensor:
+            torch.manual_seed(draw_seed(seed, ids.shape[1] - len(PROMPT)))
+            return scores
+
         with torch.inference_mode():
             made = self.model.generate(
                 torch.tensor([PROMPT]),
                 generation_config=given,
                 attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+                logits_processor=[seeds_each_draw],
             )
         tokens: list[int] = made[0, len(PROMPT) :].tolist()
         return tokens

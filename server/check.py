@@ -25,6 +25,7 @@ from deltastore.registry.claims import FORMAT_FILE, check_format, check_place, i
 from deltastore.registry.object_cache import ObjectCache
 from deltastore.registry.storage import TEMPORARY, Storage, explained
 from deltastore.servable import own_dtype
+from server.deltas.resident import size_of_slot
 from server.engine.build import (
     DTYPES,
     check_base,
@@ -32,7 +33,6 @@ from server.engine.build import (
     free_memory,
     host_cache_bytes,
     plan_memory,
-    size_of_slot,
 )
 from server.settings import LoadedSettings, Settings
 

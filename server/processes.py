@@ -163,6 +163,11 @@ class ChildProcess:
             await self.wait()
 
 
+def exit_of(code: int) -> str:
+    """Return how a process with this exit code has ended."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
 log = logging.getLogger(__name__)
 
 # Deaths further apart than this are not in a row.
@@ -193,7 +198,7 @@ class Restarts:
         self._deaths.append(now)
         while now - self._deaths[0] > self._window_s:
             self._deaths.popleft()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = exit_of(code)
         if len(self._deaths) > self._max_deaths:
             raise EngineFailed(
                 f"{self._what} has ended {len(self._deaths)} times {self._within}, at last with {how}: "

@@ -19,6 +19,7 @@ from torch import Tensor
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.format.header import Header, TensorEntry
 from deltastore.format.manifest import Manifest, MatrixParts, TensorSpec, part_names
+from deltastore.format.sizes import one_bit_plan
 from server.errors import EngineFailed
 from server.kernels.reference import (
     BASE_BIAS,
@@ -48,6 +49,15 @@ class Slot:
         self.index = index
         self.memory = memory  # [slot_bytes] uint8 on the device
         self.generation = 0
+
+
+SLOT_ALIGNMENT = 4096
+
+
+def size_of_slot(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
+    """Return the bytes of a slot: the one-bit plan of these shapes times `headroom`, rounded up to `SLOT_ALIGNMENT`."""
+    plan = one_bit_plan(shapes)
+    return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def arena(num_slots: int, slot_bytes: int, device: torch.device) -> list[Slot]:

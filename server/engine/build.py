@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +16,13 @@ import torch
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import size_text
 from deltastore.errors import NotServable
-from deltastore.format.sizes import one_bit_plan
 from deltastore.loader import Loader
 from deltastore.memory import available_bytes
 from deltastore.registry import Registry
 from deltastore.servable import own_dtype
 from server.deltas.fetcher import Fetcher, HostCache
 from server.deltas.residency import Residency
-from server.deltas.resident import Slot, arena
+from server.deltas.resident import Slot, arena, size_of_slot
 from server.engine.clients import EngineSocket
 from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
@@ -42,7 +40,6 @@ CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
 # On the CPU, always leave this much for activations and libraries.
 RESERVE_BYTES = 10**9
-SLOT_ALIGNMENT = 4096
 # Upper bounds of the defaults; settings may ask for more.
 DEFAULT_MAX_SLOTS = 64
 DEFAULT_MAX_HOST_CACHE_BYTES = 16 * 10**9
@@ -141,12 +138,6 @@ def check_base(
         f"{size_text(num_slots * slot_bytes)}, KV cache and host cache {size_text(kv_cache + host_cache)} or more: "
         f"lower {', '.join(flags)}, or serve on a larger device"
     )
-
-
-def size_of_slot(shapes: Mapping[str, tuple[int, ...]], headroom: float) -> int:
-    """Return the bytes of a slot: the one-bit plan of these shapes times `headroom`, rounded up to `SLOT_ALIGNMENT`."""
-    plan = one_bit_plan(shapes)
-    return -(-int(plan.device_bytes * headroom) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def free_memory(device: torch.device, host_cache_bytes: int, base_bytes: int = 0) -> FreeMemory:

@@ -557,6 +557,7 @@ def _llm_of(
             f"--backend vllm: {error}: install vllm and peraxis-vllm beside peraxis, name their interpreter with "
             "--engine-python, or serve with --backend native"
         ) from error
+    max_tokens = max_batch_tokens(settings, device)
     arguments = EngineArgs(
         str(settings.base),
         skip_tokenizer_init=True,
@@ -566,8 +567,10 @@ def _llm_of(
         max_lora_rank=8,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=memory.max_model_len,
-        max_num_batched_tokens=max_batch_tokens(settings, device),
+        max_num_batched_tokens=max_tokens,
         enable_chunked_prefill=True,
+        # So that a long prompt leaves tokens of a step to others.
+        long_prefill_token_threshold=max_tokens // 2,
         logits_processors=[logits_processor(rows)],
         async_scheduling=False,
         kv_cache_memory_bytes=memory.kv_cache_bytes,

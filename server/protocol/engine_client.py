@@ -137,9 +137,8 @@ class _OpenRequest:
     first_mask: bytes | None
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # by sequence
     over: set[int] = field(default_factory=set)  # sequences that have ended
-    masks: dict[int, tuple[int, bytes | None]] = field(
-        default_factory=dict
-    )  # sent last, with their positions
+    # Of each sequence the mask that was sent last, behind its position.
+    masks: dict[int, tuple[int, bytes | None]] = field(default_factory=dict)
     has_prompt: bool = False
     first_token_at: float | None = None
     lost_at: float | None = None  # since when nothing has come, because its engine has died

@@ -21,9 +21,11 @@ from pathlib import Path
 from deltastore.errors import PeraxisError, RegistryUnavailable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from server.errors import EngineFailed
 from server.processes import (
     ChildProcess,
     Restarts,
+    exit_of,
     first_of,
     first_signal,
     listening_sockets,
@@ -161,7 +163,18 @@ class EngineKeeper:
                 self._remember_pins()
                 self._on_death()
                 self.client.disconnect()
+            if not self.client.has_facts:
+                raise self._cannot_start(code)
             self._restarts.count_death(code)
+
+    def _cannot_start(self, code: int) -> EngineFailed:
+        """Return the error of a first engine that ended without a word."""
+        python, hint = self._settings.engine_python, ""
+        if python is not None:
+            hint = f"; {python} must have vLLM, its plugin and this version of peraxis, or serve with --backend native"
+        return EngineFailed(
+            f"the engine has ended with {exit_of(code)} before it had loaded the base: its last lines say why{hint}"
+        )
 
     def _on_death(self) -> None:
         """Find out at which requests an engine has died, and tell it."""

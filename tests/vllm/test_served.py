@@ -31,14 +31,14 @@ def test_a_variant_published_while_vllm_serves_answers_as_its_merged_weights(tmp
         assert published.status_code == 201, published.text
         body = {"model": "tuned", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).json()
-        refused = httpx.post(f"{server.url}/v1/completions", json={**body, "seed": 1}, timeout=WAIT_S)
+        refused = httpx.post(f"{server.url}/v1/completions", json={**body, "echo": True}, timeout=WAIT_S)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT_S) == 0
     tokens, _ = generate(merged(pair.base, artifact, tmp_path / "merged"), prompt, 12)
     assert answer["usage"]["completion_tokens"] == len(tokens)
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(tokens)
     assert refused.status_code == 400
-    assert "does not serve a seed" in refused.json()["error"]["message"]
+    assert "does not serve log-probabilities of the prompt" in refused.json()["error"]["message"]
 
 
 def test_a_python_without_vllm_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ A variant travels as a `LoRARequest`, so that vLLM's scheduler bounds the varian
 them apart and its graphs are captured with and without them. Of vLLM's own LoRA code only the requests are used: one
 method of the model runner is replaced, which makes the object that a runner asks for adapters.
 
-The plugin acts if the configuration has ``additional_config["peraxis"]``, which `peraxis serve` sets.
+The plugin acts if the configuration has ``additional_config["peraxis"]``, which `peraxis serve` sets, or else if
+`PERAXIS_VLLM_REGISTRY` names a registry and LoRA is on.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -46,6 +48,7 @@ TOUCHED: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
 )
 SECTION = "peraxis"  # of vLLM's `additional_config`
+REGISTRY = "PERAXIS_VLLM_REGISTRY"  # names a registry for vLLM's own server
 
 
 def register() -> None:
@@ -62,8 +65,10 @@ def register() -> None:
         check_vllm()
         from peraxis_vllm.manager import DeltaManager
         from peraxis_vllm.probe import check
+        from peraxis_vllm.registry import RegistryManager
 
-        self.lora_manager = DeltaManager(model, vllm_config, device, own)
+        kind = RegistryManager if "registry" in own else DeltaManager
+        self.lora_manager = kind(model, vllm_config, device, own)
         self.model = model
         check(self)
         return model
@@ -71,11 +76,19 @@ def register() -> None:
     load_lora_model.is_peraxis = True  # type: ignore[attr-defined]
     LoRAModelRunnerMixin.load_lora_model = load_lora_model
     _compile_on_cpu()
+    if os.environ.get(REGISTRY):
+        from peraxis_vllm.registry import register_server
+
+        register_server()
 
 
 def section_of(vllm_config: Any) -> dict[str, Any] | None:
     """Return the settings that vLLM was given for this plugin; None if it is not to act."""
     own: dict[str, Any] | None = (vllm_config.additional_config or {}).get(SECTION)
+    if own is None and os.environ.get(REGISTRY):
+        from peraxis_vllm.registry import section_of_server
+
+        return section_of_server(vllm_config)
     return own
 
 

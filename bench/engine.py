@@ -295,8 +295,13 @@ class BenchEngine:
         asked.events.put((time.perf_counter(), None))
 
 
-def write_base(directory: Path, shapes: LlamaShapes, max_positions: int = MAX_POSITIONS) -> Path:
-    """Write a bfloat16 checkpoint with random weights and no end token, so that answers have their full length.
+def write_base(
+    directory: Path,
+    shapes: LlamaShapes,
+    max_positions: int = MAX_POSITIONS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write a checkpoint with random weights and no end token, so that answers have their full length.
 
     The tokens of its tokenizer are the words `w0`, `w1` and so on.
     """
@@ -314,7 +319,7 @@ def write_base(directory: Path, shapes: LlamaShapes, max_positions: int = MAX_PO
         pad_token_id=0,
         tie_word_embeddings=shapes.tied,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
     PreTrainedTokenizerFast(tokenizer_object=_words("w", shapes)).save_pretrained(directory)
     return directory

@@ -3,8 +3,9 @@
 16, 32 and 64 requests at a time, 64 tokens in and 64 out, over the base alone and over 1 to 16 variants; and four at a
 time, over the base and four variants. The same run measures the alternatives on the same weights and prompts: merged
 weights swapped in, one variant after another; transformers' own batching of the base, static and continuous; and with
-`--vllm`, vLLM with the base alone and with eight LoRA adapters. All take turns, and each turn has prompts of its own,
-so that no prefix cache helps. Medians are reported.
+`--vllm`, vLLM compiled without LoRA, vLLM with the base alone and with eight LoRA adapters, and this server with vLLM
+as its engine. All take turns, and each turn has prompts of its own, so that no prefix cache helps. Medians are
+reported.
 
 At the shapes of larger models, so that the process stays below 14 GB: there are 8 variants, an 8B model has 3 of its 32
 layers, and one merged copy in memory stands for every variant's.
@@ -27,6 +28,7 @@ import torch
 
 from bench.engine import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
 from bench.peers.contender import (
+    COMPILED,
     CONTINUOUS,
     NUM_ADAPTERS,
     STATIC,
@@ -36,9 +38,11 @@ from bench.peers.contender import (
     Key,
     Prompts,
     check_length,
+    compiled_contenders,
     fastest_vllm,
     library_contenders,
     running_library,
+    running_vllm,
     vllm_contenders,
     write_adapters,
 )
@@ -51,7 +55,7 @@ NUM_REQUESTS, NUM_FEW = (16, 32, 64), 4
 VARIANTS = (1, 2, 4, 8, 16)
 MANY = 8  # variants of the goals
 KV_CACHE_GB = 0.6  # at the shapes of larger models; else what the server takes
-OURS = "Peraxis"
+OURS, OURS_ON_VLLM = "Peraxis", "Peraxis with vLLM"
 # Tokens of each answer while all warm up: deltas are loaded, and kernels compiled.
 WARM_UP_TOKENS = 4
 
@@ -92,8 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory(dir=args.dir) as name, ExitStack() as stack:
         directory, shapes = Path(name), scale.shapes
-        base, registry = write_base(directory / "base", shapes), Registry(directory / "registry")
+        base = write_base(directory / "base", shapes, dtype=getattr(torch, args.dtype))
+        registry = Registry(directory / "registry")
         records = publish_variants(registry, base, shapes, max(scale.counts))
+        settings: dict[str, Any] = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
         subjects, vllm = [], None
         if args.vllm:
             trial = prompts(max(scale.num_requests), args.prompt, shapes.vocabulary)
@@ -101,9 +107,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             peer, binding = stack.enter_context(running)
             subjects += vllm_contenders(peer, scale.num_requests)
             vllm = {**peer.loaded, "thread_binding": binding}
+            compiled = running_vllm(args.vllm, base, (), binding, max(scale.num_requests))
+            subjects += compiled_contenders(stack.enter_context(compiled), scale.num_requests)
+            sizes = {**settings, "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB}
+            engine = serving(base, registry, records, backend="vllm", engine_python=args.vllm, **sizes)
+            subjects += ours(stack.enter_context(engine), scale, OURS_ON_VLLM)
         library = stack.enter_context(running_library(base, scale.num_merged))
         subjects += library_contenders(library, scale.num_requests, scale.counts)
-        settings: dict[str, Any] = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
         service = stack.enter_context(serving(base, registry, records, **settings))
         subjects = [*ours(service, scale), *subjects]
         measure(subjects, args, shapes.vocabulary)
@@ -115,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_result(out, "throughput", device, _document(args, scale, subjects, vllm))
 
 
-def ours(service: BenchEngine, scale: Scale) -> list[Contender]:
+def ours(service: BenchEngine, scale: Scale, name: str = OURS) -> list[Contender]:
     """Return the engine as a contender, with requests spread evenly over each number of variants."""
 
     def answer(num_variants: int, asked_for: Prompts, num_new: int) -> None:
@@ -128,7 +138,7 @@ def ours(service: BenchEngine, scale: Scale) -> list[Contender]:
 
     cases = [(count, k) for count in scale.num_requests for k in (0, *scale.counts)]
     few = [(NUM_FEW, k) for k in (0, NUM_FEW)]
-    return [Contender(OURS, count, k, partial(answer, k)) for count, k in (*cases, *few)]
+    return [Contender(name, count, k, partial(answer, k)) for count, k in (*cases, *few)]
 
 
 def measure(subjects: Sequence[Contender], args: argparse.Namespace, vocabulary: int) -> None:
@@ -168,13 +178,15 @@ def goals(rates: dict[Key, float]) -> list[dict[str, Any]]:
     asked = []
     for count in num_requests:
         base, many = rates[OURS, count, 0], rates[OURS, count, MANY]
-        best = max(rates.get((name, count, 0), 0.0) for name in (STATIC, CONTINUOUS, VLLM))
+        best = max(rates.get((name, count, 0), 0.0) for name in (STATIC, CONTINUOUS, VLLM, COMPILED))
         asked.append((f"{count} requests: base / the best peer's base", base / best, 1.3))
         asked.append((f"{count} requests: {MANY} variants / base", many / base, 0.85))
         if adapters := rates.get((VLLM, count, NUM_ADAPTERS)):
             asked.append(
                 (f"{count} requests: {MANY} variants / vLLM's {NUM_ADAPTERS} adapters", many / adapters, 4.0)
             )
+        if on_vllm := rates.get((OURS_ON_VLLM, count, 0)):
+            asked += _goals_on_vllm(rates, count, on_vllm)
     first = num_requests[0]
     swapping = rates[OURS, first, MANY] / rates[SWAPPED, first, MANY]
     asked.append((f"{first} requests: {MANY} variants / merged weights swapped in", swapping, 3.0))
@@ -183,6 +195,20 @@ def goals(rates: dict[Key, float]) -> list[dict[str, Any]]:
     return [
         {"goal": goal, "at_least": least, "reached": round(value, 3), "met": value >= least}
         for goal, value, least in asked
+    ]
+
+
+def _goals_on_vllm(rates: dict[Key, float], count: int, base: float) -> list[tuple[str, float, float]]:
+    many = rates[OURS_ON_VLLM, count, MANY]
+    best = max(rates[name, count, 0] for name in (VLLM, COMPILED))
+    return [
+        (f"{count} requests, with vLLM: base / vLLM's best base", base / best, 0.97),
+        (f"{count} requests, with vLLM: {MANY} variants / base", many / base, 0.5),
+        (
+            f"{count} requests, with vLLM: {MANY} variants / vLLM's {NUM_ADAPTERS} adapters",
+            many / rates[VLLM, count, NUM_ADAPTERS],
+            3.0,
+        ),
     ]
 
 
@@ -200,6 +226,7 @@ def _document(
     return {
         "settings": {
             "shapes": asdict(scale.shapes),
+            "dtype": args.dtype,
             "merged_copies": scale.num_merged,
             "prompt_tokens": args.prompt,
             "new_tokens": args.new,
@@ -227,7 +254,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", choices=SHAPES, default="158m", help="whose sizes")
     parser.add_argument("--layers", type=int, help="so many of them rather than the default of the shapes")
     parser.add_argument("--streams", type=int, nargs="+", default=NUM_REQUESTS, help="requests at a time")
-    parser.add_argument("--vllm", type=Path, help="the Python of an environment that has vLLM")
+    parser.add_argument(
+        "--vllm", type=Path, help="the Python of an environment that has vLLM and peraxis-vllm"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of each answer")

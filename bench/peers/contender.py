@@ -155,7 +155,7 @@ def library_contenders(
     return [*swapping, *batching]
 
 
-VLLM = "vLLM"
+VLLM, COMPILED = "vLLM", "vLLM, compiled without LoRA"
 NUM_ADAPTERS, RANK = 8, 16
 PROGRAM = Path(__file__).with_name("vllm_program.py")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -186,20 +186,19 @@ def fastest_vllm(
 def running_vllm(
     python: Path, base: Path, adapters: Sequence[Path], binding: str, max_num_seqs: int
 ) -> Iterator[PeerProcess]:
-    """Start vLLM with an interpreter that has it."""
-    settings = {
+    """Start vLLM with an interpreter that has it: with adapters, or else compiled and without LoRA."""
+    settings: dict[str, Any] = {
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
+        "enforce_eager": bool(adapters),
         "max_num_seqs": max_num_seqs,
-        "enable_lora": True,
-        "max_loras": NUM_ADAPTERS,
-        "max_lora_rank": RANK,
-        "dtype": "bfloat16",
         "max_model_len": 1024,
     }
+    if adapters:
+        settings |= {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": RANK}
     config = {"base": str(base), "adapters": [str(path) for path in adapters], "settings": settings}
     variables = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with running_peer([python, PROGRAM], config, base.parent / "vllm.log", variables) as peer:
+    log = base.parent / f"vllm-{'adapters' if adapters else 'compiled'}.log"
+    with running_peer([python, PROGRAM], config, log, variables) as peer:
         yield peer
 
 
@@ -210,6 +209,11 @@ def vllm_contenders(peer: PeerProcess, num_requests: Sequence[int]) -> list[Cont
         for number in num_requests
         for num_adapters in (0, NUM_ADAPTERS)
     ]
+
+
+def compiled_contenders(peer: PeerProcess, num_requests: Sequence[int]) -> list[Contender]:
+    """Return the base of a vLLM that is compiled without LoRA."""
+    return [Contender(COMPILED, number, 0, partial(peer.answer, num_adapters=0)) for number in num_requests]
 
 
 def write_adapters(directory: Path, base: Path) -> list[Path]:

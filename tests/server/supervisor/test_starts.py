@@ -53,6 +53,23 @@ def test_a_base_whose_weights_are_damaged_is_named(artifacts: Artifacts, tmp_pat
     assert "model.safetensors" in lines[-1]
 
 
+def test_an_interpreter_that_cannot_run_the_engine_is_named_at_once(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such module >&2\nexit 5\n")
+    python.chmod(0o755)
+    environment = {"PERAXIS_BACKEND": "vllm", "PERAXIS_ENGINE_PYTHON": str(python)}
+    code, lines = failed_start(artifacts.base, tmp_path, **environment)
+    assert code == 1
+    assert lines.count("no such module") == 1
+    assert (
+        f"the engine has ended with exit code 5 before it had loaded the base: its last lines say why; {python}"
+        in (lines[-1])
+    )
+    assert lines[-1].endswith("or serve with --backend native")
+
+
 def test_the_command_for_the_first_key_is_shown_before_the_base_loads(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:

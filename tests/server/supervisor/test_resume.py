@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, error_of, eventually, live_server
+from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
 from tests.server.helpers.poison import POISON_TOKEN, poisoned_environment
 from tests.server.supervisor.test_faults import ENGINE, processes
 
+# Several starts of an engine follow each other, each as slow as the machine.
+PATIENCE_S = 1200
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 NUM_NEW = 600
 SCHEMA = {
     "type": "object",
@@ -58,7 +61,7 @@ NUM_INNOCENT = 30
 def ask(server: LiveServer, call: str) -> Any:
     """Return the parts of a reply that do not differ between two runs."""
     target, body = CALLS[call]
-    reply = httpx.post(f"{server.url}{target}", json=body, timeout=WAIT_S)
+    reply = httpx.post(f"{server.url}{target}", json=body, timeout=PATIENCE_S)
     assert reply.status_code == 200, reply.text
     return without_identity(reply.json())
 
@@ -85,7 +88,8 @@ class Close(float):
 @pytest.fixture(scope="module")
 def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("resume")
-    options = ("--http-workers", 2, "--max-gpu-deltas", 2, "--max-num-seqs", 40, "--shutdown-timeout", 1)
+    sizes = ("--http-workers", 2, "--max-gpu-deltas", 2, "--max-num-seqs", 40)
+    options = (*sizes, "--shutdown-timeout", 1, "--resume-timeout", PATIENCE_S)
     environment = poisoned_environment(directory / "poison")
     with live_server(artifacts.base, directory / "registry", *options, environment=environment) as running:
         for name in ("plain", "chatty", "third"):
@@ -121,13 +125,13 @@ def test_two_requests_that_kill_their_engine_are_found_among_thirty_that_do_not(
     def innocent(number: int) -> Any:
         body = {"prompt": [number + 5, 7], "max_tokens": 60, "seed": number, "logprobs": 0}
         model = ("base", "plain", "third")[number % 3]
-        reply = httpx.post(f"{server.url}/v1/completions", json={"model": model, **body}, timeout=WAIT_S)
+        reply = httpx.post(f"{server.url}/v1/completions", json={"model": model, **body}, timeout=PATIENCE_S)
         assert reply.status_code == 200, reply.text
         return without_identity(reply.json())
 
     def poisoned(model: str) -> httpx.Response:
         body = {"model": model, "prompt": [9] * 10 + [POISON_TOKEN], "max_tokens": 60, "temperature": 0}
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
     want = [innocent(number) for number in range(NUM_INNOCENT)]
     with ThreadPoolExecutor(NUM_INNOCENT + 2) as pool:

@@ -1,11 +1,13 @@
 """The engine process: `python -m server.engine.main`, started by the supervisor with an EngineConfig on standard input.
 
-Its exit code is 0 when it was told to stop, and `CANNOT_START` when the base could not be loaded.
+Its exit code is 0 when it was told to stop, `CANNOT_START` when the base could not be loaded, and `FAILED` after an
+error that it has logged.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import sys
 import threading
@@ -27,7 +29,9 @@ from server.protocol.step_page import StepPage, Suspect
 from server.registry_calls import open_registry
 from server.settings import Settings
 
-CANNOT_START = 3
+log = logging.getLogger(__name__)
+
+FAILED, CANNOT_START = 1, 3
 # How long clients have to ask why the engine cannot start.
 REFUSE_S = 10.0
 
@@ -50,7 +54,12 @@ def run_engine(config: EngineConfig) -> int:
     supervision = None
     if config.page is not None:
         supervision = Supervision(StepPage(Path(config.page), settings.max_num_seqs), config.suspects)
-    return serve_engine(settings, config.address, metrics, stopping, supervision)
+    try:
+        return serve_engine(settings, config.address, metrics, stopping, supervision)
+    except Exception:
+        # Logged, because Python would print the message as it is, in which there may be a tenant's text.
+        log.exception("the engine has failed")
+        return FAILED
 
 
 @dataclass(frozen=True, slots=True)

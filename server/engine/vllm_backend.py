@@ -561,6 +561,8 @@ def _llm_of(
     arguments = EngineArgs(
         str(settings.base),
         skip_tokenizer_init=True,
+        # A bar would stand between the lines of a log in JSON.
+        use_tqdm_on_load=False,
         dtype=str(dtype).removeprefix("torch."),
         enable_lora=True,
         max_loras=memory.num_slots,

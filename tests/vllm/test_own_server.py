@@ -117,7 +117,7 @@ def test_what_is_not_there_is_refused_and_harms_no_other(server: OwnServer, tmp_
     other = make_pair("llama", tmp_path, seed=9, changes=(Change(),), **SIZES)
     foreign = make_delta(other.base, other.finetunes[0], tmp_path / "foreign.safetensors")
     publish(server.registry, foreign, "foreign")
-    for model, status in (("nobody", 404), ("v0@7", 404), ("v0@x", 404), ("foreign", 400)):
+    for model, status in (("unknown", 404), ("v0@7", 404), ("v0@x", 404), ("foreign", 400)):
         assert server.complete(model, [5, 6]).status_code == status, model
     assert server.complete("v0", [5, 6], echo=True, logprobs=1).status_code == 400
     assert same_up_to_a_tie(server.tokens("v0", [5, 6]), *server.expected(1, [5, 6]))

@@ -45,8 +45,8 @@ FOLLOW_S, POLL_S = 1.0, 0.005
 DEFAULT_TENANT, DEFAULT_HEADROOM, NUM_THREADS, CACHE_BYTES = "default", "1.15", 4, 50 * 10**9
 # Loads at a time.
 NUM_LOADS = 2
-# Of a version; the registry's names hold neither separator.
-LABEL = re.compile(r"([^/]+)/([^@]+)@([0-9]+)")
+# A version's label and digest; the registry's names hold none of the separators.
+PATH = re.compile(r"(?P<tenant>[^/]+)/(?P<name>[^@/]+)@(?P<version>[0-9]+)#[0-9a-f]+")
 
 
 def location() -> str | None:
@@ -89,8 +89,7 @@ def path_of(record: VersionRecord) -> str:
 
 def label_of(path: str) -> str | None:
     """Return the label of a version by its path; None for vLLM's own dummies, before it serves."""
-    label, separator, _ = path.partition("#")
-    return label if separator else None
+    return path.partition("#")[0] if PATH.fullmatch(path) else None
 
 
 class RegistryManager(DeltaManager):
@@ -184,8 +183,11 @@ class RegistryManager(DeltaManager):
         known = next((record for record in self._records.values() if path_of(record) == path), None)
         if known is not None:
             return known
-        tenant, name, version = LABEL.fullmatch(label_of(path) or "").groups()  # type: ignore[union-attr]
-        record = self._registry.resolve(tenant, name, int(version), owned=True)
+        if (found := PATH.fullmatch(path)) is None:
+            raise VariantNotFound(
+                f"{path!r} is no version of the registry: name a variant as the model of a request"
+            )
+        record = self._registry.resolve(found["tenant"], found["name"], int(found["version"]), owned=True)
         if path_of(record) != path:
             raise VariantNotFound(f"{record.label} has other bytes than it had: ask for it again")
         if record.base_fingerprint != self._base.fingerprint:
@@ -332,7 +334,7 @@ class Follower:
 
     def _resolve(self, name: str) -> VersionRecord:
         assert self._registry is not None
-        base, _, version = name.partition("@")
-        if version and not version.isdecimal():
+        base, separator, version = name.partition("@")
+        if separator and not (version.isascii() and version.isdecimal()):
             raise VariantNotFound(f"{version!r} is no number of a version")
-        return self._registry.resolve(self._tenant, base, int(version) if version else None)
+        return self._registry.resolve(self._tenant, base, int(version) if separator else None)
